@@ -30,9 +30,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.support.ranks: a fake process group
 
+from benchmarks.lower_bound import lower_bound
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.ops.attention import run_backward, run_forward
-from cp_inductor.plan import Recipe, backward_plan, forward_plan, lower_bound, resolve
+from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.tracing import trace_fake
 from tests.support.ranks import fake_rank

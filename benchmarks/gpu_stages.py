@@ -36,10 +36,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.support.reference: o
 
 import cp_inductor
 from benchmarks.packed import pack
-from cp_inductor.inspect.rehearsal.reference import distance
-from cp_inductor.inspect.rehearsal.report import Difference
 from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
 from cp_inductor.tiles.kernels import TileCall
+from tests.rehearsal.reference import distance
+from tests.rehearsal.report import Difference
 from tests.support.reference import TOLERANCE, attend_with_grads, make_qkv, shard
 
 aten = torch.ops.aten

@@ -27,10 +27,14 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 from tabulate import tabulate
 
-from cp_inductor.plan import Machine, Recipe, backward_plan, forward_plan, lower_bound, resolve
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.lower_bound import lower_bound
+from cp_inductor.plan import Machine, Recipe, backward_plan, forward_plan, resolve
 from cp_inductor.plan.timeline import Loads, loads_of
 
 WINDOW = "(k - q <= 0) & (q - k - 4095 <= 0)"

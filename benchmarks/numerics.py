@@ -2,7 +2,6 @@
 
     python benchmarks/numerics.py                 all of it, some 10 minutes on two cores
     python benchmarks/numerics.py --cases sink --dtypes bfloat16 --ranks 3 --lengths 250
-    python benchmarks/numerics.py --document      writes docs/numerics.md, too
     python benchmarks/numerics.py --exact-tiles   what is left if kernels rounded no tile
 
 Prints a table, the worst ratio over out, dq, dk and dv, over ranks and over lengths, and as its
@@ -26,9 +25,6 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.support.precision import CASES, DTYPES, HEAD_DIM, STRATEGIES, Errors, batch_of, measure  # noqa: E402
-
-DOCUMENT = ROOT / "docs/numerics.md"
-MARK = "<!-- below: written by benchmarks/numerics.py -->\n"
 
 # Longer sequences are for the cases that say so, a minute each: as attention by the definition is.
 SHORT = 1000
@@ -93,24 +89,15 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[250, 4096])
     parser.add_argument("--long-dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--long-ranks", type=int, nargs="+", default=[4])
-    parser.add_argument("--document", action="store_true", help="write docs/numerics.md")
     parser.add_argument(
         "--exact-tiles", action="store_true", help="tiles in float32, against what they round"
     )
     args = parser.parse_args()
-    if args.document and args.exact_tiles:
-        parser.error("the document is of the library as it is")
     rows = run(args)
-    table = table_of(rows)
-    print(table)
     versions = {"torch": torch.__version__, "python": platform.python_version()}
-    if args.document:
-        said = f"torch {versions['torch']}, Python {versions['python']}, {platform.machine()} CPU"
-        runs = "\n".join(f"* {line}" for line in describe_runs(rows))
-        heads = f"4 heads (3 at P = 3), head dim {HEAD_DIM}."
-        where = f"{datetime.date.today()}, {said}; {heads}\n\n{runs}"
-        before, _, _ = DOCUMENT.read_text().partition(MARK)
-        DOCUMENT.write_text(f"{before}{MARK}\n{where}\n\n{table}\n")
+    said = f"torch {versions['torch']}, Python {versions['python']}, {platform.machine()} CPU"
+    print(f"{datetime.date.today()}, {said}; 4 heads (3 at P = 3), head dim {HEAD_DIM}.\n")
+    print(*(f"* {line}" for line in describe_runs(rows)), "", table_of(rows), sep="\n")
     print(json.dumps({"benchmark": "numerics", **vars(args), **versions, "rows": rows}))
 
 

@@ -40,13 +40,15 @@ from typing import Any
 
 from tabulate import tabulate
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.lower_bound import lower_bound
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.plan import (
     Machine,
     Recipe,
     backward_plan,
     forward_plan,
-    lower_bound,
     resolve,
 )
 from cp_inductor.plan.planner import MAX_IMBALANCE, tiles_of
@@ -271,7 +273,7 @@ def main() -> None:
             for heads, ranks in product(args.heads, args.ranks)
         ]
         if is_emitted:
-            from emitted_traffic import measure as measure_emitted
+            from benchmarks.emitted_traffic import measure as measure_emitted
 
             rows = [
                 {"H:G": f"{recipe.num_heads}:{recipe.num_kv_heads}"}

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
     from cp_inductor.inspect.estimate import Estimate, estimate
     from cp_inductor.inspect.explain import Report, explain
-    from cp_inductor.inspect.profile import Profile, profile
-    from cp_inductor.inspect.rehearsal.rehearse import Rehearsal, rehearse
     from cp_inductor.modules.along_sequence import pass_states, tokens_before
     from cp_inductor.modules.distribute import distribute
     from cp_inductor.modules.full_state import full_state_dict, load_full_state_dict
@@ -73,9 +71,7 @@ __all__ = [
     "ModifiedInPlace",
     "Plan",
     "ProcessGroupError",
-    "Profile",
     "RanksDisagree",
-    "Rehearsal",
     "Report",
     "SequenceMixed",
     "SequenceWarning",
@@ -108,17 +104,15 @@ __all__ = [
     "per_rank",
     "plan_attention",
     "prepared",
-    "profile",
     "reduce_gradients",
     "register_recurrence",
-    "rehearse",
     "reset",
     "shard",
     "tokens_before",
     "unshard",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Names are imported when they are first asked for, so that `import cp_inductor` takes no longer
 # than torch.
@@ -132,8 +126,6 @@ _HOMES = {
     "inspect.cross_compile": "CrossCompiled cross_compile",
     "inspect.estimate": "Estimate estimate",
     "inspect.explain": "Report explain",
-    "inspect.profile": "Profile profile",
-    "inspect.rehearsal.rehearse": "Rehearsal rehearse",
     "modules.along_sequence": "pass_states tokens_before",
     "modules.distribute": "distribute",
     "modules.full_state": "full_state_dict load_full_state_dict",

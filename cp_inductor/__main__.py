@@ -3,7 +3,6 @@
     python -m cp_inductor plan --world-size 8 --seq-len 131072
     python -m cp_inductor explain model.py:build --world-size 8
     python -m cp_inductor code model.py:build --world-size 1024 --rank 517 --target cuda:sm_90
-    python -m cp_inductor rehearse model.py:build --world-size 4
     python -m cp_inductor estimate model.py:build --world-size 8 --target h100
     python -m cp_inductor doctor
 
@@ -30,7 +29,6 @@ from cp_inductor.plan import (
     Machine,
     Plan,
     cost_of,
-    lower_bound,
     plan_attention,
 )
 from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count
@@ -69,7 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_explain(commands)
     _add_code(commands)
-    _add_rehearse(commands)
     _add_estimate(commands)
     what = "measure the ranks of a torchrun and their links, for --machine calibrated"
     calibrate = _add_command(commands, "calibrate", what, "calibrate", "calibrate --json")
@@ -201,24 +198,6 @@ def _add_code(commands: Any) -> None:
         help="compile the kernels; print the registers and memory they use",
     )
     code.add_argument("--json", action="store_true", help="print the code, or the kernels, as JSON")
-
-
-def _add_rehearse(commands: Any) -> None:
-    rehearse = _add_command(
-        commands,
-        "rehearse",
-        "run the GPU programs of all ranks together, on the CPU",
-        "rehearse model.py:build --world-size 4",
-        "rehearse model.py:build --world-size 2 --target cuda:h200 --json",
-    )
-    rehearse.set_defaults(run=_rehearse, rank=None)
-    _add_model(rehearse)
-    rehearse.add_argument(
-        "--seq-dim", type=int, help="of plain shards; by default 2 of (B, H, S, D), else 1"
-    )
-    rehearse.add_argument("--output", type=Path, help="write all generated code to this folder")
-    rehearse.add_argument("--deadline", type=float, default=1800.0, help="seconds for all ranks")
-    rehearse.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def _add_estimate(commands: Any) -> None:
@@ -392,26 +371,6 @@ def _code(args: argparse.Namespace) -> tuple[str, bool]:
     return "\n".join(f"{heads[kind]}\n{text}" for kind, text in code.items()), True
 
 
-def _rehearse(args: argparse.Namespace) -> tuple[str, bool]:
-    from cp_inductor.inspect.rehearsal.rank import Job
-    from cp_inductor.inspect.rehearsal.rehearse import rehearse_job
-
-    _check_rank(args)
-    job = Job(
-        named=args.model,
-        world_size=args.world_size,
-        target=args.target,
-        mesh_shape=args.mesh_shape,
-        mesh_dim_names=args.mesh_names,
-        with_grad=not args.inference,
-        options=_options_of(args),
-        seq_dim=args.seq_dim,
-        folder=None if args.output is None else str(args.output),
-    )
-    report = rehearse_job(job, deadline_s=args.deadline).report
-    return json.dumps(report.to_dict()) if args.json else str(report), report.is_fine
-
-
 def _estimate(args: argparse.Namespace) -> tuple[str, bool]:
     import torch
 
@@ -547,21 +506,17 @@ def _plan(args: argparse.Namespace) -> tuple[str, bool]:
     return "\n".join(lines), True
 
 
-BOUND = "bytes received / lower bound"
-WHOLE_HEADS = f"{BOUND}, heads whole"
 MEANING = {
     "chunks per rank": "(pieces of a rank's tokens that the plan counts in)",
     "tiles of the busiest rank": "(attention calls of a forward)",
     "flops, busiest / mean": "(1 is perfect)",
-    BOUND: "(1: the least that any plan with work as even can receive)",
-    WHOLE_HEADS: "(1: the least of such plans that do not split heads over ranks)",
 }
 
 
 def _line(name: str, value: Any) -> str:
     """Return a line of the summary, with units."""
     meaning = MEANING.get(name, "")
-    if "bytes received" in name and name not in MEANING:
+    if "bytes received" in name:
         meaning = "(by the rank that receives most)" * name.endswith("most")
         name, value = name.replace("bytes ", ""), _in_bytes(value)
     elif name.endswith(" ms"):
@@ -583,7 +538,7 @@ def _summary(
 ) -> dict[str, Any]:
     """Check a plan and its backward, and return what they cost per batch entry."""
     plan, _ = plans
-    grid, shape = plan.grid, plan.shape
+    grid = plan.grid
     summary: dict[str, Any] = {
         "strategy": plan.strategy,
         "ranks": grid.world_size,
@@ -593,13 +548,11 @@ def _summary(
         ),
         "flops, busiest / mean": round(plan.balance, 4),
     }
-    total = 0
     for one in plans:
         name = one.direction.value
         say(f"checking the {name} of all ranks")
         timeline = one.simulate(machine)
         received = [one.bytes_received(rank) for rank in range(grid.world_size)]
-        total += max(received)
         exchanges = sum(bool(stage.fetch) + bool(stage.home) for stage in one.stages)
         summary[f"{name} exchanges"] = exchanges
         summary[f"{name} bytes received, most"] = max(received)
@@ -609,21 +562,6 @@ def _summary(
             summary[f"{name} bytes received, most, between nodes"] = int(between.max())
         summary[f"{name} predicted ms"] = round(timeline.total_s * 1e3, 3)
         summary[f"{name} of these exposed ms"] = round(timeline.exposed_s * 1e3, 3)
-    if grid.query_length == grid.key_length:
-        for splits_heads in (True, False):
-            if plan.strategy.startswith("heads") and not splits_heads:
-                continue
-            bound = lower_bound(
-                shape,
-                grid.world_size,
-                grid.query_length,
-                plan.rule or plan.mask.value,
-                most_pairs=max(map(plan.num_pairs_of, range(grid.world_size))),
-                is_kept=plan.num_kept > 0,
-                splits_heads=splits_heads,
-            )
-            if bound:
-                summary[BOUND if splits_heads else WHOLE_HEADS] = round(total / bound, 3)
     return summary
 
 

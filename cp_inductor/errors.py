@@ -26,7 +26,7 @@ class CPError(RuntimeError):
     def __init__(self, *, site: str, expected: str, got: str, remedy: str) -> None:
         super().__init__(f"{site}: expected {expected}, got {got}; {remedy}")
         if sys.version_info >= (3, 11):
-            self.add_note(f"See docs/errors.md#{self.page_anchor()}")
+            self.add_note(f"See docs/support.md#{self.page_anchor()}")
         self.site = site
         self.expected = expected
         self.got = got
@@ -34,7 +34,7 @@ class CPError(RuntimeError):
 
     @classmethod
     def page_anchor(cls) -> str:
-        """Return the heading of docs/errors.md that this error, or what it derives from, has."""
+        """Return the heading of docs/support.md that this error, or what it derives from, has."""
         public = next(base for base in cls.__mro__ if base.__module__ == __name__)
         return public.__name__.lower()
 

@@ -12,7 +12,7 @@
     out = scaled_dot_product_attention(q, k, v, scale=1 / sqrt(192))
     out = out[..., :128]
 
-A key or value that every rank has whole is sliced, which moves nothing; its gradient is gathered.
+What every rank has whole is sliced, which moves nothing; its gradient is gathered.
 Zeros behind a value give zeros behind the output; zeros behind query and key change no score, if
 the scale is that of the head dim before. What changes is how attention is written, not what it is.
 
@@ -29,11 +29,13 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from cp_inductor.dtensor.axis import is_sequence_sharded
+from cp_inductor.dtensor.axis import attention_placements, is_sequence_sharded
+from cp_inductor.errors import CPError
 from cp_inductor.graph.nodes import graphs_of
-from cp_inductor.passes.attentions import SDPA
+from cp_inductor.passes.attentions import CAPTURED
+from cp_inductor.region.flex_calls import FLEX
 from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.sizes import size_expression
@@ -52,11 +54,18 @@ def align_attention(gm: fx.GraphModule, *, has_axis: bool) -> None:
     """
     for graph in graphs_of(gm):
         for node in list(graph.nodes):
-            if node.op == "call_function" and node.target in SDPA and not is_left_alone(node):
-                call = bind_arguments(OP, node.args, node.kwargs)
+            if node.op == "call_function" and node.target in CAPTURED and not is_left_alone(node):
+                call = _bound(node)
                 if all(isinstance(call[side], fx.Node) for side in SIDES):
                     _align(node, call, has_axis)
     gm.recompile()
+
+
+def _bound(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of an SDPA, or the tensors of a flex_attention, by name."""
+    if node.target is FLEX:
+        return dict(zip(SIDES, node.args, strict=False))
+    return bind_arguments(OP, node.args, node.kwargs)
 
 
 def _align(node: fx.Node, call: dict[str, Any], has_axis: bool) -> None:
@@ -65,9 +74,11 @@ def _align(node: fx.Node, call: dict[str, Any], has_axis: bool) -> None:
         return
     if not has_axis and not any(map(is_sequence_sharded, values.values())):
         return
-    _align_heads(node, call)
+    if node.target is not FLEX:
+        _align_heads(node, call)
     _align_placements(node, call)
-    _align_head_dims(node, call)
+    if node.target is not FLEX:
+        _align_head_dims(node, call)
 
 
 def _align_heads(node: fx.Node, call: dict[str, Any]) -> None:
@@ -117,25 +128,16 @@ def _is_call(node: object, method: str | None, *functions: object) -> TypeGuard[
 
 
 def _align_placements(node: fx.Node, call: dict[str, Any]) -> None:
-    """Take the shard of keys and values that are whole on the axis that shards the query."""
-    query = _value(call["query"])
-    if not is_sequence_sharded(query):
+    """Place query, key and value alike; what cannot be, `find_attention` refuses."""
+    try:
+        placements = attention_placements(*(_value(call[side]) for side in SIDES), site="")
+    except CPError:
         return
-    for side in ("key", "value"):
+    for side in SIDES if placements is not None else ():
         value = _value(call[side])
-        if not isinstance(value, DTensor) or value.device_mesh != query.device_mesh:
-            continue
-        wanted: list[Placement] = [
-            Shard(2) if _is_sequence(of_query) and isinstance(own, Replicate) else own
-            for of_query, own in zip(query.placements, value.placements, strict=True)
-        ]
-        if wanted != list(value.placements):
-            call[side] = _call(node, "redistribute", call[side], value.device_mesh, wanted)
+        if value.placements != placements:
+            call[side] = _call(node, "redistribute", call[side], value.device_mesh, placements)
             _rewrite(node, call)
-
-
-def _is_sequence(placement: Placement) -> bool:
-    return type(placement) is Shard and placement.dim in (2, -2)
 
 
 def _align_head_dims(node: fx.Node, call: dict[str, Any]) -> None:
@@ -165,7 +167,11 @@ def _align_head_dims(node: fx.Node, call: dict[str, Any]) -> None:
 
 
 def _rewrite(node: fx.Node, call: dict[str, Any]) -> None:
-    node.args = tuple(call[side] for side in SIDES)
+    sides = tuple(call[side] for side in SIDES)
+    if node.target is FLEX:
+        node.args = sides + node.args[len(SIDES) :]
+        return
+    node.args = sides
     node.kwargs = {name: value for name, value in call.items() if name not in SIDES}
 
 

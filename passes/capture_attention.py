@@ -39,7 +39,7 @@ from cp_inductor.dtensor.axis import from_local_like, local_part, roles_of
 from cp_inductor.dtensor.recipe import lengths_at_run_time
 from cp_inductor.dtensor.rules.dropout import seed_of_shard
 from cp_inductor.graph.derive_tables import derive_tables
-from cp_inductor.graph.nodes import source_line
+from cp_inductor.graph.nodes import place_of
 from cp_inductor.graph.subgraphs import Calls, bodies_of, bring_in, calls_of, drop_unused_inputs
 from cp_inductor.mask.reader.writes import Writes
 from cp_inductor.ops.attention import FORWARD, attention_of
@@ -386,7 +386,7 @@ def list_attentions(gm: fx.GraphModule) -> list[Planned]:
         if this is None:
             continue
         query, key = (node.args[place].meta["example_value"] for place in (0, 1))
-        site = f"attention ({source_line(node)})"
+        site = f"attention ({place_of(node)})"
         if not this.is_per_batch:
             sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
             found.append(Planned(this, query.dtype, sizes, site))

@@ -1,6 +1,6 @@
 """Refuse, or warn, where what the user said of the mesh does not fit the graph. Changes nothing.
 
-options={"mesh": mesh}    a graph break: refused; no fullgraph=True, or no attention: a warning
+options={"mesh": mesh}    a graph break: refused; no fullgraph=True: a warning
 nothing                   several ranks, and attention over tensors that nobody shards: a warning
 
 Nothing about a plain tensor says that it is a shard; the option alone does.
@@ -24,7 +24,6 @@ from cp_inductor.region.marks import regions_of
 from cp_inductor.torch_private.dynamo import (
     are_gradients_reduced,
     is_capturing_whole,
-    is_splitting_for_ddp,
 )
 
 log = logging.getLogger("cp_inductor")
@@ -50,11 +49,8 @@ def check_mesh(
             _warn_of_no_shards()
         return
     _refuse_graph_break(gm)
-    is_said = axis.rank == 0  # for all ranks
-    if is_said and not is_capturing_whole():
+    if axis.rank == 0 and not is_capturing_whole():  # for all ranks
         _warn_of_fallback()
-    if is_said and axis.world_size > 1 and not has_attention:
-        _warn_of_nothing()
 
 
 def _refuse_graph_break(gm: fx.GraphModule) -> None:
@@ -71,19 +67,6 @@ def _refuse_graph_break(gm: fx.GraphModule) -> None:
             remedy="compile with fullgraph=True and remove the break, or pass DTensors to the"
             " model",
         )
-
-
-def _warn_of_nothing() -> None:
-    """Warn of options={"mesh": mesh} in a graph without attention."""
-    if is_splitting_for_ddp():
-        # Its optimizer cuts models into graphs, of which some have no attention.
-        return
-    warnings.warn(
-        'options={"mesh": ...}: found no scaled_dot_product_attention in the graph;'
-        " hand-written attention sees only this rank's shard",
-        SequenceWarning,
-        stacklevel=2,
-    )
 
 
 def _is_of_whole_tensors(gm: fx.GraphModule) -> bool:

@@ -42,7 +42,7 @@ from cp_inductor.dtensor.recipe import (
     whole_lengths,
 )
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedStrategy
-from cp_inductor.graph.nodes import graphs_of, source_line
+from cp_inductor.graph.nodes import graphs_of, place_of
 from cp_inductor.graph.subgraphs import Calls, calls_of, source_of
 from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, is_of_pairs
 from cp_inductor.mask.reader.lengths import lengths_as
@@ -158,11 +158,11 @@ def find_attention(
         is_distributed = _reads_sharded_sequence(node)
         is_handled = is_kernel and is_distributed
         if (is_of_shards or is_distributed) and not is_handled:
-            yield f"{node.name} ({source_line(node)})", _refuse_opaque(node)
+            yield f"{node.name} ({place_of(node)})", _refuse_opaque(node)
     counts = dict.fromkeys(("sdpa", "flex"), 0)
     for node in (node for node in nodes if node.target in CAPTURED):
         kind = "flex" if node.target is FLEX else "sdpa"
-        name = f"{kind}_{counts[kind]} ({source_line(node)})"
+        name = f"{kind}_{counts[kind]} ({place_of(node)})"
         counts[kind] += 1
         try:
             region = region_of_query(node) or regions.get(node.graph)
@@ -203,7 +203,7 @@ def _reads_sharded_sequence(node: fx.Node) -> bool:
 
 def _refuse_opaque(node: fx.Node) -> UnsupportedAttention:
     return UnsupportedAttention(
-        site=f"{node.name} ({source_line(node)})",
+        site=f"{node.name} ({place_of(node)})",
         expected="attention as torch.nn.functional.scaled_dot_product_attention",
         got=f"{name_of_function(node.target)}, which would attend within the local shard only",
         remedy=(

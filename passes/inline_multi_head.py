@@ -8,16 +8,17 @@
     ...
 
 nn.MultiheadAttention, and with it nn.TransformerEncoderLayer, reaches a Dynamo graph as this one
-function. On DTensors that does no harm: AOTAutograd runs the function, and DTensor's handler sees
-the attention inside. On plain tensors, which are shards only because the user says so, it would
-attend within the shard.
+function. On plain tensors, which are shards only because the user says so, it would attend within
+the shard. On DTensors, DTensor's handler would compute the attention inside, but take a mask for a
+tensor, instead of reading which pairs exist. A call on DTensors that returns attention weights uses
+no SDPA, and stays: DTensor computes its products.
 
-Assumes: a graph from Dynamo with `example_value`s; called only where plain tensors are shards.
+Assumes: a graph from Dynamo with `example_value`s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, cast
 
 import torch.nn.functional as F
@@ -31,26 +32,31 @@ from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.tracing import trace_pre_dispatch
 
 
-def inline_multi_head(graphs: Iterable[fx.Graph]) -> None:
-    """Replace every call of F.multi_head_attention_forward on plain tensors by its body.
+def inline_multi_head(graphs: Iterable[fx.Graph], of_shards: Container[fx.Graph]) -> None:
+    """Replace calls of F.multi_head_attention_forward by its body.
 
     Args:
-        graphs: the graphs of a Dynamo graph module, or below it, in which plain tensors are shards.
+        graphs: of a Dynamo graph module, and below it.
+        of_shards: those of them in which plain tensors are shards.
 
     Raises:
-        UnsupportedAttention: the call returns attention weights, for which it uses no SDPA.
+        UnsupportedAttention: a call on shards returns attention weights, for which it uses no SDPA.
     """
     calls = [
         node
         for graph in graphs
         for node in graph.nodes
-        if node.target is F.multi_head_attention_forward
-        and not _is_distributed(node)
-        and not is_left_alone(node)
+        if node.target is F.multi_head_attention_forward and not is_left_alone(node)
     ]
+    wanted = []
     for node in calls:
-        _check_no_weights(node)
-    for node in calls:
+        needs_weights = node.kwargs.get("need_weights", True)
+        if _is_distributed(node):
+            wanted += [] if needs_weights else [node]
+        elif node.graph in of_shards:
+            _check_no_weights(node)
+            wanted.append(node)
+    for node in wanted:
         _inline(node)
 
 

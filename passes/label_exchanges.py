@@ -1,4 +1,4 @@
-"""Label the exchanges and tiles of a lowered graph, so that an error, or a profile, can name them.
+"""Label the exchanges and tiles of a lowered graph, so that errors and profiles can name them.
 
     attention_1 = cp_inductor::attention(...)      "cp_inductor_place": (1, "forward")
       => lower_attention

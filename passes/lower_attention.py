@@ -43,7 +43,6 @@ from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.inductor import ONE_KERNEL_KEY
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import (
-    CAN_CALL_SUBGRAPHS,
     INVOKE_SUBGRAPH,
     fake_mode_of,
     trace_fake,
@@ -141,7 +140,7 @@ def _lower(
     inputs, used, key = _inputs_of(node), _used_of(node), _key(node)
     if key not in known:
         known[key] = _trace(node.target, this, inputs, used, decompositions)
-        if is_repeated and CAN_CALL_SUBGRAPHS and _is_dear(this):
+        if is_repeated and _is_dear(this):
             share_pieces(known[key])
         _adopt_subgraphs(known[key], node.graph)
     outputs = _inline(known[key], node, inputs)

@@ -6,7 +6,7 @@
     Inductor          its own passes, then POST_GRAD
 
 Everybody runs this one list. `torch.compile` runs all of it, `cp_aot_eager` interprets in place of
-Inductor, `explain` ends behind FIND, `cross_compile` and `rehearse` are compiles for another
+Inductor, `explain` ends behind FIND, `cross_compile` and the rehearsal are compiles for another
 device (whose joint graph `inspect.retarget` moves there), and `backend.graph_passes` are LOWER and
 SCHEDULE of a step that somebody else traced.
 """
@@ -38,6 +38,7 @@ from cp_inductor.passes.check_sequence import check_sequence
 from cp_inductor.passes.drop_block_masks import drop_block_masks
 from cp_inductor.passes.drop_idle_objects import drop_idle_objects
 from cp_inductor.passes.find_attention import find_attention, groups_of_sequence
+from cp_inductor.passes.graph_types import GraphTypes
 from cp_inductor.passes.inline_multi_head import inline_multi_head
 from cp_inductor.passes.inline_varlen import inline_varlen
 from cp_inductor.passes.label_exchanges import label_exchanges, number_attentions
@@ -62,6 +63,7 @@ from cp_inductor.passes.translate_policy import translate_policy
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.passes.whole_scalars import whole_scalars
 from cp_inductor.region.marks import regions_of, remove_marks
+from cp_inductor.region.regions import typers_of_program
 from cp_inductor.torch_private.dynamo import (
     guard_whole_lengths,
     relate_local_lengths,
@@ -123,6 +125,7 @@ class Capture:
             process, are for the compile.
         verdicts: of `find_attention`.
         kept: the places of the inputs that are left at the end.
+        types: what checks calls of the graph, if it is in a region.
     """
 
     gm: fx.GraphModule
@@ -130,6 +133,7 @@ class Capture:
     is_explained: bool = False
     verdicts: list[tuple[str, Verdict]] = field(default_factory=list)
     kept: tuple[int, ...] = ()
+    types: GraphTypes | None = None
 
     @property
     def sites(self) -> list[Site]:
@@ -149,7 +153,9 @@ class Capture:
         Plain tensors have no handler, and would attend within their shard.
         """
         is_asked_for = self.settings.enabled or self.settings.axis is not None
-        return bool(is_asked_for or has_masks(self.gm) or regions_of(self.gm))
+        return bool(
+            is_asked_for or has_masks(self.gm) or regions_of(self.gm) or typers_of_program()
+        )
 
     @property
     def is_checked(self) -> bool:
@@ -157,9 +163,9 @@ class Capture:
         return self.is_searched and self.settings.check_sequence
 
     def inline_multi_head(self) -> None:
-        """Inline it where plain tensors are shards."""
-        has_axis = self.settings.axis is not None
-        inline_multi_head(graphs_of(self.gm) if has_axis else regions_of(self.gm))
+        """Inline it on DTensors, and where plain tensors are shards."""
+        graphs = list(graphs_of(self.gm))
+        inline_multi_head(graphs, graphs if self.settings.axis is not None else regions_of(self.gm))
 
     def find(self) -> None:
         """Find all attentions; raise the first error among the verdicts."""
@@ -168,6 +174,11 @@ class Capture:
         for _, verdict in self.verdicts:
             if isinstance(verdict, CPError):
                 raise verdict
+
+    def check_sequence(self) -> None:
+        """Check what is not attention, and keep what checks the calls."""
+        chosen = (self.settings.seq_dims, self.settings.axis)
+        self.types = check_sequence(self.gm, self.sites, *chosen)
 
     def drop_idle_objects(self) -> None:
         """Drop them, and keep the places of the others."""
@@ -286,10 +297,8 @@ PASSES = (
     # Before the checks, which have nothing to say of how a BlockMask was made.
     Pass(FIND, "drop_block_masks", lambda this: drop_block_masks(this.gm, this.sites),
          lambda this: this.is_searched, is_spare=True),
-    # Behind find_attention: queries and keys tell which dims hold tokens.
-    Pass(FIND, "check_sequence",
-         lambda this: check_sequence(this.gm, this.sites, this.settings.seq_dims),
-         lambda this: this.is_checked),
+    # Behind find_attention: queries and keys tell which dims hold tokens, if nothing else does.
+    Pass(FIND, "check_sequence", Capture.check_sequence, lambda this: this.is_checked),
     Pass(FIND, "check_placements", lambda this: check_placements(this.gm),
          lambda this: this.is_checked and not this.is_explained),
 
@@ -368,7 +377,8 @@ def capture(gm: fx.GraphModule, settings: Settings) -> Capture:
     except CPError as error:
         count("sites_refused")
         if settings.check_agreement:
-            for name in groups_of_sequence(gm, settings.axis):
+            around = [typer.group_name for typer in typers_of_program()]
+            for name in {*groups_of_sequence(gm, settings.axis), *around}:
                 tell_refusal(name, error)
         raise
     if not this.sites:

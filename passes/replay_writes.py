@@ -10,7 +10,7 @@
     z = y[:, 5:9]
     return z + y
 
-DTensor (torch 2.11 to 2.15) gathers a sharded dim before it cuts it. So what is a view on one
+DTensor (torch 2.13 to 2.15) gathers a sharded dim before it cuts it. So what is a view on one
 process is a copy here: what is written to it is lost, and what was cut before a write is stale.
 
 What shares memory with what, and what is written, is found on plain fake tensors of the whole size,

@@ -8,7 +8,7 @@
     return tokens, own
 
 AOTAutograd returns the base of outputs that share memory, and makes the views of it again outside
-of the graph. DTensor has no `as_strided` (torch 2.11 to 2.15), so that call fails. What a user
+of the graph. DTensor has no `as_strided` (torch 2.13 to 2.15), so that call fails. What a user
 writes to one of the two in place does not reach the other. In eager code it does not, either, where
 DTensor has redistributed the one to make the other.
 

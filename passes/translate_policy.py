@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from cp_inductor.torch_private.first_dtensor import FORWARD_OPS
 
-# Where Dynamo leaves the `context_fn` of a checkpointed region (torch 2.11 to 2.15).
+# Where Dynamo leaves the `context_fn` of a checkpointed region (torch 2.13 to 2.15).
 CONTEXT_FN = "_checkpoint_context_fn"
 
 MUST = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)

@@ -22,6 +22,7 @@ from cp_inductor.backend.versions import with_versions_checked
 from cp_inductor.dtensor.permuted import refuse_permuted
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.check_sequence import shards_of
+from cp_inductor.passes.graph_types import GraphTypes
 from cp_inductor.passes.note_draws import has_notes
 from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.settings import Settings
@@ -43,12 +44,14 @@ class Captured:
         has_attention: whether the graph has any attention, also one that is left alone.
         agree: makes the context, from the inputs, in which the ranks compare what they run.
         attentions: those that were captured, in the order in which they run.
+        types: what checks calls of the graph, if it is in a region.
     """
 
     kept: tuple[int, ...]
     has_attention: bool
     agree: Callable[[Sequence[Any]], Any]
     attentions: tuple[Planned, ...] = ()
+    types: GraphTypes | None = None
 
     @staticmethod
     def of(gm: fx.GraphModule, settings: Settings) -> Captured:
@@ -70,7 +73,7 @@ class Captured:
                 "memory budget": str(settings.scheduling.memory_budget_bytes),
             }
             agree = agreed_graph(planned, inputs, how, whole=whole, shards=shards_of(gm))
-        return Captured(captured.kept, captured.has_attention, agree, planned)
+        return Captured(captured.kept, captured.has_attention, agree, planned, captured.types)
 
     @property
     def is_of_rank(self) -> bool:
@@ -104,7 +107,7 @@ class Captured:
         def run(*args: Any) -> Any:
             if self.attentions:  # of which Dynamo has no guard
                 refuse_permuted("a compiled graph with attention over a sharded sequence")
-            note_compiled(self.has_attention)
+            note_compiled()
             if len(args) > len(self.kept):
                 args = tuple(self.inputs(args))
             for name in group_names:
@@ -112,4 +115,4 @@ class Captured:
             with graph_called(), self.agree(args):
                 return call(*args)
 
-        return run
+        return run if self.types is None else self.types.typed(run, self.kept)

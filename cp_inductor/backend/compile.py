@@ -32,7 +32,7 @@ from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.backend.progress import compile_announced
 from cp_inductor.dtensor.axis import from_local_like, local_part
 from cp_inductor.dtensor.documents import document_numbers
-from cp_inductor.dtensor.rules import register_for_compiled
+from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.rules.draws import note_drawn
 from cp_inductor.dtensor.rules.dropout import seed_of_shard
 from cp_inductor.dtensor.rules.loss import correct_losses
@@ -48,7 +48,6 @@ from cp_inductor.torch_private.inductor import (
     append_custom_pass,
     cats_in_one_kernel,
     changed_before_code,
-    has_chunker,
     last_strides_kept,
     logits_in_chunks,
     without_meshes,
@@ -197,7 +196,7 @@ def _inductor_patches(settings: Settings, mode: str | None, post_grad: PostGrad)
         **{f"{f.__module__}.{f.__qualname__}": source_hash() for f in ours},
     }
     chunker = {}
-    if has_chunker() and not any(option.startswith("auto_chunker.") for option in options):
+    if not any(option.startswith("auto_chunker.") for option in options):
         chunker = {
             "auto_chunker.enable": True,
             "auto_chunker.output_size_threshold": MAX_WHOLE_BYTES,
@@ -296,5 +295,5 @@ def _interpret_lowered(
 
 
 correct_losses()
-register_for_compiled()
+register_rules()
 trace_for(cp_inductor, cp_aot_eager)

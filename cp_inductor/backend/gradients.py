@@ -4,7 +4,7 @@
     loss.backward()                      logits got no gradient: autograd fills in plain zeros
 
 AOTAutograd compiles a backward for the gradients of all outputs, and expects a DTensor where an
-output is a DTensor. Autograd fills in a plain tensor, which AOTAutograd (torch 2.11 to 2.15)
+output is a DTensor. Autograd fills in a plain tensor, which AOTAutograd (torch 2.13 to 2.15)
 refuses.
 
     F.linear(DTensor, plain weight)      weight.grad: a DTensor [Partial], not yet summed

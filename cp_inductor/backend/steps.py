@@ -32,7 +32,7 @@ from cp_inductor.torch_private.tracing import replace_backward
 from cp_inductor.trust.course import waiting_in
 from cp_inductor.trust.failures import Step, failure, step_of
 from cp_inductor.trust.graph_agreement import Planned
-from cp_inductor.trust.recording import Moment, recorded
+from cp_inductor.trust.profiler_ranges import named_ranges
 
 COLLECTIVE = re.compile(
     r"torch\.ops\.(?:_c10d_functional\.|cp_inductor\.(?=exchange_rows))(\w+)\.default\("
@@ -73,7 +73,7 @@ def _named(
     def run(*args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()
         try:
-            with waiting_in(attentions[0].attention.group_name, where), recorded(name_of):
+            with waiting_in(attentions[0].attention.group_name, where), named_ranges(name_of):
                 return function(*args, **kwargs)
         except CPError:
             raise
@@ -119,7 +119,7 @@ def _find(
     return group_name, step_of(site, direction, int(number), int(num_steps))
 
 
-def _name_of(attentions: Sequence[Planned], direction: str, func: Any) -> Moment | None:
+def _name_of(attentions: Sequence[Planned], direction: str, func: Any) -> tuple[str, int] | None:
     """Return which exchange or tile an op is that compiled code calls right now."""
     call, frame = f"torch.ops.{func}(", sys._getframe(1)
     while frame is not None:
@@ -128,11 +128,10 @@ def _name_of(attentions: Sequence[Planned], direction: str, func: Any) -> Moment
             label = _label_at(frame, frame.f_lineno, line)
             if label is None:
                 return None
-            place, number, total = label[1], int(label[4]), int(label[5])
+            place, number = label[1], int(label[4])
             if place == "unknown":
-                return Moment("an attention of unknown place", None, direction, number, total)
-            one = attentions[int(place)]
-            return Moment(one.site, one.attention, label[2], number, total)
+                return f"an attention of unknown place, {direction}", number
+            return f"{attentions[int(place)].site}, {label[2]}", number
         frame = frame.f_back  # type: ignore[assignment]
     return None
 

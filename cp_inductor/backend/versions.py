@@ -4,7 +4,7 @@
     out.mul_(2)                     the version of the DTensor rises, that of its local tensor not
     out.sum().backward()            => ModifiedInPlace, as autograd does over plain tensors
 
-AOTAutograd (torch 2.11 to 2.15) saves local tensors for the backward, whose versions are not those
+AOTAutograd (torch 2.13 to 2.15) saves local tensors for the backward, whose versions are not those
 of the DTensors around them: it would read what was written behind the graph. So the versions of the
 DTensors whose local tensors are saved are kept, and compared before the backward runs.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -66,26 +67,32 @@ def axis_of_mesh(mesh: DeviceMesh, *, site: str) -> SequenceAxis:
     return _axis(mesh, 0, site=site)
 
 
-def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> SequenceAxis | None:
-    """Return the axis on which the sequence of query, key and value is sharded.
+def attention_placements(
+    query: Tensor, key: Tensor, value: Tensor, *, site: str
+) -> tuple[Placement, ...] | None:
+    """Return the placements at which ranks take query, key and value, all three alike.
+
+    [Shard(2)], [Replicate], [Replicate]  =>  [Shard(2)]         a rank takes its part of a whole
+
+    One mesh axis shards the sequence. The others shard batch or heads, if any of the tensors does,
+    and heads only if groups of query heads stay with their key head.
 
     Args:
-        query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D). Other axes of the mesh may
-            shard the batch or the heads.
+        query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D).
         site: for errors.
 
     Returns:
         None if no tensor is sharded along the sequence.
 
     Raises:
-        UnsupportedPlacement: they are sharded differently, or on more than one axis.
-        ProcessGroupError: there is no process group behind the axis.
+        UnsupportedPlacement: some are plain, or on another mesh, or more than one axis shards the
+            sequence.
     """
     tensors = {"query": query, "key": key, "value": value}
-    if not any(_sequence_axes(tensor) for tensor in tensors.values()):
+    axes = {axis for tensor in tensors.values() for axis in _sequence_axes(tensor)}
+    if not axes:
         return None
-    mesh, placements = _check_alike(tensors, site=site)
-    axes = _sequence_axes(query)
+    placed = _on_one_mesh(tensors, site=site)
     if len(axes) > 1:
         raise UnsupportedPlacement(
             site=site,
@@ -93,16 +100,46 @@ def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> 
             got=f"{_describe(tensors)}, which shard it on {len(axes)} axes",
             remedy="flatten these axes into one, as in mesh['dp', 'cp']._flatten('seq')",
         )
-    others = [placement for dim, placement in enumerate(placements) if dim != axes[0]]
-    _check_batch_or_heads(others, tensors, site=site)
-    if type(placements[axes[0]]) is not Shard:
-        raise UnsupportedPlacement(
-            site=site,
-            expected="contiguous shards of the sequence, in rank order",
-            got=_describe(tensors),
-            remedy="redistribute query, key and value to a plain Shard before the attention",
-        )
-    return _axis(mesh, axes[0], site=site)
+    shard = Shard(SEQUENCE_DIM)
+    others = enumerate(batch_and_heads(*placed))
+    return tuple(shard if axis in axes else placement for axis, placement in others)
+
+
+def batch_and_heads(query: DTensor, key: DTensor, value: DTensor) -> tuple[Placement, ...]:
+    """Return placements that shard batch and heads as the first of these tensors does that may.
+
+    A rank with some query heads must have exactly their key heads: (B, 12, S, D) and (B, 3, T, D)
+    over 2 ranks would give 6 query heads 2 key heads, in groups of 3 instead of 4.
+    """
+    mesh = query.device_mesh
+    placements: list[Placement] = []
+    for of_axis in zip(query.placements, key.placements, value.placements, strict=True):
+        dims = (dim for dim in map(_dim_of, of_axis) if dim in (BATCH_DIM, HEADS_DIM))
+        dim = next(dims, None)
+        placements.append(Replicate() if dim is None else Shard(dim))
+    of_heads = Shard(HEADS_DIM)
+    num_ranks = prod(mesh.size(axis) for axis, p in enumerate(placements) if p == of_heads)
+    num_heads, num_kv_heads = query.shape[HEADS_DIM], key.shape[HEADS_DIM]
+    if num_heads != num_kv_heads and num_kv_heads % num_ranks:
+        placements = [Replicate() if p == of_heads else p for p in placements]
+    return tuple(placements)
+
+
+def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> SequenceAxis | None:
+    """Return the axis on which the sequence is sharded, of the arguments of `attention_placements`.
+
+    Returns:
+        None if no tensor is sharded along the sequence.
+
+    Raises:
+        UnsupportedPlacement: as there, or the mesh lists the ranks of the axis out of order.
+        ProcessGroupError: there is no process group behind the axis.
+    """
+    placements = attention_placements(query, key, value, site=site)
+    if placements is None:
+        return None
+    assert isinstance(query, DTensor)
+    return _axis(query.device_mesh, placements.index(Shard(SEQUENCE_DIM)), site=site)
 
 
 def check_shards_of_named_mesh(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> None:
@@ -114,9 +151,18 @@ def check_shards_of_named_mesh(query: Tensor, key: Tensor, value: Tensor, *, sit
         UnsupportedPlacement: plain tensors and DTensors are mixed, or DTensors differ.
     """
     tensors = {"query": query, "key": key, "value": value}
-    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        _, placements = _check_alike(tensors, site=site)
-        _check_batch_or_heads(placements, tensors, site=site)
+    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        return
+    placed = _on_one_mesh(tensors, site=site)
+    wanted = batch_and_heads(*placed)
+    if any(tensor.placements != wanted for tensor in placed):
+        raise UnsupportedPlacement(
+            site=site,
+            expected="Replicate, or Shard of batch or heads, the same of query, key and value, and"
+            " a number of key heads that divides by the ranks",
+            got=_describe(tensors),
+            remedy=f"redistribute them to {wanted} before the attention",
+        )
 
 
 def whole_of_shard(lengths: Sequence[int], world_size: int, rank: int) -> dict[int, int]:
@@ -238,8 +284,7 @@ def sequence_groups(tensor: Tensor) -> list[str]:
 def _sequence_axes(tensor: Tensor) -> list[int]:
     if not isinstance(tensor, DTensor):
         return []
-    sequence_dims = (SEQUENCE_DIM, SEQUENCE_DIM - tensor.ndim)
-    return [axis for axis, p in enumerate(tensor.placements) if _dim_of(p) in sequence_dims]
+    return [axis for axis, p in enumerate(tensor.placements) if _dim_of(p) == SEQUENCE_DIM]
 
 
 def _dim_of(placement: Placement) -> int | None:
@@ -247,49 +292,25 @@ def _dim_of(placement: Placement) -> int | None:
     return getattr(placement, "dim", None)
 
 
-def _check_alike(
-    tensors: dict[str, Tensor], *, site: str
-) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return the mesh and the placements that query, key and value share."""
-    plain = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
-    if plain:
+def _on_one_mesh(tensors: dict[str, Tensor], *, site: str) -> list[DTensor]:
+    """Return query, key and value, which must be DTensors on one mesh."""
+    placed = [tensor for tensor in tensors.values() if isinstance(tensor, DTensor)]
+    if len(placed) < len(tensors):
+        plain = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
         raise UnsupportedPlacement(
             site=site,
             expected="query, key and value as DTensors on one mesh",
             got=_describe(tensors),
             remedy=f"distribute {' and '.join(plain)} on the same mesh",
         )
-    query, *others = (tensor for tensor in tensors.values() if isinstance(tensor, DTensor))
-    if any(
-        other.device_mesh != query.device_mesh or other.placements != query.placements
-        for other in others
-    ):
+    if any(tensor.device_mesh != placed[0].device_mesh for tensor in placed):
         raise UnsupportedPlacement(
             site=site,
-            expected="query, key and value on one mesh with the same placements",
+            expected="query, key and value on one mesh",
             got=_describe(tensors),
-            remedy="redistribute them alike, the sequence dim on the same mesh axis",
+            remedy="distribute them on one mesh",
         )
-    return query.device_mesh, query.placements
-
-
-def _check_batch_or_heads(
-    placements: Sequence[Placement], tensors: dict[str, Tensor], *, site: str
-) -> None:
-    if not all(_is_batch_or_heads(placement) for placement in placements):
-        raise UnsupportedPlacement(
-            site=site,
-            expected="Shard of the sequence on one mesh axis, and Replicate, or Shard of"
-            " batch or heads, on the others",
-            got=_describe(tensors),
-            remedy="redistribute query, key and value before the attention",
-        )
-
-
-def _is_batch_or_heads(placement: Placement) -> bool:
-    if type(placement) is Shard:
-        return placement.dim in (BATCH_DIM, HEADS_DIM)
-    return isinstance(placement, Replicate)
+    return placed
 
 
 def _describe(tensors: dict[str, Tensor]) -> str:

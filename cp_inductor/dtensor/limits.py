@@ -114,7 +114,7 @@ def refuse_transform(site: str) -> NoReturn:
 
 
 def refuse_empty(site: str, tensor: Tensor) -> NoReturn:
-    """Refuse a batch without tokens: the rule of DTensor for views (2.11 to 2.15) loops on 0."""
+    """Refuse a batch without tokens: the rule of DTensor for views (2.13 to 2.15) loops on 0."""
     raise UnevenSequence(
         site=site,
         expected=f"a batch with tokens: {UNENDING}",

@@ -28,3 +28,14 @@ def source_line(node: fx.Node) -> str:
         return "source unknown"
     path, line = frames[-1]
     return f"{Path(path).name}:{line}"
+
+
+def place_of(node: fx.Node) -> str:
+    """Return `model.py:41, layers.3.attn`: the line, and the module whose forward it is in.
+
+    Models of transformers call every attention in one line, which says nothing of the layer.
+    """
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    # As in L['self'].layers.3.attn, and L['self'] is the model itself.
+    module = re.sub(r"^[A-Z]\[[^\]]*\]\.?", "", stack[-1][0]) if stack else ""
+    return f"{source_line(node)}, {module}" if module else source_line(node)

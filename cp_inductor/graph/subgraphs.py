@@ -59,6 +59,19 @@ def bodies_of(node: fx.Node, module: fx.GraphModule) -> list[fx.GraphModule]:
     return [body for body in bodies if isinstance(body, fx.GraphModule)]
 
 
+def copy_graphs(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """Return a copy of a module and of its bodies, sharing all else, and the copy of each node."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(gm.graph, copies))
+    copy = fx.GraphModule(gm, graph)
+    for name, child in list(copy.named_children()):
+        if isinstance(child, fx.GraphModule):
+            body, of_body = copy_graphs(child)
+            setattr(copy, name, body)
+            copies.update(of_body)
+    return copy, copies
+
+
 def method_of(node: fx.Node) -> object:
     """Return the function behind a `call_method` node, such as Tensor.triu; None for others."""
     if node.op != "call_method" or not isinstance(node.args[0], fx.Node):

@@ -3,7 +3,6 @@
     explain           reports what happens to every attention of a model
     cross_compile     generates the code of any rank, for any chip, without either
     doctor            checks the installation
-    rehearsal         runs the programs of all ranks of a GPU job together, on the CPU
     load              imports the function that the command line names
 
 The others serve these: `world` and `pretend` (a process group and a device that do not exist),

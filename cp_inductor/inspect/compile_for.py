@@ -5,7 +5,7 @@
 
 AOTAutograd traces on the CPU, and its joint graph is moved to the target by `Retarget`. What `load`
 makes of the code is called as Inductor's own module would be: `cross_compile` only keeps the text,
-and `rehearse` runs it.
+and the rehearsal in `tests/rehearsal` runs it.
 """
 
 from __future__ import annotations
@@ -175,5 +175,5 @@ def check_triton() -> None:
             site="target='cuda:...'",
             expected=f"triton {version}, which belongs to torch {torch.__version__}",
             got="no triton",
-            remedy=f"pip install 'cp-inductor[triton]' (or triton=={version}), or target='cpu'",
+            remedy=f"pip install 'cp-inductor[triton]' (or triton=={version})",
         )

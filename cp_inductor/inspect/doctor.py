@@ -32,7 +32,7 @@ from cp_inductor.torch_private.patches import patches
 from cp_inductor.torch_private.probes import PROBES
 from cp_inductor.torch_private.triton import triton_for_this_torch
 
-OLDEST, NEWEST = (2, 11), (2, 15)
+OLDEST, NEWEST = (2, 13), (2, 15)
 BACKENDS = ("cp_inductor", "cp_aot_eager")
 
 

@@ -1,6 +1,6 @@
 """Pretend to compilers that a device exists, or that process groups do not.
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from cp_inductor.torch_private.leaned_on import C10D_TABLES
+from cp_inductor.torch_private.shardings import forget_shardings
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def fakes_without_devices() -> Iterator[None]:
 
     Some methods of Tensor switch to the tensor's device before they dispatch (THPVariable_getitem,
     and those with an OptionalDeviceGuard in torch/csrc/autograd/python_variable_methods.cpp,
-    2.11-2.15). The ops behind them do not, so fake tensors get methods that call the ops.
+    2.13-2.15). The ops behind them do not, so fake tensors get methods that call the ops.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -50,7 +51,7 @@ def fakes_without_devices() -> Iterator[None]:
 def constants_folded_on_cpu() -> Iterator[None]:
     """Within this context, make Inductor fold the constants of a joint graph on the CPU.
 
-    `UniformValueConstantFolder` (torch._inductor.fx_passes.joint_graph, 2.11-2.15) evaluates ops
+    `UniformValueConstantFolder` (torch._inductor.fx_passes.joint_graph, 2.13-2.15) evaluates ops
     that make uniform tensors on the device that the graph names, which may not exist.
     """
     from torch._inductor.fx_passes import joint_graph
@@ -130,7 +131,7 @@ def stashed_process_groups() -> Iterator[None]:
 
     New groups within it can have the same names as the hidden ones; names are part of generated
     code. The tables of `torch.distributed.distributed_c10d._world` and the C++ registry of names
-    (`_register_process_group`; 2.11-2.15) are emptied and refilled; the groups themselves are not
+    (`_register_process_group`; 2.13-2.15) are emptied and refilled; the groups themselves are not
     destroyed. `sys.excepthook` is restored, too, because `init_process_group` replaces it.
     """
     import sys
@@ -153,7 +154,7 @@ def stashed_process_groups() -> Iterator[None]:
     swap([{}] * len(tables))
     c10d._update_default_pg(None)
     world.group_count = 0
-    _clear_sharding_caches()
+    forget_shardings()
     try:
         yield
     finally:
@@ -165,24 +166,14 @@ def stashed_process_groups() -> Iterator[None]:
         c10d._update_default_pg(default)
         world.group_count, c10d._default_pg_init_method = count, method
         sys.excepthook = hook
-        _clear_sharding_caches()
-
-
-def _clear_sharding_caches() -> None:
-    """Clear DTensor's cache of shardings: entries depend on the rank, but their keys do not.
-
-    `_clear_sharding_prop_cache` (torch.distributed.tensor.debug, 2.11-2.15).
-    """
-    from torch.distributed.tensor import debug
-
-    debug._clear_sharding_prop_cache()
+        forget_shardings()  # entries depend on the rank, but their keys do not
 
 
 @contextmanager
 def code_loaded_by(load: Callable[[str, Mapping[str, Any]], Callable[..., Any]]) -> Iterator[None]:
     """Within this context, let `load` make functions of the code that Inductor generates.
 
-    `GraphLowering.compile_to_module` (torch._inductor.graph, 2.11-2.15) generates and loads code.
+    `GraphLowering.compile_to_module` (torch._inductor.graph, 2.13-2.15) generates and loads code.
 
     Args:
         load: from the code, and the constants that it reads by name, to what the graph is run by.
@@ -227,8 +218,8 @@ def pretend_gpu(properties: Any) -> Iterator[None]:
     """Within this context, Inductor and Triton generate code for a GPU that need not exist.
 
     Inductor asks three places about the device: a `DeviceInterface` (torch._dynamo.
-    device_interface, 2.11-2.15), torch.cuda, and Triton's active driver (triton.runtime.driver,
-    3.6-3.9). All three answer for the pretended GPU. The generated code cannot be run.
+    device_interface, 2.13-2.15), torch.cuda, and Triton's active driver (triton.runtime.driver,
+    3.7-3.9). All three answer for the pretended GPU. The generated code cannot be run.
 
     Args:
         properties: an object with the attributes of `torch.cuda.get_device_properties`.

@@ -166,20 +166,6 @@ def tables_of(expression: Any) -> set[Any]:
     return set(expression.atoms(AppliedUndef))
 
 
-def without_tables(allowed: Boolean, *, otherwise: bool = True) -> Boolean:
-    """Return the condition under which a pair exists for at least some values of the tables.
-
-    Args:
-        allowed: a condition, which may read tables.
-        otherwise: replaces a relation that reads a table; flipped under a negation.
-    """
-    if isinstance(allowed, Not):
-        return Not(without_tables(allowed.args[0], otherwise=not otherwise))
-    if isinstance(allowed, (And, Or)):
-        return allowed.func(*(without_tables(p, otherwise=otherwise) for p in allowed.args))
-    return sympy.sympify(otherwise) if tables_of(allowed) else allowed
-
-
 def is_of_pairs(indices: Sequence[Expr]) -> bool:
     """Whether a table that is read at these indices has a value for every (query, key) pair."""
     return {QUERY, KEY} <= set(indices)

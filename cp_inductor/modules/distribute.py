@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from cp_inductor.dtensor.rules import register_for_distributed
-from cp_inductor.dtensor.rules.linear import let_linear_layers_take_batches
+from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.rules.loss import correct_losses_along
 from cp_inductor.errors import (
     InvalidArgument,
@@ -148,10 +147,9 @@ def adapt(
     whole: Sequence[type[nn.Module]] = (),
 ) -> None:
     """Let modules compute as `distribute` says, in a model whose tensors are DTensors already."""
-    register_for_distributed()
+    register_rules()
     for axis in range(mesh.ndim):
         correct_losses_along(mesh, str(mesh.get_group(axis).group_name))
-    let_linear_layers_take_batches(model)
     for library in libraries():
         library.adapt(model)
     run_on_whole(model, whole)

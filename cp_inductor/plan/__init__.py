@@ -8,7 +8,6 @@ from cp_inductor.plan.cost import Cost, cost_of
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Direction, Mask, Payload, Shape, Stage, Tile, Transfer
-from cp_inductor.plan.lower_bound import lower_bound
 from cp_inductor.plan.machine import Device, Level, Machine
 from cp_inductor.plan.planner import (
     Recipe,
@@ -43,7 +42,6 @@ __all__ = [
     "backward_plan",
     "cost_of",
     "forward_plan",
-    "lower_bound",
     "parse_strategy",
     "plan_attention",
     "resolve",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -14,28 +13,6 @@ from cp_inductor.plan.simulate import simulate
 from cp_inductor.plan.text import format_plan, parse_plan
 from cp_inductor.plan.timeline import Timeline, loads_of
 from cp_inductor.plan.transfers import plan_backward
-
-
-def write_trace(
-    path: str | Path, spans: Sequence[Sequence[tuple[str, bool, float, float]]]
-) -> None:
-    """Write spans of all ranks as a Chrome trace: each rank a process, tiles and exchanges a lane.
-
-    Args:
-        path: of the file, which is JSON.
-        spans: of each rank: name, whether it is an exchange, start and length in seconds.
-    """
-    trace: list[dict[str, object]] = []
-    for rank, of_rank in enumerate(spans):
-        names = [("process_name", 0, f"rank {rank}")]
-        names += [("thread_name", lane, what) for lane, what in enumerate(("tiles", "exchange"))]
-        for kind, lane, name in names:
-            named = {"name": kind, "ph": "M", "pid": rank, "tid": lane}
-            trace.append({**named, "args": {"name": name}})
-        for name, is_exchange, start_s, seconds in of_rank:
-            span = {"ts": start_s * 1e6, "dur": seconds * 1e6}
-            trace.append({"name": name, "ph": "X", "pid": rank, "tid": int(is_exchange), **span})
-    Path(path).write_text(json.dumps({"traceEvents": trace}))
 
 
 @dataclass(frozen=True)
@@ -90,11 +67,18 @@ class Plan(PlanData):
         """
         machine = machine or Machine()
         events = loads_of(self, machine).events(machine)
-        spans = [
-            [(e.name, e.is_exchange, e.start_s, float(e.seconds[rank])) for e in events]
-            for rank in range(self.grid.world_size)
-        ]
-        write_trace(path, spans)
+        trace: list[dict[str, object]] = []
+        for rank in range(self.grid.world_size):
+            names = [("process_name", 0, f"rank {rank}")]
+            names += [("thread_name", lane, of) for lane, of in enumerate(("tiles", "exchange"))]
+            for kind, lane, name in names:
+                entry = {"name": kind, "ph": "M", "pid": rank, "tid": lane}
+                trace.append({**entry, "args": {"name": name}})
+            for event in events:
+                span = {"ts": event.start_s * 1e6, "dur": float(event.seconds[rank]) * 1e6}
+                at = {"pid": rank, "tid": int(event.is_exchange)}
+                trace.append({"name": event.name, "ph": "X", **at, **span})
+        Path(path).write_text(json.dumps({"traceEvents": trace}))
 
     def backward(self) -> Plan:
         """Return the plan of the backward pass, derived from this one."""

@@ -13,7 +13,6 @@ permuted batches says so, as torch's own context sets it, so that torch's unshar
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ContextDecorator, ExitStack, contextmanager
 from typing import Any, Protocol
@@ -29,7 +28,6 @@ from cp_inductor.dtensor.limits import check_mesh, dim_of
 from cp_inductor.dtensor.permuted import may_be_permuted, refuse_permuted, refuse_two_contexts
 from cp_inductor.errors import (
     InvalidArgument,
-    SequenceWarning,
     UnsupportedBuffer,
     UnsupportedPlacement,
 )
@@ -120,19 +118,8 @@ class context_parallel(ContextDecorator):  # noqa: N801
     def __exit__(self, *error: Any) -> None:
         region, stack = self.entered.pop()
         stack.__exit__(*error)
-        # Dynamo, which counts nothing, cannot trace a warning.
-        is_seen = error[0] is None and not torch.compiler.is_compiling()
-        if is_seen:
+        if error[0] is None and not torch.compiler.is_compiling():
             region.judge()
-        is_said = is_seen and self.mesh.get_local_rank() == 0  # for all ranks
-        if is_said and region.has_computed and not region.has_attended:
-            warnings.warn(
-                "a model ran in context_parallel without calling"
-                " scaled_dot_product_attention; hand-written attention sees only this rank's"
-                " shard",
-                SequenceWarning,
-                stacklevel=2,
-            )
 
     @contextmanager
     def _sharded(self, place: int) -> Iterator[None]:

@@ -69,7 +69,7 @@ class LocalRegion(RegionMode):
             return _leave_alone(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def note_compiled(self, has_attention: bool) -> None:
+    def note_compiled(self) -> None:
         """Let enclosing checkpoints recompute within this region."""
         rerun_within(self)
 

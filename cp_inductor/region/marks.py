@@ -15,7 +15,7 @@ from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.graph.subgraphs import bodies_of
 from cp_inductor.region.flex_calls import FLEX
-from cp_inductor.region.traced import LEFT_ALONE, MARK, PER_RANK
+from cp_inductor.region.traced import IN_REGION, LEFT_ALONE, MARK, PER_RANK
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,12 @@ def regions_of(gm: fx.GraphModule) -> dict[fx.Graph, Region]:
                 for body in bodies_of(user, module):
                     regions.update((graph, region) for graph in graphs_of(body))
     return regions
+
+
+def groups_of_regions(gm: fx.GraphModule) -> list[str]:
+    """Return the groups of the ranks of regions that begin in a graph."""
+    customs = (node.meta.get("custom", {}) for graph in graphs_of(gm) for node in graph.nodes)
+    return sorted({custom[IN_REGION] for custom in customs if IN_REGION in custom})
 
 
 def region_of_query(node: fx.Node) -> Region | None:

@@ -57,7 +57,7 @@ class RegionMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.unflatten and torch.compiler.is_compiling():
-            # A mode makes Dynamo (2.11 to 2.15) trace the super() in it, which it cannot.
+            # A mode makes Dynamo (2.13 to 2.15) trace the super() in it, which it cannot.
             return args[0].unflatten(*args[1:], **kwargs)
         return self.call(func, args, kwargs)
 
@@ -65,22 +65,18 @@ class RegionMode(TorchFunctionMode):
         """Call a function, or what takes its place in this region."""
         raise NotImplementedError
 
-    def note_compiled(self, has_attention: bool) -> None:
+    def note_compiled(self) -> None:
         """Take note of compiled code that is called inside."""
 
 
 run_uncompiled(RegionMode.__torch_function__)
 
 
-def note_compiled(has_attention: bool) -> None:
-    """Let the regions around compiled code do what the Python code in it no longer does.
-
-    Args:
-        has_attention: whether there is any attention in the compiled code.
-    """
+def note_compiled() -> None:
+    """Let the regions around compiled code do what the Python code in it no longer does."""
     for mode in function_modes():
         if isinstance(mode, RegionMode):
-            mode.note_compiled(has_attention)
+            mode.note_compiled()
 
 
 def is_sdpa(func: Callable[..., Any]) -> bool:

@@ -5,14 +5,20 @@
 
     weight.grad, bias.grad, ...  =>  one buffer of up to 32 MiB  =>  all_reduce  =>  back
 
-One all_reduce of four numbers first tells whether all ranks are about to reduce the same
+One all_reduce of five numbers first tells whether all ranks are about to reduce the same
 parameters. Only if they are not, ranks compare the parameters one by one, to name the difference.
+
+A gradient that is a sum already would be summed again, P times too large, and what a backward has
+added to it cannot be told from it. So a sum is noted, and refused if it is still in the gradient:
+
+    sum G  =>  zero_grad()        =>  backward: N      =>  summed
+    sum G  =>                         backward: G + N  =>  refused
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,8 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.kept import on_reset
 from cp_inductor.torch_private.groups import mesh_axis_ranks, ranks_that_reduce
 from cp_inductor.trust.agreement import agree_once
 from cp_inductor.trust.ledger import Entry
@@ -30,6 +39,9 @@ from cp_inductor.trust.ledger import Entry
 BUCKET_BYTES = 32 << 20
 
 SITE = "reduce_gradients"
+
+# How many parameters an error names.
+MOST_NAMED = 4
 
 
 @torch.no_grad()
@@ -42,7 +54,8 @@ def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         optimizer.step()
 
     Every rank calls it, once per optimizer step, after the last backward. It is a sum: divide the
-    loss by the number of ranks if it is a mean over a rank's own tokens.
+    loss by the number of ranks if it is a mean over a rank's own tokens. A gradient that it has
+    summed is zeroed, by `zero_grad()`, before the next backward.
 
     Parameters whose gradients are already reduced over these ranks are left alone: DTensors on a
     mesh that contains the ranks, such as those of `distribute` and of FSDP2, and parameters in
@@ -56,8 +69,8 @@ def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         mesh: 1-D, the ranks that share a sequence.
 
     Raises:
-        UnsupportedPlacement: the mesh is not 1-D; a gradient is sparse on some rank; or whoever
-            reduces a parameter does so over a part of these ranks.
+        UnsupportedPlacement: the mesh is not 1-D; a gradient is sparse on some rank, or holds what
+            was summed before; or whoever reduces a parameter does so over a part of these ranks.
         RanksDisagree: ranks have other parameters.
     """
     if not isinstance(model, nn.Module) or not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
@@ -76,6 +89,9 @@ def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     grads = [_local(p.grad) for p in parameters.values() if p.grad is not None]
     for bucket in _buckets(grads):
         _sum(bucket, mesh.get_group())
+    for parameter in parameters.values():
+        if parameter.grad is not None:
+            _note_sum(parameter, mesh.get_group().group_name)
 
 
 def _unreduced(model: nn.Module, ranks: frozenset[int]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -107,16 +123,22 @@ def _compare(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> bool:
 
     Raises:
         RanksDisagree: ranks have other parameters.
-        UnsupportedPlacement: a rank has a sparse gradient.
+        UnsupportedPlacement: a rank has a sparse gradient, or one that holds a sum.
     """
     texts = [f"{name}: {p.dtype} {list(_local(p).shape)}" for name, p in parameters.items()]
     digest = int.from_bytes(hashlib.sha256(repr(texts).encode()).digest()[:7], "big")
     grads = [p.grad for p in parameters.values()]
     sparse = [name for name, p in parameters.items() if _is_sparse(p.grad)]
-    said = [digest, -digest, any(grad is None for grad in grads), bool(sparse)]
+    group = mesh.get_group()
+    sums = {
+        name: _sums[p].is_left(group.group_name) for name, p in parameters.items() if p in _sums
+    }
+    said = [digest, -digest, any(grad is None for grad in grads), bool(sparse), False]
     most = torch.tensor(said, dtype=torch.int64, device=mesh.device_type)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group())
-    greatest, least, is_missing, is_sparse = most.tolist()
+    for is_left in sums.values():
+        most[-1] |= is_left
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    greatest, least, is_missing, is_sparse, is_sum = most.tolist()
     if greatest != -least:
         fields = {f"parameter {number}": text for number, text in enumerate(texts)}
         what = {"what": "parameters to reduce", "parameters": str(len(texts))}
@@ -126,7 +148,7 @@ def _compare(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> bool:
             ("parameters",),
             "build the same model on every rank, and freeze the same parameters",
         )
-        agree_once([str(mesh.get_group().group_name)], lambda: entry)
+        agree_once([str(group.group_name)], lambda: entry)
     if is_sparse:
         raise UnsupportedPlacement(
             site=", ".join(sparse) or SITE,
@@ -134,7 +156,63 @@ def _compare(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> bool:
             got="sparse ones" if sparse else "sparse ones on another rank",
             remedy="use nn.Embedding with sparse=False",
         )
+    if is_sum:
+        named = [name for name, is_left in sums.items() if is_left]
+        raise UnsupportedPlacement(
+            site=", ".join(named[:MOST_NAMED]) or SITE,
+            expected="gradients of each rank's own tokens",
+            got="gradients that hold what reduce_gradients summed before"
+            + ("" if named else ", on another rank"),
+            remedy="call it once per optimizer step, after the last backward, and zero_grad()"
+            " behind the step",
+        )
     return bool(is_missing)
+
+
+class _Sum:
+    """A gradient that is a sum, until a backward finds that it was zeroed or replaced."""
+
+    def __init__(self, parameter: nn.Parameter, group_names: frozenset[str]) -> None:
+        self.parameter, self.grad = TensorWeakRef(parameter), TensorWeakRef(parameter.grad)
+        self.group_names = group_names
+        self.is_untouched, self.was_left = True, torch.tensor(True)
+        self.handle = parameter.register_hook(self.look)
+
+    @unserializable_hook
+    def look(self, _: Tensor) -> None:
+        """Look at the gradient before a backward adds to it."""
+        self.is_untouched, self.was_left = False, self.was_left & self._is_nonzero()
+
+    def is_left(self, group_name: str) -> Tensor:
+        """Return whether the sum is in a gradient that is to be summed over a group."""
+        if self.is_untouched and group_name not in self.group_names:
+            return torch.tensor(False)
+        return self.was_left & self._is_nonzero()
+
+    def _is_nonzero(self) -> Tensor:
+        grad = self.parameter().grad
+        is_same = grad is not None and grad is self.grad()
+        return _local(grad).any() if is_same else torch.tensor(False)
+
+
+_sums: MutableMapping[Tensor, _Sum] = WeakTensorKeyDictionary()
+
+
+def _note_sum(parameter: nn.Parameter, group_name: str) -> None:
+    names = frozenset((group_name,))
+    if parameter in _sums:
+        last = _sums[parameter]
+        last.handle.remove()
+        is_same = last.is_untouched and last.grad() is parameter.grad
+        if is_same and group_name not in last.group_names:  # zeros, otherwise
+            names |= last.group_names
+    _sums[parameter] = _Sum(parameter, names)
+
+
+@on_reset
+def _forget_sums() -> None:
+    while _sums:
+        _sums.popitem()[1].handle.remove()
 
 
 def _fill(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:

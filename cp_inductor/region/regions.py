@@ -22,13 +22,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cp_inductor import config
 from cp_inductor.dtensor.axis import global_stride, is_sequence_sharded, whole_of_shard
-from cp_inductor.dtensor.limits import check_attention, check_mesh, refuse_transform
+from cp_inductor.dtensor.limits import (
+    check_attention,
+    check_mesh,
+    refuse_both_masks,
+    refuse_transform,
+)
 from cp_inductor.dtensor.rules.attention import attend
 from cp_inductor.errors import (
     CPError,
@@ -56,13 +61,17 @@ from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import is_a_kernel_enabled
 from cp_inductor.torch_private.checkpoint import rerun_within
 from cp_inductor.torch_private.context_parallel import torchs_context_parallel
-from cp_inductor.torch_private.modes import function_modes, is_transforming, run_uncompiled
+from cp_inductor.torch_private.modes import (
+    function_modes,
+    function_modes_of_program,
+    is_transforming,
+    run_uncompiled,
+)
 from cp_inductor.torch_private.multi_head import multi_head_attention, needs_weights
 from cp_inductor.trust.agreement import tell_refusal
 from cp_inductor.trust.unreduced import watch_gradients
 
-# A model calls these, besides attention. One that calls them and no attention may have been meant
-# to attend over shards.
+# Weights go into these.
 _PRODUCTS = frozenset(
     {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum}
 )
@@ -93,12 +102,10 @@ class SequenceRegion(RegionMode):
         self.lengths = tuple(lengths)
         self.whole_of_shard = _whole_lengths(mesh, lengths)
         self.group_name, self.rank = str(mesh.get_group().group_name), mesh.get_local_rank()
-        # What was seen inside, outside of compiled code: the work of a model, and attention.
-        self.has_computed = self.has_attended = False
         # What is not attention is typed in eager; a compile types its graph.
         self.tokens, self.wholes = tuple(tokens), tuple(wholes)
         self.typer: EagerTyper | None = None
-        # Dynamo (2.11 to 2.15) does not let a mode enter itself while it is asked.
+        # Dynamo (2.13 to 2.15) does not let a mode enter itself while it is asked.
         self.copy: SequenceRegion = self
         if not is_copy:
             self.copy = SequenceRegion(mesh, lengths, is_copy=True)
@@ -115,11 +122,9 @@ class SequenceRegion(RegionMode):
             tell_refusal(self.group_name, error, is_called=is_sdpa(func))
             raise
 
-    def note_compiled(self, has_attention: bool) -> None:
-        """Take compiled code for a model; enclosing checkpoints recompute within this region."""
+    def note_compiled(self) -> None:
+        """Let enclosing checkpoints recompute within this region."""
         rerun_within(self)
-        self.has_computed = True
-        self.has_attended |= has_attention
 
     def _call_in_region(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         is_compiling = torch.compiler.is_compiling()
@@ -136,7 +141,6 @@ class SequenceRegion(RegionMode):
         if is_compiling:
             return func(*args, **kwargs)
         if func in _PRODUCTS:
-            self.has_computed = True
             watch_gradients(self.group_name, (*args, *kwargs.values()))
         return self.typing().run(func, args, kwargs) if self.is_typing() else func(*args, **kwargs)
 
@@ -147,7 +151,8 @@ class SequenceRegion(RegionMode):
     def typing(self) -> EagerTyper:
         """Return what types the program inside: of the outermost region over these ranks."""
         if self.typer is None:
-            outer = [m for m in function_modes() if m is not self and self._is_alike(m)]
+            modes = function_modes_of_program()
+            outer = [m for m in modes if m is not self and self._is_alike(m)]
             self.typer = outer[0].typing() if outer else EagerTyper(self.group_name, self._is_even)
             self.copy.typer = self.typer
             self.typer.declare(self.tokens, self.wholes)
@@ -217,21 +222,30 @@ class SequenceRegion(RegionMode):
                 remedy="add SDPBackend.FLASH_ATTENTION to the sdpa_kernel around the attention",
             )
         given = (query, key, value)
+        if attn_mask is not None and not isinstance(attn_mask, DTensor):
+            attn_mask, is_causal = _translate_mask(attn_mask, is_causal, query.device)
         if not torch.compiler.is_compiling():
             self._prepare_attention(given, attn_mask)
             is_torchs = torchs_context_parallel().is_dispatching
             is_tiny = query.shape[0] == 0 or query.shape[-1] <= 1
-            if attn_mask is not None or dropout_p or is_torchs or is_tiny:
+            is_odd = is_tiny or query.shape[-1] != value.shape[-1]
+            if attn_mask is not None or dropout_p or is_torchs or is_odd:
                 # SDPA would take a kernel that DTensors do not have; or torch's ring.
                 func = partial(attend, like=query)
         if any(is_sequence_sharded(tensor) for tensor in given):
             query, key, value = (_with_whole_rows(t) for t in given)
             return func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
-        local = [_with_whole_rows(_without_placements(t)) for t in given]
+        local = [_without_placements(tensor) for tensor in given]
+        width, of_values = query.shape[-1], value.shape[-1]
+        if of_values < width:
+            # No kernel takes other features of values, as latent attention (MLA) has them.
+            local[2] = F.pad(local[2], (0, width - of_values))
+        local = [_with_whole_rows(tensor) for tensor in local]
         pieces = [self._distribute(tensor, SEQUENCE_DIM) for tensor in local]
         if attn_mask is not None:
             attn_mask = self._distribute_mask(attn_mask, pieces[0], pieces[1])
         out = func(*pieces, attn_mask, dropout_p, is_causal, **kwargs).to_local()
+        out = out if of_values >= width else out[..., :of_values]
         out = placed_like(out, query)
         if not torch.compiler.is_compiling():
             type_attended(given, out, inner=self)
@@ -245,7 +259,6 @@ class SequenceRegion(RegionMode):
         for side in (key, value):
             check_attention(query=query, key=side, site=SITE)
         rerun_within(self)
-        self.has_attended = self.copy.has_attended = True
         self._check_types(tensors, mask)
 
     def _check_types(self, tensors: Sequence[Tensor], mask: Tensor | None) -> None:
@@ -362,13 +375,19 @@ def _sizes(sizes: Sequence[int]) -> str:
 
 def _typers(inner: SequenceRegion | None) -> dict[EagerTyper, bool]:
     """Return what types the program here, and whether `inner` is over its ranks."""
-    regions = [mode for mode in function_modes() if isinstance(mode, SequenceRegion)]
+    modes = function_modes_of_program()
+    regions = [mode for mode in modes if isinstance(mode, SequenceRegion)]
     found = {}
     for region in (*regions, *([] if inner is None else [inner])):
         if region.is_typing():
             is_inner = inner is not None and inner.group_name == region.group_name
             found[region.typing()] = is_inner
     return found
+
+
+def typers_of_program() -> list[EagerTyper]:
+    """Return what types the program here, also while Dynamo compiles a part of it."""
+    return list(_typers(None))
 
 
 def type_attended(tensors: Sequence[Tensor], out: Tensor, *, inner: SequenceRegion | None) -> None:
@@ -429,6 +448,33 @@ def _with_whole_rows(tensor: Tensor) -> Tensor:
         return tensor
     # contiguous() leaves the stride of a dim of size 1.
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _translate_mask(
+    mask: Tensor, is_causal: bool, device: torch.device
+) -> tuple[Tensor | None, bool]:
+    """Return `attn_mask` and `is_causal` for what may be a mask of torch.nn.attention.bias.
+
+    Such an object stands for numbers that it does not hold. So may those of other classes.
+    """
+    if type(mask) in (Tensor, nn.Parameter, nn.Buffer):
+        return mask, is_causal
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # imports Dynamo
+
+    if not isinstance(mask, CausalBias):
+        refuse(
+            UnsupportedAttention,
+            expected="an attn_mask that is a tensor, or one of torch.nn.attention.bias",
+            got=f"a {type(mask).__name__}",
+            remedy="pass the numbers that it stands for, as a plain tensor",
+        )
+    if is_causal:
+        refuse_both_masks(SITE, mask)
+    num_queries, num_keys = mask.seq_len_q, mask.seq_len_kv
+    if mask.variant == CausalVariant.UPPER_LEFT or num_queries == num_keys:
+        return None, True
+    queries, keys = (torch.arange(n, device=device) for n in (num_queries, num_keys))
+    return keys <= queries[:, None] + (num_keys - num_queries), False
 
 
 def _is_batch_or_heads(placement: Placement) -> bool:

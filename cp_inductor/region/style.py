@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.fx.traceback import annotate
 
 from cp_inductor.region.regions import SequenceRegion
+from cp_inductor.region.traced import IN_REGION
 
 
 class ContextParallel(ParallelStyle):
@@ -45,7 +47,7 @@ class ContextParallel(ParallelStyle):
         cls, region = type(module), SequenceRegion(device_mesh, lengths)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with region:
+            with region, annotate({IN_REGION: region.group_name}):
                 out = cls.forward(self, *args, **kwargs)
             if not torch.compiler.is_compiling():
                 region.judge()

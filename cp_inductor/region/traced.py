@@ -2,6 +2,7 @@
 
 with local_attention(): sdpa(q, k, v)           node.meta["custom"] has LEFT_ALONE
 with per_rank(): x.roll(1)                      node.meta["custom"] has PER_RANK
+ContextParallel's module                        node.meta["custom"] has IN_REGION
 with context_parallel(mesh): checkpoint(f, x)   checkpoint(f, in_region(x, group, rank, ...))
 """
 
@@ -22,6 +23,10 @@ LEFT_ALONE = {"cp_inductor": "local_attention"}
 # The custom metadata of what each rank computes within its own shard on purpose.
 PER_RANK = {"cp_inductor": "per_rank"}
 
+# The custom metadata of what runs in a region that the graph begins: the group of its ranks. Around
+# a graph, only a mode says that there is a region.
+IN_REGION = "cp_inductor_region"
+
 
 @torch.library.custom_op("cp_inductor::in_region", mutates_args=())
 def _in_region(
@@ -33,7 +38,7 @@ def _in_region(
 ) -> Tensor:
     """Mark an argument of the body of a higher-order op that is traced in a region.
 
-    Dynamo (2.11 to 2.15) calls no mode while it traces such a body, as of a checkpoint or a branch.
+    Dynamo (2.13 to 2.15) calls no mode while it traces such a body, as of a checkpoint or a branch.
     The query of flex_attention is marked as well. If it were a DTensor, the functions of
     flex_attention would have to compute with DTensors. A graph pass reads the mark and removes it.
     Only another backend runs this op.

@@ -20,7 +20,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
 from types import FrameType
@@ -36,7 +37,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cp_inductor.errors import SequenceMixed
 from cp_inductor.kept import on_reset
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels, range_over_ranks
-from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer
+from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, version_of
 from cp_inductor.sequence.types import ATTENDED_DIM, Mixed, Own, Same, Shards, Sum, Type, describe
 from cp_inductor.sequence.wholes import Wholes
 from cp_inductor.torch_private.modes import (
@@ -74,6 +75,8 @@ _SIZES = frozenset(
         *("is_cuda", "is_cpu", "is_meta", "is_sparse", "itemsize", "nbytes", "_version"),
     )
 ) | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, Tensor.is_contiguous}
+
+_HigherOrder = torch._ops.HigherOrderOperator
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -128,6 +131,8 @@ class EagerTyper(Typer):
         self.wholes = Wholes()
         self.declared: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self.kept: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
+        # By compiled code, and mixed.
+        self.returned: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self.declare(buffers, wholes)
 
     def declare(
@@ -148,6 +153,13 @@ class EagerTyper(Typer):
         """Return the function and the place where the program calls it."""
         return f"{self.name} ({place_of_caller()})"
 
+    def find(self, tensor: Tensor) -> Type | None:
+        """Return the type of a tensor, if it came from this region or from an earlier one."""
+        known = self.types.get(tensor)
+        if known is None and tensor in _LEFT and version_of(tensor) == _LEFT[tensor][1]:
+            return _LEFT[tensor][0]
+        return known
+
     def meet_first(self, tensor: Tensor) -> Type:
         """Return the type of a tensor from outside, or from code that is not followed."""
         if not _is_plain(tensor):
@@ -156,8 +168,9 @@ class EagerTyper(Typer):
             return Same()
         if tensor.grad_fn is not None and self.has_buffers:
             return Own()
-        if tensor in _LEFT and tensor._version == _LEFT[tensor][1]:
-            return _LEFT[tensor][0]
+        known = self.find(tensor)
+        if known is not None:
+            return known
         if self.has_buffers or _is_of_a_module(tensor):
             self.kept[tensor] = None
             return Same()
@@ -203,7 +216,7 @@ class EagerTyper(Typer):
             return self.put(args[0], self.type_of(args[1]))
         elif func is Tensor.register_hook and not TRUST.depth:
             return func(args[0], self._typed_hook(args[0], *args[1:], **kwargs))
-        elif TRUST.depth or not all(map(_is_plain, leaves)) or _is_compiled(func):
+        elif TRUST.depth or not all(map(_is_plain, leaves)) or isinstance(func, _HigherOrder):
             return self._trust(func, args, kwargs)
         elif str(getattr(func, "__module__", "")).startswith("torch.distributed"):
             return self._communicate(func, args, kwargs)
@@ -212,6 +225,31 @@ class EagerTyper(Typer):
         out = self._type(func, args, kwargs)
         self.wholes.follow(func, args, kwargs, out)
         return out
+
+    def is_idle(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether a compiled graph over these tensors need not be checked.
+
+        Behind a backward, what is not known to be tokens are gradients and an optimizer's states.
+        """
+        if self.is_running or is_in_backward():
+            return True
+        return self.is_over and _first_own(filter(None, map(self.find, tensors))) is None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let code run whose results `take` will be told."""
+        before, self.is_running = self.is_running, True
+        try:
+            yield
+        finally:
+            self.is_running = before
+
+    def take(self, tensor: Tensor, found: Type) -> None:
+        """Give a tensor the type that compiled code has given it, or left it with."""
+        if _is_plain(tensor):
+            self.put(tensor, found)
+            if isinstance(found, Mixed):
+                self.returned[tensor] = None
 
     def _end_forward(self) -> None:
         """Check what the program keeps, before a backward writes to gradients."""
@@ -230,15 +268,13 @@ class EagerTyper(Typer):
                     self.types[tensor] = given
             return out
         before = [(tensor, tensor._version) for tensor in self.leaves((args, kwargs)) if key]
-        self.is_running, self.was_read = True, None
+        self.was_read = None
         try:
-            with self:
+            with self.running(), self:
                 out = func(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError):
             self.refuse_mixed((args, kwargs))  # on other ranks the call may have succeeded
             raise
-        finally:
-            self.is_running = False
         if self.was_read is not None and not self.is_over and not _only_checks(func, args, kwargs):
             raise self._refusal(_say_read(self.was_read, "a number"))
         if key is not None and all(tensor._version == version for tensor, version in before):
@@ -277,7 +313,7 @@ class EagerTyper(Typer):
 
     def _trust(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Take the results of a function for each rank's own, unless its arguments are the same."""
-        if isinstance(func, torch._ops.HigherOrderOperator):
+        if isinstance(func, _HigherOrder):
             return func(*args, **kwargs)
         with self.trusting(args, kwargs) as made:
             made.append(func(*args, **kwargs))
@@ -417,6 +453,7 @@ class EagerTyper(Typer):
         """
         if not self.is_over:
             self.refuse_mixed([tensor for tensor in self.types if tensor.requires_grad])
+            self.refuse_mixed(list(self.returned))
             self.refuse_kept(list(self.kept))
         for tensor, found in self.types.items():
             is_own = isinstance(found, (Shards, Sum, Mixed)) and tensor.numel() > 1
@@ -484,18 +521,6 @@ def _is_of_a_module(tensor: Tensor) -> bool:
             seen.add(id(module))
             if any(buffer is tensor for buffer in module.buffers()):
                 return True
-        frame = frame.f_back
-    return False
-
-
-def _is_compiled(func: object) -> bool:
-    """Whether the caller of an op is code that torch.fx wrote, for a graph that was checked."""
-    if isinstance(func, torch._ops.HigherOrderOperator):
-        return True
-    frame: FrameType | None = sys._getframe(1) if isinstance(func, torch._ops.OpOverload) else None
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_INSIDE):
-            return frame.f_code.co_filename.startswith("<eval_with_key>")
         frame = frame.f_back
     return False
 

@@ -86,10 +86,7 @@ class Typer(OpWatcher):
 
     def shards(self, tensor: Tensor, dim: int) -> Type:
         """Return the type of a tensor whose dim holds this rank's tokens."""
-        dim %= tensor.ndim
-        (length,) = numbers(tensor.shape[dim : dim + 1])
-        # A rank without tokens computes nothing. The other ranks judge.
-        return Shards(dim, length, is_even=self.is_even(length)) if length else Own()
+        return shards_at(tensor, dim, self.is_even)
 
     def leaves(self, values: Any) -> list[Tensor]:
         """Return the tensors in a tree."""
@@ -259,6 +256,14 @@ class Typer(OpWatcher):
             if (isinstance(found, Same) and dims) or dims - {ATTENDED_DIM}:
                 found = Own()
         self.types[out] = found
+
+
+def shards_at(tensor: Tensor, dim: int, is_even: Callable[[int], bool]) -> Type:
+    """Return the type of a tensor whose dim holds this rank's tokens."""
+    dim %= tensor.ndim
+    (length,) = numbers(tensor.shape[dim : dim + 1])
+    # A rank without tokens computes nothing. The other ranks judge.
+    return Shards(dim, length, is_even=is_even(length)) if length else Own()
 
 
 def warn_of_sums(typer: Typer, values: Any) -> None:

@@ -48,7 +48,8 @@ class Shards:
         length: number of tokens of this rank.
         outer, inner: sizes of the dims that were flattened together with the tokens.
         is_even: whether all ranks have equally many tokens.
-        is_counted: whether ranks have found that equally many labels count on each of them.
+        is_counted: whether ranks have found that equally many labels count on each of them. If it
+            is of bools, they say which.
         others: the other places where a single token may be.
     """
 
@@ -75,9 +76,15 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """The numbers of the whole are the sum of the ranks' numbers, or their mean."""
+    """The numbers of the whole are the sum of the ranks' numbers, or their mean.
+
+    Attributes:
+        is_mean: they are their mean.
+        is_alike: every rank has the same numbers, as of labels that were counted.
+    """
 
     is_mean: bool
+    is_alike: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

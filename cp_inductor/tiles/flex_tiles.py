@@ -258,6 +258,10 @@ class _AtScore(Indices):
         """Return a condition that holds, or does not."""
         return torch.full((), value, dtype=torch.bool, device=self.device)
 
+    def number(self, value: Expr) -> float:
+        """Return a constant: what it meets here has no dims, and takes its dtype from a tensor."""
+        return float(value)
+
     def _read(
         self, number: int, values: tuple[object, ...], where: tuple[Expr, ...], place: Any
     ) -> Tensor:

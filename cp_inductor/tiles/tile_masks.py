@@ -378,6 +378,7 @@ class Indices:
             as_integer=lambda condition: condition.to(torch.int64),
             boolean=self.boolean,
             apply=lambda name, *arguments: _FUNCTIONS[name](*arguments),
+            number=self.number,
         )
         values = Lazily(lambda symbol: place(self.of(symbol)))
         if score is not None:
@@ -388,6 +389,13 @@ class Indices:
     def boolean(self, value: bool) -> Tensor:
         """Return a condition that holds everywhere, or nowhere."""
         return torch.full((1, 1, 1, 1), value, dtype=torch.bool, device=self.device)
+
+    def number(self, value: sympy.Expr) -> Any:
+        """Return a constant of the rule in the dtype of the attention.
+
+        An integer times a number of Python's is float32, in which the lowest float64 is infinite.
+        """
+        return self.as_tensor(float(value))
 
     def as_tensor(self, value: Any) -> Tensor:
         """Return a number as a tensor that is made in the graph, and not a constant beside it."""

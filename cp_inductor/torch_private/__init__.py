@@ -16,7 +16,6 @@
     flex, flex_kernels  what is private of FlexAttention, and its ops
     varlen              the op behind varlen_attn
     single_compile      one rank compiles what all need
-    triton_interpreter  Triton's interpreter, under our own memory accesses
     sizes               numbers for symbolic sizes
     inductor            custom passes, the order of nodes, strides of kernel inputs
     triton              Triton's compiler, without a GPU
@@ -24,7 +23,7 @@
     probes              what is expected of torch and has no name
     patches             every place at which torch does something else because of this package
 
-"Read in torch 2.11.0, 2.13.0 and 2.15.0" means that the sources of these releases were read. Each
+"Read in torch 2.13.0 and 2.15.0" means that the sources of these releases were read. Each
 function names the private API that it uses, and the releases that have it. The exceptions:
 `cp_inductor.inspect.pretend` holds what pretends a device or a world, and the interfaces that
 torch's compilers offer to backends are imported where they are used, which

@@ -1,6 +1,6 @@
 """Find the arguments of an op's call by name, and which kernels SDPA chooses from, in its order.
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def sdpa_backends_at(node: fx.Node, *, with_priority: bool = False) -> list[SDPB
     """Return the kernels that `sdpa_kernel` enables at a node of a Dynamo graph; None without it.
 
     Dynamo records entering and leaving `sdpa_kernel` as calls of `_sdpa_kernel`
-    (torch.nn.attention, 2.11-2.15) in the graph. While passes run, torch's switches are still those
+    (torch.nn.attention, 2.13-2.15) in the graph. While passes run, torch's switches are still those
     around the model, so they do not tell.
 
     Args:
@@ -48,10 +48,10 @@ def sdpa_backends_at(node: fx.Node, *, with_priority: bool = False) -> list[SDPB
 def sdpa_order(device: torch.device, capability: tuple[int, int] | None) -> list[SDPBackend]:
     """Return the kernels in the order in which SDPA tries them.
 
-    `torch._C._get_sdp_priority_order` (2.11-2.15). On a GPU, SDPA sets the order when it chooses
+    `torch._C._get_sdp_priority_order` (2.13-2.15). On a GPU, SDPA sets the order when it chooses
     for the first time: cuDNN comes first on Hopper and Blackwell if it is newer than 9.15
     (`check_prefer_cudnn_attention`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), as it
-    is in the wheels of 2.11 and later for CUDA 13. For a GPU that is not here the same holds.
+    is in the wheels for CUDA 13. For a GPU that is not here the same holds.
 
     Args:
         device: of the tensors.
@@ -74,7 +74,7 @@ def bind_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a call by name, with defaults, from the schema of its op.
 
-    `OpOverload._schema` (torch._ops, 2.11-2.15).
+    `OpOverload._schema` (torch._ops, 2.13-2.15).
     """
     arguments = op._schema.arguments
     bound = {argument.name: argument.default_value for argument in arguments}

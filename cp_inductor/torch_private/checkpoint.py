@@ -3,7 +3,7 @@
     with region:                        out.backward()
         out = checkpoint(block, x)        checkpoint runs block(x) again: within region, too
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def rerun_within(context: AbstractContextManager[Any]) -> None:
     Call this from inside the checkpointed function, while it runs for the first time. A second call
     with the same context changes nothing. The context must allow several entries.
 
-    Needed because `torch.utils.checkpoint` (2.11-2.15) recomputes in the backward, after the
+    Needed because `torch.utils.checkpoint` (2.13-2.15) recomputes in the backward, after the
     caller may have left its function modes. A checkpoint restores only its own dispatch modes,
     autocast and the default device.
     """
@@ -121,7 +121,7 @@ class _Within:
 def redraw_when_recomputed(model: nn.Module) -> int:
     """Let wrapped layers draw the random numbers of the forward again; return how many there are.
 
-    `CheckpointWrapper.checkpoint_fn` (2.11-2.15) checkpoints the layer. One that was made with
+    `CheckpointWrapper.checkpoint_fn` (2.13-2.15) checkpoints the layer. One that was made with
     `preserve_rng_state=False` drops out others in the backward than in the forward.
     """
     layers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
@@ -133,7 +133,7 @@ def redraw_when_recomputed(model: nn.Module) -> int:
 def has_saved_tensor_hooks() -> bool:
     """Whether hooks on saved tensors are active: whatever autograd saves now passes through them.
 
-    `torch._C._autograd._top_saved_tensors_default_hooks`, 2.11-2.15.
+    `torch._C._autograd._top_saved_tensors_default_hooks`, 2.13-2.15.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
@@ -141,7 +141,7 @@ def has_saved_tensor_hooks() -> bool:
 def is_backward_kept() -> bool:
     """Whether the backward that runs on this thread may run again (retain_graph=True).
 
-    `torch._C._autograd._get_current_graph_task_keep_graph`, 2.11-2.15.
+    `torch._C._autograd._get_current_graph_task_keep_graph`, 2.13-2.15.
     """
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
@@ -149,7 +149,7 @@ def is_backward_kept() -> bool:
 def is_recomputing() -> bool:
     """Whether a checkpoint computes again what it forgot: a backward runs that records operations.
 
-    `torch._C._current_graph_task_id` is -1 outside of backwards (2.11-2.15). Where Dynamo traces,
+    `torch._C._current_graph_task_id` is -1 outside of backwards (2.13-2.15). Where Dynamo traces,
     no backward runs.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():

@@ -1,6 +1,6 @@
 """Read and set the state of torch's own context parallelism in this process.
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Come in where DTensor's dispatch gives up, or is about to go wrong.
 
     masked_scatter(DTensor, DTensor, Tensor)     no sharding rule   =>  `compute(op, args, kwargs)`
+    cross_entropy_loss under inference_mode      made of other ops  =>  these
+    amax(x, 1)                                   a partial          =>  `compute_whole(op, ...)`
     view(x (B, S, H), (B * S, H))                x's part lies otherwise than the whole: copied
     flatten(0, 1) of a graph's input or output   its placement, _StridedShard, is read back
     flatten(0, 1) beside what is whole           gathered, also by compilers
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0. Where a release has no such method, nothing is changed.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from cp_inductor.torch_private.modes import run_uncompiled, without_modes
+from cp_inductor.torch_private.shardings import choose_in_one_order, forget_shardings
+from cp_inductor.torch_private.sizes import has_hint
 
 aten = torch.ops.aten
 
 Compute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 IsMisjudged = Callable[[Any, tuple[Any, ...]], bool]
+MakesParts = Callable[[Any, tuple[Any, ...], Any], bool]
 
 # What C++ calls for a call whose sharding it does not remember: (op, args, kwargs, info,
 # whether to remember). What is returned, if it is no OutputSharding, is the result of the call.
@@ -36,31 +41,44 @@ RUN = "_dispatch_get_local_results_slow_path"
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
-def on_failed_sharding(compute: Compute, is_misjudged: IsMisjudged) -> None:
-    """Let a function compute calls that DTensor has no sharding for; a second call changes nothing.
+def on_failed_sharding(
+    compute: Compute, is_misjudged: IsMisjudged, makes_parts: MakesParts, compute_whole: Compute
+) -> None:
+    """Let functions compute calls that DTensor has no right sharding for, or makes partials of.
+
+    A second call changes nothing. Under inference_mode torch does not take ops apart that are made
+    of others, and DTensor, where it has a rule for one, asks no handler of those it is made of.
 
     `DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path`
-    (torch.distributed.tensor._dispatch, 2.11-2.15), which is called below autograd, in eager code
+    (torch.distributed.tensor._dispatch, 2.13-2.15), which is called below autograd, in eager code
     and while compilers trace.
 
     Args:
         compute: (op, args, kwargs) -> the result. It is called within the handler of torch's error,
             which it may raise again.
         is_misjudged: (op, args) -> whether DTensor's rule is wrong for the call.
+        makes_parts: (op, args, spec of the results) -> whether these are partials that must not be.
+        compute_whole: (op, args, kwargs) -> the results, whole.
     """
     dispatcher: Any = DTensor._op_dispatcher
-    if not hasattr(type(dispatcher), CHOOSE) or CHOOSE in vars(dispatcher):
+    if CHOOSE in vars(dispatcher):
         return
 
     @wraps(getattr(dispatcher, CHOOSE))
     def choose(op: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        if is_composite(op):
+            return op.decompose(*args, **kwargs)
         if is_misjudged(op, args):
             return compute(op, args, kwargs)
         try:
             chosen = getattr(type(dispatcher), CHOOSE)(dispatcher, op, args, kwargs, *rest)
         except Exception:
             return compute(op, args, kwargs)
-        return compute(op, args, kwargs) if _moves_written(op, args, chosen) else chosen
+        if _moves_written(op, args, chosen):
+            return compute(op, args, kwargs)
+        if op._schema.is_mutable or not makes_parts(op, args, chosen.output_spec):
+            return chosen
+        return compute_whole(op, args, kwargs)
 
     @wraps(getattr(dispatcher, RUN))
     def run(op: Any, args: Any, info: Any) -> Any:
@@ -77,6 +95,8 @@ def on_failed_sharding(compute: Compute, is_misjudged: IsMisjudged) -> None:
     run_uncompiled(run)
     setattr(dispatcher, CHOOSE, choose)
     setattr(dispatcher, RUN, run)
+    choose_in_one_order()
+    forget_shardings()
     _read_strided_shards_back()
     _place_strided_shards_in_numbers()
 
@@ -98,7 +118,7 @@ def _moves_written(op: Any, args: Any, chosen: Any) -> bool:
 def become(tensor: DTensor, view: DTensor, op: Any, args: Any, kwargs: Any) -> Any:
     """Give a DTensor the shape, strides and part of a view of it, as ops like `squeeze_` do.
 
-    `_local_tensor`, `_spec` of a DTensor (torch.distributed.tensor._api, 2.11-2.15).
+    `_local_tensor`, `_spec` of a DTensor (torch.distributed.tensor._api, 2.13-2.15).
     """
     changed: Any = tensor
     changed._local_tensor, changed._spec = view._local_tensor, view._spec
@@ -108,7 +128,7 @@ def become(tensor: DTensor, view: DTensor, op: Any, args: Any, kwargs: Any) -> A
 def as_view(op: Any, args: Any, kwargs: Any, made: Any) -> Any:
     """Return what was made for a call of an op that returns a view, as autograd needs it.
 
-    `return_and_correct_aliasing` (torch.utils._python_dispatch, 2.11-2.15).
+    `return_and_correct_aliasing` (torch.utils._python_dispatch, 2.13-2.15).
     """
     return return_and_correct_aliasing(op, args, kwargs, made)
 
@@ -116,7 +136,7 @@ def as_view(op: Any, args: Any, kwargs: Any, made: Any) -> Any:
 def is_composite(op: torch._ops.OpOverload) -> bool:
     """Whether torch computes an op by other ops, which DTensor is asked for then.
 
-    `torch._C._dispatch_has_kernel_for_dispatch_key` (2.11-2.15).
+    `torch._C._dispatch_has_kernel_for_dispatch_key` (2.13-2.15).
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
@@ -147,23 +167,27 @@ def _read_strided_shards_back() -> None:
 
 
 def _place_strided_shards_in_numbers() -> None:
-    """Let compilers gather what is placed as _StridedShard.
+    """Let compilers gather what is placed as _StridedShard, and keep lengths that are symbols.
 
     `_StridedShard.local_shard_size_and_offset` (torch.distributed.tensor.placement_types,
-    2.12-2.15) finds a part's places with a tensor and reads them as a list. Compilers, which make
-    the tensor a fake one, take the list for numbers of the graph ("Pending unbacked symbols").
+    2.13-2.15) finds a part's places with a tensor and reads them as a list. Compilers, which make
+    the tensor a fake one, take the list for numbers of the graph ("Pending unbacked symbols"), and
+    make a number of a symbol, which only needs to divide: a linear layer flattens a batch of two
+    sequences of s0 tokens to 2 * s0 rows, of which each of two ranks has s0.
     """
-    name = "local_shard_size_and_offset"
-    measure = getattr(_StridedShard, name, None)
-    if measure is None:
-        return
+    strided: Any = _StridedShard
+    measure = strided.local_shard_size_and_offset
 
     @wraps(measure)
-    def in_numbers(self: Any, size: Any, *rest: Any, **how: Any) -> Any:
-        if isinstance(size, torch.SymInt):
-            return measure(self, size, *rest, **how)
-        with without_modes():
-            return measure(self, size, *rest, **how)
+    def in_numbers(self: Any, size: Any, ranks: int, *rest: Any, **how: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            with without_modes():
+                return measure(self, size, ranks, *rest, **how)
+        pieces = self.split_factor * ranks
+        mode = how.get("offset_mode", rest[1] if len(rest) > 1 else None)
+        if getattr(mode, "name", "") == "NONE" and has_hint(size) and size % pieces == 0:
+            return size // ranks, None
+        return measure(self, size, ranks, *rest, **how)
 
     run_uncompiled(in_numbers)
-    setattr(_StridedShard, name, in_numbers)
+    strided.local_shard_size_and_offset = in_numbers

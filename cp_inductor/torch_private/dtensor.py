@@ -1,6 +1,6 @@
 """Register handlers in DTensor's dispatcher, and call it without them.
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _stand_ins: list[Callable[..., Any]] = []
 def register_dtensor_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
     """Make DTensor call `handler(op, args, kwargs)` instead of dispatching `op`, uncompiled.
 
-    `DTensor._op_dispatcher._custom_op_handlers` (torch.distributed.tensor._dispatch, 2.11-2.15).
+    `DTensor._op_dispatcher._custom_op_handlers` (torch.distributed.tensor._dispatch, 2.13-2.15).
 
     There may be two tables. While torch's own context parallelism is switched on, DTensor uses a
     copy of its first table, to which torch has added its own handlers (`custom_ops`). When it is
@@ -65,30 +65,11 @@ def _first_handlers() -> dict[Any, Callable[..., Any]]:
     return DTensor._op_dispatcher._custom_op_handlers
 
 
-def has_dtensor_strategy(op: torch._ops.OpOverload) -> bool:
-    """Whether DTensor has a sharding rule for `op`.
-
-    `ShardingPropagator.op_strategy_funcs` (torch.distributed.tensor._sharding_prop, 2.11-2.15).
-    """
-    return op in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-
-
-def flattens_shards() -> bool:
-    """Whether a DTensor may be viewed with a sharded dim joined to the one before it.
-
-    `propagate_shape_and_sharding` (torch.distributed.tensor._ops._view_ops) raises in 2.11, and
-    returns a `_StridedShard` in 2.12-2.15. To redistribute one, 2.12 reads numbers from a tensor
-    (`_StridedShard`, torch.distributed.tensor.placement_types), which Dynamo cannot trace:
-    "Pending unbacked symbols". 2.13 and later can.
-    """
-    return torch.__version__ >= "2.13"
-
-
 def register_loss_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
     """Make DTensor call `handler(handler of loss_parallel or None, op, args, kwargs)` for a loss.
 
     On entry, `loss_parallel` replaces handlers by its own (`customized_loss_ops`,
-    torch.distributed.tensor.parallel.loss, 2.11-2.15); on exit it removes them, and would remove
+    torch.distributed.tensor.parallel.loss, 2.13-2.15); on exit it removes them, and would remove
     ours. So its handler for `op` is taken out of `customized_loss_ops` and given to ours to call.
     """
     from torch.distributed.tensor.parallel.loss import customized_loss_ops
@@ -128,7 +109,7 @@ def dispatch_as_dtensor(
 ) -> Any:
     """Dispatch `op` as DTensor does if no handler is registered for it.
 
-    The steps of `OpDispatcher` (torch.distributed.tensor._dispatch, 2.11-2.15): unwrap, propagate
+    The steps of `OpDispatcher` (torch.distributed.tensor._dispatch, 2.13-2.15): unwrap, propagate
     shardings, redistribute if the sharding rule needs it, run on the local tensors, wrap. A rank
     outside the mesh runs nothing.
     """
@@ -166,7 +147,7 @@ def without_handler(
 def ops_that_draw() -> tuple[torch._ops.OpOverload, ...]:
     """Return the ops for which DTensor has a generator of its own, where it has one.
 
-    `DTensor._op_dispatcher._random_ops` (torch.distributed.tensor._dispatch, 2.11-2.15).
+    `DTensor._op_dispatcher._random_ops` (torch.distributed.tensor._dispatch, 2.13-2.15).
     """
     return tuple(DTensor._op_dispatcher._random_ops)
 
@@ -174,7 +155,7 @@ def ops_that_draw() -> tuple[torch._ops.OpOverload, ...]:
 def has_generator_of_mesh(mesh: DeviceMesh) -> bool:
     """Whether DTensor draws in step on all ranks of a mesh: not on the CPU.
 
-    `is_rng_supported_mesh` (torch.distributed.tensor._random, 2.11-2.15).
+    `is_rng_supported_mesh` (torch.distributed.tensor._random, 2.13-2.15).
     """
     from torch.distributed.tensor._random import is_rng_supported_mesh
 
@@ -184,7 +165,7 @@ def has_generator_of_mesh(mesh: DeviceMesh) -> bool:
 def local_of(tensor: DTensor) -> Tensor:
     """Return what a rank holds of a DTensor, without autograd.
 
-    `DTensor._local_tensor` (torch.distributed.tensor._api, 2.11-2.15).
+    `DTensor._local_tensor` (torch.distributed.tensor._api, 2.13-2.15).
     """
     return tensor._local_tensor
 
@@ -193,14 +174,14 @@ def are_plain_tensors_replicated() -> bool:
     """Whether plain tensors beside DTensors are taken as replicated: `implicit_replication`.
 
     `DTensor._op_dispatcher._allow_implicit_replication` (torch.distributed.tensor._dispatch,
-    2.11-2.15).
+    2.13-2.15).
     """
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 @contextmanager
 def plain_for_replicated() -> Iterator[None]:
-    """Do what `implicit_replication` does; torch's (2.11 to 2.15) ends those around it as well."""
+    """Do what `implicit_replication` does; torch's (2.13 to 2.15) ends those around it as well."""
     dispatcher = DTensor._op_dispatcher
     before = dispatcher._allow_implicit_replication
     dispatcher._allow_implicit_replication = True
@@ -213,7 +194,7 @@ def plain_for_replicated() -> Iterator[None]:
 def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a DTensor that every rank has whole, below autograd, with no op in between.
 
-    `DTensorSpec`, `TensorMeta` (torch.distributed.tensor._dtensor_spec, 2.11-2.15).
+    `DTensorSpec`, `TensorMeta` (torch.distributed.tensor._dtensor_spec, 2.13-2.15).
     """
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -244,7 +225,7 @@ def flex_attention_op() -> Any:
 def register_dtensor_flex_attention(rule: Callable[..., Any], *, is_stand_in: bool = False) -> None:
     """Make flex_attention on DTensors call `rule`, uncompiled, unless torch has a rule.
 
-    `HigherOrderOperator.python_key_table` (torch._ops, 2.11-2.15), to which `py_impl` adds.
+    `HigherOrderOperator.python_key_table` (torch._ops, 2.13-2.15), to which `py_impl` adds.
 
     Args:
         rule: takes the arguments of the op.
@@ -266,7 +247,7 @@ def parts_taken_by(
 ) -> Iterator[None]:
     """Have DTensor take this rank's part of a replicated tensor by `take`, while a graph is traced.
 
-    `Shard._replicate_to_shard` (torch.distributed.tensor.placement_types, 2.11-2.15), which
+    `Shard._replicate_to_shard` (torch.distributed.tensor.placement_types, 2.13-2.15), which
     redistributing calls for each axis of a mesh.
 
     Args:
@@ -293,7 +274,7 @@ def is_propagating_shapes(tensor: Tensor) -> bool:
     """Whether only shapes are wanted: the tensor is fake, and no graph is being traced.
 
     So it is when Dynamo propagates example values. `get_proxy_mode`
-    (torch.fx.experimental.proxy_tensor, 2.11-2.15).
+    (torch.fx.experimental.proxy_tensor, 2.13-2.15).
     """
     from torch._subclasses.fake_tensor import FakeTensor
 

@@ -1,6 +1,6 @@
 """Ask what Dynamo is compiling, and keep the state that compiles change.
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cp_inductor.torch_private.sizes import is_number, size_expression, size_hin
 def is_capturing_whole() -> bool:
     """Whether the current compile has fullgraph=True; False if none runs or that is unknown.
 
-    `InstructionTranslator.current_tx().one_graph` (torch._dynamo.symbolic_convert, 2.11-2.15).
+    `InstructionTranslator.current_tx().one_graph` (torch._dynamo.symbolic_convert, 2.13-2.15).
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -39,7 +39,7 @@ def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Any]]:
     """Yield each input of a graph from Dynamo: its node, its name in the model, and its value.
 
     `meta["grapharg"]` of a placeholder is a `GraphArg` (torch._dynamo.variables.builder,
-    2.11-2.15), which knows where its value came from, such as
+    2.13-2.15), which knows where its value came from, such as
     ``L['self']._modules['head']._parameters['weight']``. For other graphs nothing is yielded.
     """
     for node in graph.find_nodes(op="placeholder"):
@@ -47,11 +47,15 @@ def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Any]]:
         if argument is None:
             continue
         source = getattr(argument, "source", None)
-        # `name` is a method before 2.13, and a property since.
-        name = getattr(source, "name", "")
-        name = str(name() if callable(name) else name)
+        name = str(getattr(source, "name", ""))
         path = re.findall(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", name)
         yield node, ".".join(path) or name or node.name, argument.example
+
+
+def graph_examples(graph: fx.Graph) -> list[Any]:
+    """Return the values with which a graph from Dynamo was traced; those of others are missing."""
+    examples = {node: example for node, _, example in graph_inputs(graph)}
+    return [examples.get(node) for node in graph.find_nodes(op="placeholder")]
 
 
 def guard_whole_lengths(graph: fx.Graph) -> None:
@@ -124,7 +128,7 @@ def settle_local_lengths(graph: fx.Graph) -> None:
 def has_tensor_hooks(tensor: Tensor) -> bool:
     """Whether the gradient of a tensor has hooks.
 
-    `_backward_hooks`, `_post_accumulate_grad_hooks` of a tensor (2.11-2.15): dicts, or None.
+    `_backward_hooks`, `_post_accumulate_grad_hooks` of a tensor (2.13-2.15): dicts, or None.
     """
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(tensor, name, None) for name in names)
@@ -133,7 +137,7 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
 def is_splitting_for_ddp() -> bool:
     """Whether Dynamo will split the graph into DDP's buckets: the model runs within DDP.
 
-    `DistributedDataParallel._get_active_ddp_module` (torch.nn.parallel, 2.11-2.15).
+    `DistributedDataParallel._get_active_ddp_module` (torch.nn.parallel, 2.13-2.15).
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -143,7 +147,7 @@ def is_splitting_for_ddp() -> bool:
 def are_gradients_reduced() -> bool:
     """Whether DDP, `fully_shard` or `replicate` is in use, which reduce gradients over ranks.
 
-    `_module_state_mapping` (torch.distributed._composable_state, 2.11-2.15) has the modules that
+    `_module_state_mapping` (torch.distributed._composable_state, 2.13-2.15) has the modules that
     the latter two were applied to.
     """
     from torch.distributed._composable_state import _module_state_mapping
@@ -155,7 +159,7 @@ def as_backend_error(error: Exception, instead_of: Exception | None = None) -> E
     """Return an error that torch.compile passes on unchanged if a backend raises it.
 
     Dynamo wraps what a backend raises in BackendCompilerFailed, unless it is a ShortenTraceback
-    (torch._dynamo.exc, 2.11-2.15). The returned error is an instance of the given error's class
+    (torch._dynamo.exc, 2.13-2.15). The returned error is an instance of the given error's class
     and of ShortenTraceback, so users can catch the class they know.
 
     `ShortenTraceback.remove_dynamo_frames`, which torch.compile calls, drops frames of Dynamo. A
@@ -188,7 +192,7 @@ def _remove_frames(error: Exception) -> Exception:
 def one_compile_at_a_time() -> AbstractContextManager[Any]:
     """Return the context in which no other thread traces or compiles through Dynamo.
 
-    `compile_lock` (torch._dynamo.convert_frame, 2.11-2.15), which Dynamo holds while it compiles.
+    `compile_lock` (torch._dynamo.convert_frame, 2.13-2.15), which Dynamo holds while it compiles.
     """
     from torch._dynamo.convert_frame import compile_lock
 
@@ -201,7 +205,7 @@ def compile_state_kept() -> Iterator[None]:
 
     `torch._dynamo.utils.counters`; `AOT_COUNTER` (torch._functorch.aot_autograd), which numbers
     generated code; the caches' switches in torch._inductor.config and torch._functorch.config
-    (2.11-2.15).
+    (2.13-2.15).
     """
     import torch._dynamo.config
     from torch._dynamo.utils import counters
@@ -281,7 +285,7 @@ class FailedTrace:
 def raised_while_traced(error: Exception) -> BaseException | None:
     """Return what a function raised that Dynamo called while it traced; None for other errors.
 
-    Dynamo raises an `InternalTorchDynamoError` (torch._dynamo.exc, 2.11-2.15) in the handler of it.
+    Dynamo raises an `InternalTorchDynamoError` (torch._dynamo.exc, 2.13-2.15) in the handler of it.
     """
     from torch._dynamo.exc import InternalTorchDynamoError
 
@@ -291,7 +295,7 @@ def raised_while_traced(error: Exception) -> BaseException | None:
 def graph_break_reason(error: Exception) -> str | None:
     """Return in one line why Dynamo did not capture a whole function; None for other errors.
 
-    `TorchDynamoException` (torch._dynamo.exc, 2.11-2.15), whose text has an "Explanation:".
+    `TorchDynamoException` (torch._dynamo.exc, 2.13-2.15), whose text has an "Explanation:".
     """
     from torch._dynamo.exc import TorchDynamoException
 

@@ -1,6 +1,6 @@
 """Call the ops of flex attention, forward and backward, on one device.
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0.
+Read in torch 2.13.0 and 2.15.0.
 
 The ops are higher-order: a mask and a score function are traced into subgraphs, which Inductor
 generates into its Triton templates. Their arguments change between versions: `BlockMask` knows how

@@ -1,6 +1,6 @@
 """Process groups by their names, the stores behind them, and the ranks of a mesh axis.
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 def group_of(group_name: str) -> dist.ProcessGroup:
     """Return the process group that has a name now.
 
-    `_resolve_process_group` (torch.distributed.distributed_c10d, 2.11-2.15), by which functional
+    `_resolve_process_group` (torch.distributed.distributed_c10d, 2.13-2.15), by which functional
     collectives find the group of a name, too.
     """
-    # From 2.13 names have a type of their own, a str to everybody but type checkers.
+    # Names have a type of their own, a str to everybody but type checkers.
     resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
     return resolve(group_name)
 
@@ -33,7 +33,7 @@ def group_with_store(
     """Return a process group, and a function that returns its store and its timeout in seconds.
 
     `ProcessGroup.get_group_store`, which is public; `ProcessGroup._device_types`, `._get_backend`
-    and `.options._timeout` of its backends (torch._C._distributed_c10d, 2.11-2.15). The timeout is
+    and `.options._timeout` of its backends (torch._C._distributed_c10d, 2.13-2.15). The timeout is
     the least of the backends'; the store has another one, which is used if no backend has any.
     """
     group = group_of(group_name)
@@ -52,7 +52,7 @@ def exchange_rows(
 ) -> Tensor:
     """Send rows to the ranks along a mesh axis, in order; the gradients of what arrives come back.
 
-    `all_to_all_single_autograd` (torch.distributed._functional_collectives, 2.11-2.15).
+    `all_to_all_single_autograd` (torch.distributed._functional_collectives, 2.13-2.15).
 
     Args:
         rows: as many for every rank, unless `sent` and `received` count them.
@@ -66,7 +66,7 @@ def exchange_rows(
 def mesh_axis_ranks(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
     """Return the global ranks on this process's line along one axis of a mesh, in mesh order.
 
-    `unset_fake_temporarily` (torch._subclasses.fake_tensor, 2.11-2.15): a mesh holds its ranks in a
+    `unset_fake_temporarily` (torch._subclasses.fake_tensor, 2.13-2.15): a mesh holds its ranks in a
     tensor. While a graph is traced, indexing it would return a fake tensor.
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -82,7 +82,7 @@ def ranks_that_reduce(module: DistributedDataParallel | FullyShardedDataParallel
     """Return the ranks over which a wrapper of data parallelism reduces gradients.
 
     FSDP that shards within groups and replicates across them reduces over both; the second is
-    `_inter_node_pg` (torch.distributed.fsdp._init_utils, 2.11-2.15).
+    `_inter_node_pg` (torch.distributed.fsdp._init_utils, 2.13-2.15).
     """
     ranks = dist.get_process_group_ranks(module.process_group)
     if isinstance(module, FullyShardedDataParallel) and module.sharding_strategy in _HYBRID:

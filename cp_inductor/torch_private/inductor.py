@@ -1,27 +1,25 @@
 """Set Inductor's custom passes, the order of its nodes, and the strides of kernel inputs.
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import getitem
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx
-from torch._inductor import custom_graph_pass
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
 
 
 def is_input_of_forward(node: fx.Node) -> bool:
     """Whether an input of a graph from AOTAutograd is an input of the whole function.
 
     The other inputs are tensors that the forward saved, and gradients. AOTAutograd describes inputs
-    in `meta["desc"]`: an `AOTInput` (torch._functorch._aot_autograd.descriptors, 2.11-2.15).
+    in `meta["desc"]`: an `AOTInput` (torch._functorch._aot_autograd.descriptors, 2.13-2.15).
     """
     from torch._functorch._aot_autograd.descriptors import AOTInput
 
@@ -32,14 +30,13 @@ def is_input_of_forward(node: fx.Node) -> bool:
 def keep_order(graph: fx.Graph, earlier_of: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
     """Make Inductor run each node after the nodes that `earlier_of` gives for it.
 
-    `preserve_node_ordering` (torch._inductor.fx_passes.control_dependencies, 2.11-2.15) wraps each
+    `preserve_node_ordering` (torch._inductor.fx_passes.control_dependencies, 2.13-2.15) wraps each
     node in a higher-order op whose lowering adds dependencies to the scheduler. Call this after the
-    FX-graph cache has computed its key, because that op is not cacheable. In 2.11 the lowering
-    ignores nodes that return several tensors, so one of their tensors stands for them here.
+    FX-graph cache has computed its key, because that op is not cacheable.
 
     A tensor that several matrix multiplications read must be computed once and stored. Inductor
     does not see multiplications in the higher-order op, so its readers would recompute the tensor;
-    `meta["inductor_realize_to_strides"]` (torch._inductor.graph, 2.11-2.15) makes it store it.
+    `meta["inductor_realize_to_strides"]` (torch._inductor.graph, 2.13-2.15) makes it store it.
     """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
@@ -47,21 +44,15 @@ def keep_order(graph: fx.Graph, earlier_of: Mapping[fx.Node, Sequence[fx.Node]])
     for source in {source for node in earlier_of for source in node.all_input_nodes}:
         if len(source.users) > 1 and isinstance(source.meta.get("val"), Tensor):
             source.meta["inductor_realize_to_strides"] = True
-    stand_ins = {node: _one_tensor_of(node) for earlier in earlier_of.values() for node in earlier}
     preserve_node_ordering(
-        graph,
-        {
-            node: OrderedSet(stand_ins[other] for other in earlier)
-            for node, earlier in earlier_of.items()
-            if earlier
-        },
+        graph, {node: OrderedSet(earlier) for node, earlier in earlier_of.items() if earlier}
     )
 
 
 def sort_topologically(graph: fx.Graph) -> None:
     """Move nodes after their inputs; nodes that are in order keep their order.
 
-    `stable_topological_sort` (torch._inductor.pattern_matcher, 2.11-2.15). Inductor calls it after
+    `stable_topological_sort` (torch._inductor.pattern_matcher, 2.13-2.15). Inductor calls it after
     its post-grad passes; until then a graph may be out of order.
     """
     from torch._inductor.pattern_matcher import stable_topological_sort
@@ -69,45 +60,12 @@ def sort_topologically(graph: fx.Graph) -> None:
     stable_topological_sort(graph)
 
 
-def _one_tensor_of(node: fx.Node) -> fx.Node:
-    values = node.meta.get("val")
-    if not isinstance(values, (tuple, list)):
-        return node
-    for user in node.users:
-        if user.target is getitem and isinstance(user.meta.get("val"), Tensor):
-            return user
-    with node.graph.inserting_after(node):
-        first = node.graph.call_function(getitem, (node, 0))
-    first.meta["val"] = values[0]
-    return first
-
-
 def append_custom_pass(existing: Any, ours: CustomGraphPass) -> Any:
     """Return a custom-pass setting of Inductor's config with one more pass at its end.
 
-    2.13 and 2.15 accept a list of passes (`get_custom_graph_passes` in
-    torch._inductor.custom_graph_pass). 2.11 accepts one pass, so it gets a chain of both.
+    `get_custom_graph_passes` (torch._inductor.custom_graph_pass, 2.13-2.15).
     """
-    if existing is None:
-        return ours
-    if hasattr(custom_graph_pass, "get_custom_graph_passes"):
-        return [*custom_graph_pass.get_custom_graph_passes(existing), ours]
-    return _PassChain((existing, ours))
-
-
-class _PassChain(CustomGraphPass):
-    """Several passes as one. Graphs are cached only if every pass has a uuid."""
-
-    def __init__(self, passes: tuple[Any, ...]) -> None:
-        self.passes = passes
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for one in self.passes:
-            one(graph)
-
-    def uuid(self) -> object | None:
-        uuids = [getattr(one, "uuid", lambda: None)() for one in self.passes]
-        return None if None in uuids else tuple(uuids)
+    return ours if existing is None else [*get_custom_graph_passes(existing), ours]
 
 
 @contextmanager
@@ -116,7 +74,7 @@ def last_strides_kept(
 ) -> Iterator[None]:
     """Make Inductor pass some arguments of ops with stride 1 in the last dim, by copies if needed.
 
-    For attention kernels, `_maybe_layout_constraints` (torch._inductor.lowering, 2.11-2.15)
+    For attention kernels, `_maybe_layout_constraints` (torch._inductor.lowering, 2.13-2.15)
     constrains only the order of strides. Inductor may change layouts, as it does for convolutions,
     so the innermost stride may differ from 1 although it is 1 in the graph.
 
@@ -167,14 +125,14 @@ MAX_INPUTS_OF_KERNEL = 64
 def cats_in_one_kernel() -> Iterator[None]:
     """Have Inductor generate one kernel on a GPU for each concatenation whose meta asks for it.
 
-    `cat` (torch._inductor.lowering, 2.11-2.15) otherwise copies each input by a kernel of its own
+    `cat` (torch._inductor.lowering, 2.13-2.15) otherwise copies each input by a kernel of its own
     if there are more than eight, if one of them was reduced, or if an op of aten reads the result.
-    `config.force_pointwise_cat` (2.11-2.15) says what it is to do.
+    `config.force_pointwise_cat` (2.13-2.15) says what it is to do.
 
     What nothing but such a concatenation reads, such as another one or a sum, is computed in its
     kernel. Inductor would store what reads more than eight buffers or has more than thirty ops:
     `StorageBox.has_exceeded_max_reads` and `Loops.has_large_inner_fn` (torch._inductor.ir,
-    2.11-2.15) tell it so.
+    2.13-2.15) tell it so.
     """
     from torch._inductor import config, ir, lowering
     from torch._inductor.virtualized import V
@@ -248,8 +206,8 @@ def _is_by_element(node: fx.Node) -> bool:
 def put_label(node: fx.Node, label: str) -> None:
     """Have Inductor write a label into the comment above what it generates for a node.
 
-    `get_kernel_metadata` (torch._inductor.utils, 2.11-2.15) writes there the name of the first
-    `NodeSource` (torch.fx.traceback, 2.11-2.15) in `meta["from_node"]`.
+    `get_kernel_metadata` (torch._inductor.utils, 2.13-2.15) writes there the name of the first
+    `NodeSource` (torch.fx.traceback, 2.13-2.15) in `meta["from_node"]`.
     """
     from torch.fx.traceback import NodeSource
 
@@ -269,7 +227,7 @@ def is_bisected_away(name: str) -> bool:
     """Whether torch's bisector has a pass of ours left out, as the environment says.
 
     `TORCH_BISECT_BACKEND=cp_inductor TORCH_BISECT_SUBSYSTEM=passes TORCH_BISECT_MAX=n` keeps the
-    first n applications (`CompilerBisector.disable_subsystem`, compiler_bisector, 2.11-2.15).
+    first n applications (`CompilerBisector.disable_subsystem`, compiler_bisector, 2.13-2.15).
     """
     from torch._inductor.compiler_bisector import CompilerBisector
 
@@ -299,7 +257,7 @@ def changed_before_code(gm: fx.GraphModule, change: Callable[[], None]) -> Itera
     """Change a graph only when Inductor generates code for it: its cache knows it unchanged.
 
     Inductor names a graph by its text and looks it up. A graph that is found need not be changed.
-    `fx_codegen_and_compile` (torch._inductor.compile_fx, 2.11-2.15) is called where none was found;
+    `fx_codegen_and_compile` (torch._inductor.compile_fx, 2.13-2.15) is called where none was found;
     what is raised within is wrapped, and raised here as it was.
 
     Args:
@@ -333,7 +291,7 @@ def without_meshes(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
 
     A graph over DTensors has their meshes as inputs. A mesh knows its rank, and Inductor's cache
     hashes all of it, although code is generated from the graph alone.
-    `FakeScriptObject` (torch._library.fake_class_registry, 2.13-2.15); in 2.11 no graph has any.
+    `FakeScriptObject` (torch._library.fake_class_registry, 2.13-2.15).
     """
     from torch._library.fake_class_registry import FakeScriptObject
 
@@ -391,10 +349,3 @@ def logits_in_chunks(tell: Callable[[fx.Node, str], None]) -> Iterator[None]:
         mock.patch.object(propagator, "get_fake_tensor_from_node_arg", read_static),
     ):
         yield
-
-
-def has_chunker() -> bool:
-    """Whether Inductor has the chunker; `config.auto_chunker` (torch._inductor, 2.12-2.15)."""
-    from torch._inductor import config
-
-    return hasattr(config, "auto_chunker")

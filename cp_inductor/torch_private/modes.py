@@ -1,6 +1,6 @@
 """Function modes, dispatch modes, transforms and autocast: ask about them, and leave them.
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def let_modes_see(function: Callable[..., Any]) -> None:
 def without_modes() -> Any:
     """Return a context without modes: new tensors are real, not fake.
 
-    `torch.utils._python_dispatch._disable_current_modes`, 2.11-2.15.
+    `torch.utils._python_dispatch._disable_current_modes`, 2.13-2.15.
     """
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -51,7 +51,7 @@ def run_uncompiled(function: Callable[..., Any]) -> None:
     another. The function is still traced when it is called within a graph. If it is an object, this
     stops its `__call__`.
 
-    `torch._C._dynamo.eval_frame.set_code_exec_strategy`, 2.11-2.15.
+    `torch._C._dynamo.eval_frame.set_code_exec_strategy`, 2.13-2.15.
     """
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
@@ -62,17 +62,28 @@ def run_uncompiled(function: Callable[..., Any]) -> None:
 def function_modes() -> list[Any]:
     """Return the function modes that are active on this thread, the innermost last.
 
-    `torch.overrides._get_current_function_mode_stack`, 2.11-2.15.
+    `torch.overrides._get_current_function_mode_stack`, 2.13-2.15.
     """
     from torch.overrides import _get_current_function_mode_stack
 
     return _get_current_function_mode_stack()
 
 
+def function_modes_of_program() -> list[Any]:
+    """Return the function modes that the program is in, also while Dynamo compiles a part of it.
+
+    Dynamo sets them aside: `torch_function_mode_stack_state_mgr.stack`
+    (torch._dynamo.variables.torch_function, 2.11-2.15), which is empty otherwise.
+    """
+    from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+
+    return [*torch_function_mode_stack_state_mgr.stack, *function_modes()]
+
+
 def is_in_backward() -> bool:
     """Whether autograd is running on this thread: a backward, a hook, or a recomputation.
 
-    `torch._C._current_graph_task_id`, 2.11-2.15.
+    `torch._C._current_graph_task_id`, 2.13-2.15.
     """
     return torch._C._current_graph_task_id() != -1
 
@@ -80,7 +91,7 @@ def is_in_backward() -> bool:
 def is_backward_compiled() -> bool:
     """Whether compiled autograd is on, which compiles a backward under no mode for ops.
 
-    `torch._dynamo.compiled_autograd.compiled_autograd_enabled`, 2.11-2.15.
+    `torch._dynamo.compiled_autograd.compiled_autograd_enabled`, 2.13-2.15.
     """
     from torch._dynamo import compiled_autograd
 
@@ -90,7 +101,7 @@ def is_backward_compiled() -> bool:
 def is_transforming() -> bool:
     """Whether a transform of torch.func (vmap, grad, ...) is active on this thread.
 
-    `torch._C._are_functorch_transforms_active`, 2.11-2.15.
+    `torch._C._are_functorch_transforms_active`, 2.13-2.15.
     """
     return torch._C._are_functorch_transforms_active()
 
@@ -98,7 +109,7 @@ def is_transforming() -> bool:
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is wrapped by a transform of torch.func.
 
-    `torch._C._functorch.is_functorch_wrapped_tensor`, 2.11-2.15.
+    `torch._C._functorch.is_functorch_wrapped_tensor`, 2.13-2.15.
     """
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
@@ -113,7 +124,7 @@ def name_of_function(function: object) -> str:
 class OnlyComputes(TorchDispatchMode):
     """Refuses random numbers and collectives, and makes on the CPU what is made elsewhere.
 
-    `TorchDispatchMode` (torch.utils._python_dispatch, 2.11-2.15).
+    `TorchDispatchMode` (torch.utils._python_dispatch, 2.13-2.15).
     """
 
     def __torch_dispatch__(
@@ -132,10 +143,15 @@ class OnlyComputes(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def is_profiling() -> bool:
+    """Whether a profiler of torch is running (`_is_profiler_enabled`, torch.autograd.profiler)."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 class OpWatcher(TorchDispatchMode):
     """A mode that runs every op by `call`, and calls `meet(op, args, kwargs, out)` after it.
 
-    `TorchDispatchMode` (torch.utils._python_dispatch, 2.11-2.15).
+    `TorchDispatchMode` (torch.utils._python_dispatch, 2.13-2.15).
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,7 +173,7 @@ class OpWatcher(TorchDispatchMode):
 def autocast_restored() -> Iterator[list[Any]]:
     """Exit the autocasts in the yielded list at the end, also if the run of a graph fails.
 
-    `_enter_autocast` and `_exit_autocast` (torch.amp, 2.11-2.15).
+    `_enter_autocast` and `_exit_autocast` (torch.amp, 2.13-2.15).
     """
     entered: list[Any] = []
     try:
@@ -168,6 +184,6 @@ def autocast_restored() -> Iterator[list[Any]]:
 
 
 def has_autocast(graph: fx.Graph) -> bool:
-    """Whether a Dynamo graph turns autocast on (`_enter_autocast`, torch.amp, 2.11-2.15)."""
+    """Whether a Dynamo graph turns autocast on (`_enter_autocast`, torch.amp, 2.13-2.15)."""
     entered = (node for node in graph.nodes if node.target is torch.amp._enter_autocast)
     return any(node.args[2] is not False for node in entered)  # device, dtype, enabled, cache

@@ -4,7 +4,7 @@
       =>
     multi_head_attention(x, ...)                runs the body, whose SDPA calls the mode
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `patches.md` is the table: our function (below cp_inductor), what it replaces (below torch), when
 that is in place, why, the issue or pull request of pytorch/pytorch, and what has to be true for it
-to go. `python -m cp_inductor doctor` prints it, docs/support.md repeats it, and a test finds each
+to go. `python -m cp_inductor doctor` prints it, docs/support.md leads to it, and a test finds each
 function below torch_private/ and in inspect/pretend.py that changes torch without a row.
 """
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 from dataclasses import fields
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -31,6 +31,38 @@ from cp_inductor.torch_private.sizes import forget_fakes, size_expression
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
+
+def forget_shardings() -> None:
+    """Let DTensor choose anew, after what it may choose has changed.
+
+    `_clear_sharding_prop_cache` (torch.distributed.tensor.debug, 2.13-2.15).
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
+def choose_in_one_order() -> None:
+    """Let DTensor weigh placements in the same order on all ranks; a second call changes nothing.
+
+    `_get_neighbor_placements` (torch.distributed.tensor._ops.single_dim_strategy, read in 2.13.0)
+    lists a set, whose order depends on the hash of strings, which each process draws. Among equally
+    cheap placements the first one wins, and ranks that choose another one wait for ever.
+    """
+    from torch.distributed.tensor._ops import single_dim_strategy
+
+    list_neighbors = getattr(single_dim_strategy, _NEIGHBORS, None)
+    if list_neighbors is None or hasattr(list_neighbors, "__wrapped__"):
+        return
+
+    @wraps(list_neighbors)
+    def list_in_order(*args: Any) -> list[Any]:
+        return sorted(list_neighbors(*args), key=str)
+
+    setattr(single_dim_strategy, _NEIGHBORS, list_in_order)
+
+
+_NEIGHBORS = "_get_neighbor_placements"
 # What DTensor calls while a compiler traces.
 _CHOOSE = "propagate_op_sharding_non_cached"
 
@@ -41,8 +73,7 @@ class RememberedShardings:
     `DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(op_schema)`
     (torch.distributed.tensor._sharding_prop), `OpSchema`, `OutputSharding`
     (torch.distributed.tensor._op_schema), `DTensorSpec` (torch.distributed.tensor._dtensor_spec),
-    read in 2.13.0. torch shares what it remembers between calls as well. Where there is no such
-    method, DTensor chooses anew each time.
+    read in 2.13.0. torch shares what it remembers between calls as well.
     """
 
     def __init__(self) -> None:
@@ -52,10 +83,10 @@ class RememberedShardings:
     def start(self) -> None:
         """Remember from now on."""
         self.end()
+        forget_shardings()
         propagator = DTensor._op_dispatcher.sharding_propagator
         self._thread = threading.get_ident()
-        if hasattr(type(propagator), _CHOOSE):
-            setattr(propagator, _CHOOSE, self._recall)
+        setattr(propagator, _CHOOSE, self._recall)
 
     def end(self) -> None:
         """Forget all, and let DTensor choose."""

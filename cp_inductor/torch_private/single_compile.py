@@ -14,7 +14,7 @@ that it lives. Waiting is never needed for being right: who waits in vain compil
     it stops (SIGSTOP)        it no longer shows that it lives
     it takes very long        `LONGEST_S`; autotuning over ranks might itself wait for others
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0: `FxGraphCache.load_with_key` (torch._inductor.codecache),
+Read in torch 2.13.0 and 2.15.0: `FxGraphCache.load_with_key` (torch._inductor.codecache),
 which looks a graph up before it is compiled.
 """
 

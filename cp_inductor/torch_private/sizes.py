@@ -1,6 +1,6 @@
 """Get numbers and expressions for symbolic sizes.
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -17,26 +17,19 @@ from torch._subclasses.fake_tensor import maybe_get_fake_mode
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-# What later releases suppose of a size that only data says: torch._inductor.config has it.
-_UNKNOWN_SIZE = 8192
-
 
 def size_hint(size: int | torch.SymInt) -> int:
     """Return the value of a size in the call being compiled, without adding a guard.
 
-    `optimization_hint` (torch.fx.experimental.symbolic_shapes, public, 2.12-2.15). 2.11 has
-    `size_hint` in its place, which must be told what to say of a size that only data says.
+    `optimization_hint` (torch.fx.experimental.symbolic_shapes, public).
     """
-    if hasattr(symbolic_shapes, "optimization_hint"):
-        return symbolic_shapes.optimization_hint(size)
-    hint: int = getattr(symbolic_shapes, "size_hint")(size, fallback=_UNKNOWN_SIZE)  # noqa: B009
-    return hint
+    return symbolic_shapes.optimization_hint(size)
 
 
 def size_expression(size: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> sympy.Expr:
     """Return a size, or what was computed from sizes, as an expression of Dynamo's symbols.
 
-    `SymInt.node.expr` (torch.fx.experimental.sym_node, 2.11-2.15).
+    `SymInt.node.expr` (torch.fx.experimental.sym_node, 2.13-2.15).
     """
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
@@ -49,7 +42,7 @@ def is_number(size: int | torch.SymInt) -> bool:
 def has_hint(size: torch.SymInt) -> bool:
     """Whether a size is known in the call being compiled, not only when the data is.
 
-    `SymInt.node.has_hint` (torch.fx.experimental.sym_node, 2.11-2.15).
+    `SymInt.node.has_hint` (torch.fx.experimental.sym_node, 2.13-2.15).
     """
     found: bool = size.node.has_hint()
     return found
@@ -60,7 +53,7 @@ def is_demanded(size: torch.SymInt) -> bool:
 
     That is what `torch._dynamo.mark_dynamic` does; `maybe_mark_dynamic`, and what Dynamo does by
     itself with sizes that change, leave it open. `ShapeEnv.tracked_fakes`, whose `symbolic_context`
-    has `constraint_sizes` (torch.fx.experimental.symbolic_shapes, 2.11-2.15). Where they are
+    has `constraint_sizes` (torch.fx.experimental.symbolic_shapes, 2.13-2.15). Where they are
     missing, torch's own error says it of a size that has become a number.
     """
     symbols = size_expression(size).free_symbols
@@ -88,7 +81,7 @@ def note_hint(size: int | torch.SymInt, hint: int) -> None:
     """Note what a size, a multiple of one that only data says, is likely to be; no guard is added.
 
     `ShapeEnv.var_to_hint_override` (torch.fx.experimental.symbolic_shapes, 2.13-2.15), which
-    `mark_unbacked(hint_override=)` writes. Where it is missing, sizes keep torch's default hint.
+    `mark_unbacked(hint_override=)` writes.
     """
     if not isinstance(size, torch.SymInt):
         return
@@ -144,7 +137,7 @@ def number_sizes_from(tensor: torch.Tensor, part: int) -> None:
 
     Their names are in generated code and in cache keys. How far they have been counted depends on
     whether an earlier graph of the model was compiled, or was found in a cache.
-    `ShapeEnv.unbacked_symint_counter` (torch.fx.experimental.symbolic_shapes, 2.11-2.15).
+    `ShapeEnv.unbacked_symint_counter` (torch.fx.experimental.symbolic_shapes, 2.13-2.15).
     """
     env = _shape_env(tensor)
     counter = getattr(env, "unbacked_symint_counter", None)
@@ -157,7 +150,7 @@ def new_size(least: int) -> torch.SymInt:
 
     `torch.library.get_ctx().new_dynamic_size` refuses where graphs may break, because Dynamo would
     break them there. The ops of this library are not in the program that Dynamo reads.
-    `FakeImplCtx._shape_env`, `allocate_size` (torch._library.fake_impl, 2.11-2.15).
+    `FakeImplCtx._shape_env`, `allocate_size` (torch._library.fake_impl, 2.13-2.15).
     """
     from torch._library.fake_impl import allocate_size
 

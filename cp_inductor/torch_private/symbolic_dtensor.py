@@ -3,7 +3,7 @@
     mask & documents              a plain mask (s0, s0) beside a DTensor: taken as replicated
     states[:, :, None]            whole slices of a sharded dim of s0: the tensor itself
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0. In all of them:
+Read in torch 2.13.0 and 2.15.0. In all of them:
 
 - DTensor's C++ dispatch asks how many elements a plain tensor has that comes first, which a tensor
   of symbolic sizes does not answer: "Cannot call numel() on tensor with symbolic sizes".
@@ -49,7 +49,7 @@ class SymbolicLengths:
 
     `DTensor._op_dispatcher._custom_op_handlers`, `_random_ops` (torch.distributed.tensor._dispatch)
     and `op_strategy_funcs`, `op_to_rules` of its `sharding_propagator`; later releases have
-    `op_single_dim_strategy_funcs` besides (2.11-2.15).
+    `op_single_dim_strategy_funcs` besides (2.13-2.15).
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ def first_symbols_kept() -> Iterator[None]:
     """Within this context, make_fx takes the first value that equals a symbol for the symbol.
 
     `set_proxy_slot`, `sympy_expr_tracker` of a tracer (torch.fx.experimental.proxy_tensor,
-    2.11-2.15). The first is an input of the graph, from which all others are computed.
+    2.13-2.15). The first is an input of the graph, from which all others are computed.
     """
     original = proxy_tensor.set_proxy_slot
 

@@ -104,7 +104,7 @@ def innermost_backend(backend: Any) -> Any:
     Around it are `torch._TorchCompileWrapper`, functions with `_torchdynamo_orig_backend`
     (torch._dynamo.eval_frame), `functools.partial`, and within DDP the method `compile_fn` of a
     `DDPOptimizer` (torch._dynamo.backends.distributed), which knows its `backend_compile_fn`
-    (2.11-2.15). A method stands for its function.
+    (2.13-2.15). A method stands for its function.
     """
     while True:
         if hasattr(backend, "_torchdynamo_orig_backend"):
@@ -122,7 +122,7 @@ def innermost_backend(backend: Any) -> Any:
 def _wrap_once(traces: Traces) -> None:
     """Wrap the function with which Dynamo traces a frame; a second call changes nothing.
 
-    `_compile` (torch._dynamo.convert_frame, 2.11-2.15), whose `skip` counts the frames of Python
+    `_compile` (torch._dynamo.convert_frame, 2.13-2.15), whose `skip` counts the frames of Python
     above it. Its callers cannot be wrapped: they look at the frame that called them.
     """
     from torch._dynamo import convert_frame

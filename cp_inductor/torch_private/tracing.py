@@ -1,6 +1,6 @@
 """Trace Python functions and FX graphs into graphs of aten ops, on fake tensors.
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def fake_mode_of(tensor: Tensor) -> Iterator[None]:
     """Enter the fake mode that a fake tensor belongs to, and the Python dispatcher.
 
     `maybe_get_fake_mode` (torch._subclasses.fake_tensor), `enable_python_dispatcher`
-    (torch._dispatch.python), 2.11-2.15. Without the latter, ops such as `constant_pad_nd`, with
+    (torch._dispatch.python), 2.13-2.15. Without the latter, ops such as `constant_pad_nd`, with
     which DTensor gathers shards that differ in length, run kernels that take no symbols.
     """
     from torch._dispatch.python import enable_python_dispatcher
@@ -40,7 +40,7 @@ def fake_mode_of(tensor: Tensor) -> Iterator[None]:
 def unbacked_ignored(tensor: Tensor) -> Iterator[None]:
     """Within this context, ignore new data-dependent sizes in the fake mode of a tensor.
 
-    `ShapeEnv.ignore_fresh_unbacked_symbols` (torch.fx.experimental.symbolic_shapes, 2.11-2.15).
+    `ShapeEnv.ignore_fresh_unbacked_symbols` (torch.fx.experimental.symbolic_shapes, 2.13-2.15).
     """
     from torch._subclasses.fake_tensor import maybe_get_fake_mode
 
@@ -62,7 +62,7 @@ def trace_fake(
     """Trace a function on fake tensors, keeping symbolic sizes.
 
     `make_fx` with `tracing_mode="real"` on fake tensors, under their mode and the Python
-    dispatcher, as torch._inductor.pattern_matcher.fwd_only does (2.11-2.15).
+    dispatcher, as torch._inductor.pattern_matcher.fwd_only does (2.13-2.15).
 
     Args:
         function: to trace.
@@ -79,7 +79,7 @@ def trace_fake(
 
 @cache
 def core_decompositions() -> Mapping[Any, Any]:
-    """Return the decompositions into core aten ops (torch._decomp, 2.11-2.15)."""
+    """Return the decompositions into core aten ops (torch._decomp, 2.13-2.15)."""
     from torch._decomp import core_aten_decompositions
 
     decompositions: Mapping[Any, Any] = core_aten_decompositions()
@@ -89,7 +89,7 @@ def core_decompositions() -> Mapping[Any, Any]:
 def fakes_of_shapes(shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
     """Return a fake CPU tensor for each (shape, dtype), under a new mode without symbolic sizes.
 
-    `FakeTensorMode` (torch._subclasses.fake_tensor, 2.11-2.15).
+    `FakeTensorMode` (torch._subclasses.fake_tensor, 2.13-2.15).
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -105,7 +105,7 @@ def trace_of_shapes(
     """Trace a function of CPU tensors with the given shapes and dtypes.
 
     The nodes keep in their meta what `torch.fx.traceback.annotate` says within the function:
-    `preserve_node_meta` (torch.fx.traceback, 2.11-2.15).
+    `preserve_node_meta` (torch.fx.traceback, 2.13-2.15).
     """
     from torch.fx.traceback import preserve_node_meta
 
@@ -125,7 +125,7 @@ def writes_of(
     """Call a function on fake tensors, and return what it writes to in place, and by which ops.
 
     The schema of each op that runs says what it writes: `OpOverload._schema` (torch._ops),
-    `TorchDispatchMode` (torch.utils._python_dispatch), 2.11-2.15.
+    `TorchDispatchMode` (torch.utils._python_dispatch), 2.13-2.15.
 
     Args:
         function: to call.
@@ -155,7 +155,7 @@ def writes_of(
 def trace_pre_dispatch(function: Callable[..., Any], values: Sequence[Tensor]) -> fx.GraphModule:
     """Trace a function on fake tensors above autograd: composite ops are not decomposed.
 
-    `make_fx` with `pre_dispatch=True` (torch.fx.experimental.proxy_tensor, 2.11-2.15), as
+    `make_fx` with `pre_dispatch=True` (torch.fx.experimental.proxy_tensor, 2.13-2.15), as
     torch.export traces.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -169,9 +169,9 @@ def retrace(
 ) -> fx.GraphModule:
     """Trace an interpreter's run over a graph. New nodes keep the meta of the node they come from.
 
-    `preserve_node_meta` (torch.fx.traceback, 2.11-2.15) copies what AOTAutograd and the partitioner
+    `preserve_node_meta` (torch.fx.traceback, 2.13-2.15) copies what AOTAutograd and the partitioner
     left in `meta`: tags, recomputation, stack traces.
-    `_AutoDispatchBelowAutograd` (torch._C, 2.11-2.15): above autograd, a torch build without the
+    `_AutoDispatchBelowAutograd` (torch._C, 2.13-2.15): above autograd, a torch build without the
     device's kernels would decompose composite ops for which the device has a kernel, such as
     silu_backward.
     """
@@ -185,7 +185,7 @@ def retrace(
 def fake_on(value: Any, device: torch.device) -> Any:
     """Return a fake tensor moved to a device that need not exist; other values unchanged.
 
-    `FakeTensor` (torch._subclasses.fake_tensor, 2.11-2.15) wraps a meta tensor and a device.
+    `FakeTensor` (torch._subclasses.fake_tensor, 2.13-2.15) wraps a meta tensor and a device.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -220,7 +220,7 @@ def fake_copy(value: Tensor) -> Tensor:
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no data, because only shapes are being propagated.
 
-    `FakeTensor` (torch._subclasses.fake_tensor, 2.11-2.15).
+    `FakeTensor` (torch._subclasses.fake_tensor, 2.13-2.15).
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -229,10 +229,6 @@ def is_fake(tensor: Tensor) -> bool:
 
 # Calls a subgraph (torch._higher_order_ops.invoke_subgraph, read in 2.13.0).
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
-
-# Before, Inductor's lowering of control dependencies does not say which node it is at, and that of
-# INVOKE_SUBGRAPH asks.
-CAN_CALL_SUBGRAPHS = torch.__version__ >= "2.13"
 
 
 def known_results(piece: fx.GraphModule, results: Sequence[Tensor]) -> None:
@@ -266,7 +262,7 @@ ADD_BATCH_DIM = getattr(predispatch, "_add_batch_dim", None)
 def without_vmap(tensor: Tensor) -> Tensor:
     """Return the tensor within a tensor of torch.vmap, which a Dynamo graph of vmap has as a value.
 
-    `is_functorch_wrapped_tensor`, `get_unwrapped` (torch._C._functorch, 2.11-2.15).
+    `is_functorch_wrapped_tensor`, `get_unwrapped` (torch._C._functorch, 2.13-2.15).
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
@@ -279,8 +275,8 @@ def replace_backward(
     """Replace the backward of the compiled graph that one of these autograd nodes belongs to.
 
     AOTAutograd makes a `torch.autograd.Function` of its own for every compiled graph
-    (`CompiledFunction` in torch._functorch._aot_autograd.runtime_wrappers, 2.11-2.15). Its node
-    finds it as `_forward_cls` (`BackwardCFunction`, torch.autograd.function, 2.11-2.15).
+    (`CompiledFunction` in torch._functorch._aot_autograd.runtime_wrappers, 2.13-2.15). Its node
+    finds it as `_forward_cls` (`BackwardCFunction`, torch.autograd.function, 2.13-2.15).
 
     Returns:
         Whether there is such a node.
@@ -294,7 +290,7 @@ def replace_backward(
     return False
 
 
-# What `tensor.data` is in a Dynamo graph (torch._C._autograd, 2.11-2.15).
+# What `tensor.data` is in a Dynamo graph (torch._C._autograd, 2.13-2.15).
 get_data = getattr(torch._C._autograd, "_get_data_attr", None)
 
 
@@ -302,7 +298,7 @@ def memory_of(tensor: Tensor) -> int:
     """Return a number that tensors have in common which share memory.
 
     `UntypedStorage._cdata` (torch.storage), `FunctionalTensor.elem`
-    (torch._subclasses.functional_tensor), 2.11-2.15.
+    (torch._subclasses.functional_tensor), 2.13-2.15.
     """
     from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -316,7 +312,7 @@ def is_compiled(tensor: Tensor) -> bool:
     """Whether a tensor stands for one of a graph that AOTAutograd traces.
 
     `FunctionalTensor` (torch._subclasses.functional_tensor), `get_proxy_mode`
-    (torch.fx.experimental.proxy_tensor), 2.11-2.15.
+    (torch.fx.experimental.proxy_tensor), 2.13-2.15.
     """
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -327,7 +323,7 @@ def is_compiled(tensor: Tensor) -> bool:
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in a value, such as a tuple of them.
 
-    `tree_leaves` (torch.utils._pytree, 2.11-2.15).
+    `tree_leaves` (torch.utils._pytree, 2.13-2.15).
     """
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 

@@ -1,12 +1,11 @@
 """Call Triton's compiler without a GPU.
 
-Read in torch 2.11.0, 2.13.0 and 2.15.0.
+Read in torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ import torch
 # The version that each release's CUDA build requires, read in its wheel's metadata (2.13: in its
 # source tree).
 _TRITON_OF_TORCH = {
-    "2.11": "3.6.0",
-    "2.12": "3.7.1",  # of 2.12.1
     "2.13": "3.7.1",
     "2.14": "3.8.0",
     "2.15": "3.9.0",
@@ -31,7 +28,7 @@ def compile_triton_kernel(autotuner: Any) -> Iterator[tuple[str, Any]]:
     """Compile one of Inductor's Triton kernels in every configuration that it would try.
 
     `CachingAutotuner.configs` and `._precompile_config` (torch._inductor.runtime.triton_heuristics,
-    2.11-2.15), which Inductor's compile workers call, too. Call this within `pretend_gpu`.
+    2.13-2.15), which Inductor's compile workers call, too. Call this within `pretend_gpu`.
 
     Yields:
         The configuration as text, and the compiled kernel.
@@ -44,66 +41,10 @@ def compile_triton_kernel(autotuner: Any) -> Iterator[tuple[str, Any]]:
             yield str(config).replace(",", ""), autotuner._precompile_config(config).kernel
 
 
-# What a compile for a GPU imports when it first needs it.
-_COMPILER = (
-    *("torch._inductor.codegen.triton", "torch._inductor.codegen.wrapper"),
-    *("torch._inductor.fx_passes.joint_graph", "torch._inductor.fx_passes.post_grad"),
-    *("torch._inductor.kernel.flex.flex_attention", "torch._inductor.runtime.triton_heuristics"),
-)
-
-
-def import_compiler() -> None:
-    """Import what a compile for a GPU will need."""
-    for name in _COMPILER:
-        import_module(name)
-
-
-def grid_of(meta: dict[str, Any], config: dict[str, Any], values: dict[str, Any]) -> list[int]:
-    """Return the grid of a launch of one of Inductor's Triton kernels.
-
-    `GridExpr` (torch._inductor.runtime.triton_heuristics, 2.13).
-
-    Args:
-        meta: the kernel's `inductor_meta`.
-        config: its constants, such as XBLOCK.
-        values: these and all arguments.
-    """
-    from torch._inductor.runtime.triton_heuristics import GridExpr
-
-    return [int(one) for one in GridExpr.from_meta(meta, config).eval_slow(dict(values))]
-
-
-def most_of_block(dim: str) -> int:
-    """Return the largest block that Inductor would try of a dim: X, Y, Z, R0_ or R1_.
-
-    `TRITON_MAX_BLOCK` (torch._inductor.runtime.hints, 2.11-2.15).
-    """
-    from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
-
-    return int(TRITON_MAX_BLOCK[dim])
-
-
-def library_kernels() -> Any:
-    """Return what generated code calls for matrix multiplications of libraries.
-
-    `extern_kernels` (torch._inductor.select_algorithm, 2.11-2.15).
-    """
-    from torch._inductor.select_algorithm import extern_kernels
-
-    return extern_kernels
-
-
-def host_compiler() -> Any:
-    """Return what generated code calls to compile C++ (`AsyncCompile`, 2.11-2.15)."""
-    from torch._inductor.async_compile import AsyncCompile
-
-    return AsyncCompile()
-
-
 def cuobjdump_path() -> str:
     """Return the path of cuobjdump, the tool that reads machine code; it comes with triton.
 
-    `triton.knobs.nvidia.cuobjdump` (triton 3.6-3.9).
+    `triton.knobs.nvidia.cuobjdump` (triton 3.7-3.9).
     """
     from triton import knobs
 

@@ -44,7 +44,7 @@ from cp_inductor.torch_private.groups import group_with_store
 from cp_inductor.trust.board import Board, name_ranks
 from cp_inductor.trust.bounded_store import BoundedStore, end_before_exit
 from cp_inductor.trust.course import course_of, waiting_in
-from cp_inductor.trust.recording import count_ops, recorded
+from cp_inductor.trust.profiler_ranges import count_ops, named_ranges
 
 # How long a rank looks for what has become of the others, which notice a failure at their next
 # exchange.
@@ -90,7 +90,7 @@ def named_steps(this: Attention, direction: str, site: str) -> Iterator[None]:
     started = time.monotonic()
     try:
         where = waiting_in(this.group_name, f"the {direction} of {site}")
-        with where, recorded(count_ops(site, this, direction)):
+        with where, named_ranges(count_ops(site, direction)):
             yield
     except StepFailed as error:
         plan = (forward_plan if direction == "forward" else backward_plan)(this.recipe)

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor.passes.check_mesh import _warn_of_no_shards
-from cp_inductor.torch_private.inductor import append_custom_pass
 from tests.support.graphs import attend_causal, attend_full, generate_code, recorded_lowering
 from tests.support.processes import run_python
 from tests.support.ranks import fake_rank, run_ranks, world_mesh
@@ -407,15 +406,6 @@ def test_hooks_of_the_user_still_run(where: str) -> None:
     assert hook.num_calls == 1
     assert "all_to_all_single" in code[0]
     assert torch._inductor.config.post_grad_custom_post_pass is None
-
-
-def test_a_chain_of_passes_caches_only_if_each_can() -> None:
-    from cp_inductor.torch_private.inductor import _PassChain
-
-    known, unknown = CountingPass(), lambda graph: None
-    assert _PassChain((known, known)).uuid() == ("counting", "counting")
-    assert _PassChain((known, unknown)).uuid() is None
-    assert append_custom_pass(None, known) is known
 
 
 def test_inductor_options_and_mode_are_passed_on() -> None:

@@ -23,7 +23,6 @@ from cp_inductor.passes.schedule_exchange import Scheduling
 from tests.support.graphs import AttentionBlock
 from tests.support.processes import run_python
 from tests.support.ranks import fake_rank, run_ranks, stop_workers
-from tests.support.reference import needs_linear_of_batches
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,7 +118,6 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-@needs_linear_of_batches
 @pytest.mark.slow
 @pytest.mark.parametrize("is_distributed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, is_distributed: bool) -> None:
@@ -134,7 +132,7 @@ def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, is_distributed: b
 
 
 def key_of(**settings: Any) -> str:
-    plan_options = PlanOptions("contiguous", "auto", stages=0, keep_bytes=0)
+    plan_options = PlanOptions("auto", stages=0, keep_bytes=0)
     scheduling, _ = Scheduling.read({})
     values = {
         "enabled": True,

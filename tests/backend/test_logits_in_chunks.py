@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
-from cp_inductor.torch_private.inductor import has_chunker
+from tests.rehearsal.rank import Job
+from tests.rehearsal.rehearse import rehearse
 from tests.support.ranks import run_ranks
-
-pytestmark = pytest.mark.skipif(not has_chunker(), reason="this torch has no chunker")
 
 DIM, VOCABULARY, LENGTH = 16, 192, 96
 # What makes torch's chunker take logits of a test.
@@ -124,14 +123,11 @@ def test_three_uneven_shards_and_a_head_of_its_own() -> None:
 @pytest.mark.slow
 def test_gpu_programs_are_rehearsed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    rehearsal = cp_inductor.rehearse(
-        Model(is_tied=True, is_shifted=True),
-        batch(LENGTH)[:2],
-        world_size=2,
-        placements=[Shard(1)],
-        options=SMALL,
-        folder=str(tmp_path),
+    model, options = Model(is_tied=True, is_shifted=True), {**SMALL}
+    job = Job(
+        model, batch(LENGTH)[:2], placements=[Shard(1)], options=options, folder=str(tmp_path)
     )
+    rehearsal = rehearse(job)
     code = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
     assert code.count("chunking_subgraph") >= 3
     report = rehearsal.report

@@ -39,7 +39,7 @@ from tests.support.ranks import fake_rank
 
 def test_torch_is_one_that_was_read() -> None:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    assert (2, 11) <= (major, minor) < (2, 16), "read the shim's sources in this version first"
+    assert (2, 13) <= (major, minor) < (2, 16), "read the shim's sources in this version first"
 
 
 LEANED_ON = {**leaned_on.LEANED_ON, **leaned_on.LEANED_ON_WITH_TRITON}
@@ -210,12 +210,10 @@ CHANGE_TABLES = {
 
 
 def test_every_patch_has_a_row() -> None:
-    """The interpreter's process is its own: it changes triton, and does nothing else."""
     changing = {
         f"{file.removesuffix('.py').replace('/', '.')}:{name}"
         for file, tree in files().items()
         if file.startswith("torch_private/") or file == "inspect/pretend.py"
-        if not file.endswith("triton_interpreter.py")
         for name in changes_in(tree)
     }
     rows = {patch["by"].strip("`") for patch in patches.patches()}
@@ -224,11 +222,6 @@ def test_every_patch_has_a_row() -> None:
     for row in rows:
         module, _, name = row.partition(":")
         assert attrgetter(name)(import_module(f"cp_inductor.{module}"))
-
-
-def test_the_table_of_patches_is_in_the_docs() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "support.md").read_text()
-    assert patches.TABLE in text
 
 
 def test_what_moved_is_seen() -> None:

@@ -88,7 +88,6 @@ def test_no_combine_where_there_is_one_partial() -> None:
 def test_two_layers_of_dtensors() -> None:
     with fake_mesh(1, 2) as mesh:
         model = distribute_module(nn.Sequential(AttentionBlock(), AttentionBlock()), mesh)
-        # A batch of one: DTensor of torch 2.11 cannot flatten (B, S) with S sharded otherwise.
         x = distribute_tensor(torch.randn(1, 8, 32), mesh, [Shard(1)])
         forward, backward = generate_code(model, x)
     order = Wrapper.read(forward).order

@@ -51,6 +51,7 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...], Any, li
         (2, 2),
         [Shard(2), Shard(1)],
     ),
+    "channels": (nn.Conv1d, {"kernel_size": 3}, (2, 4, 9), (2,), [Shard(1)]),
     "left to torch": (nn.Conv1d, {"kernel_size": 3}, (2, 4, 9), (2,), [Replicate()]),
 }
 

@@ -279,12 +279,6 @@ def check_refusals() -> None:
             torch.zeros(2, 9, 8, dtype=x.dtype)[:, :LENGTH].add_(x)
         with pytest.raises(CPError, match=r"as_strided.*use unfold or slices"):
             x.as_strided((2, 3), (1, 2))
-        part = x.sum(1)
-        assert part.placements[0].is_partial()
-        with pytest.raises(
-            CPError, match=r"each rank holds a summand; write to x\.redistribute.*fused=False"
-        ):
-            part.put_(places(3), rows(1))
         # What is wrong on one process has the error of one process.
         with pytest.raises(RuntimeError, match="Number of elements of source") as raised:
             x.masked_scatter(x > 0, rows(2))

@@ -10,14 +10,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 
-from cp_inductor.dtensor.rules import register_for_compiled
+from cp_inductor.dtensor.rules import register_rules
 from tests.support.ranks import run_ranks
 
 OPS = (torch.cumsum, torch.logcumsumexp, torch.cumprod)
 
 
 def check(length: int) -> None:
-    register_for_compiled()
+    register_rules()
     mesh = init_device_mesh("cpu", (3,))
     whole = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(length)).double()
     whole[1, length // 2, 1] = float("nan")

@@ -20,7 +20,6 @@ def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
     summary = json.loads(capsys.readouterr().out)
     assert summary["strategy"] == "blocks"
     assert summary["flops, busiest / mean"] <= 1.02
-    assert 1 < summary["bytes received / lower bound, heads whole"] < 2
     assert summary["forward exchanges"] >= 3
 
 
@@ -98,15 +97,6 @@ def test_what_is_not_installed_is_said_before_the_model_is_made(
     assert f"pip install '{remedy}'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mask", ["full", "(k-q<=0)&(q-k-700<=0)", "q//512==k//512", "k<=q"])
-def test_no_plan_moves_less_than_the_bound(mask: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for strategy in ("rows", "blocks", "allgather"):
-        assert main([*SIZES, "--mask", mask, "--strategy", strategy, "--json"]) == 0
-        summary = json.loads(capsys.readouterr().out)
-        bounds = [value for name, value in summary.items() if "lower bound" in name]
-        assert len(bounds) <= 2 and all(value >= 1.0 for value in bounds)
-
-
 def test_lengths_have_units_and_numbers_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert [size(text) for text in ("65536", "64k", "1M", "2K")] == [65536, 65536, 1 << 20, 2048]
     for text in ("64q", "k", ""):
@@ -119,11 +109,9 @@ def test_lengths_have_units_and_numbers_too(capsys: pytest.CaptureFixture[str]) 
         r"^forward received, most +[\d.]+ MiB  \(by the rank that receives most\)$", text, re.M
     )
     assert re.search(r"^backward predicted +[\d.]+ ms$", text, re.M)
-    lines = [line for line in text.splitlines() if "lower bound" in line]
-    assert len(lines) == 2 and all("(1: the least" in line for line in lines)
 
 
-@pytest.mark.parametrize("command", ["plan", "explain", "code", "rehearse", "doctor"])
+@pytest.mark.parametrize("command", ["plan", "explain", "code", "doctor"])
 def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])

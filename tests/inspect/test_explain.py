@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from expecttest import TestCase
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from cp_inductor import ProcessGroupError, explain, plan_attention
+from cp_inductor import ProcessGroupError, distribute, explain, plan_attention
 from cp_inductor.__main__ import main
 from cp_inductor.inspect import doctor
 from cp_inductor.inspect.explain import Report
@@ -105,6 +106,18 @@ def test_multi_head_attention_is_seen_through() -> None:
         report = explain(model, x, x, x, mesh=mesh)
     assert [attention.verdict for attention in report.attentions] == ["refused"]
     assert "need_weights=False" in str(report)
+
+
+def test_layers_of_an_encoder_are_named() -> None:
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 8, 0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    with fake_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        distribute(model, mesh)
+        report = explain(model, distribute_tensor(torch.zeros(1, 8, 16), mesh, [Shard(1)]))
+    sites = [attention.site for attention in report.attentions]
+    assert report.headline.startswith("2 attentions: 2 rewritten")
+    assert all(f", layers.{n}.self_attn)" in site for n, site in enumerate(sites)), sites
 
 
 def test_graph_breaks_are_said() -> None:

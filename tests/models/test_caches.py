@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
-from cp_inductor import UnsupportedAttention, UnsupportedPlacement
+from cp_inductor import UnsupportedPlacement
 from cp_inductor.dtensor.rules.concatenate import skip_empty_in_cat
 from tests.support import models
 from tests.support.ranks import fake_rank, run_ranks, world_mesh
@@ -89,18 +89,21 @@ def _memory(tensor: Tensor) -> int:
 def check_padded() -> None:
     """The mask is padded on the first rank alone; the other sees none of it."""
     mesh = world_mesh()
-    model = cp_inductor.distribute(models.make("Llama").eval(), mesh)
+    model = models.make("Llama").eval()
     ids = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
-    prompt, padded = (distribute_tensor(one, mesh, [Shard(1)]) for one in (ids, mask))
-    refused = pytest.raises(UnsupportedAttention, match="attn_mask=None in eager attention")
-    with implicit_replication(), torch.no_grad(), refused:
-        model(prompt, attention_mask=padded)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+    cp_inductor.distribute(model, mesh)
+    prompt, padded = (distribute_tensor(tensor, mesh, [Shard(1)]) for tensor in (ids, mask))
+    with implicit_replication(), torch.no_grad():
+        found = model(prompt, attention_mask=padded).logits.full_tensor()
+    torch.testing.assert_close(found[mask > 0], expected[mask > 0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_prompt_that_one_rank_has_padded_is_refused_on_all() -> None:
+def test_a_prompt_that_one_rank_has_padded() -> None:
     pytest.importorskip("transformers")
     run_ranks(2, check_padded)
 
@@ -112,7 +115,6 @@ def check_conditions() -> None:
     mask[1, :2] = 0
     shards = distribute_tensor(mask, mesh, [Shard(1)])
     conditions = [(shards == 1).all(), shards.bool().all(), (shards == 1).all(-1).all()]
-    assert all(condition.placements[0].is_partial() for condition in conditions)
     assert not any(bool(condition) for condition in conditions)
     for _ in range(2):
         assert (shards == 0).any()
@@ -121,8 +123,6 @@ def check_conditions() -> None:
         assert distribute_tensor(torch.tensor([True]), mesh, [Shard(0)])  # on the first rank
         assert distribute_tensor(torch.tensor(True), mesh, [Replicate()])
     assert int(shards.sum()) == int(mask.sum())  # of which a tensor may be made
-    numbers = shards.double()
-    assert numbers.sum().item() == numbers.to_local().sum().item()  # a part
 
 
 def test_ranks_branch_alike() -> None:

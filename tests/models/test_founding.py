@@ -32,7 +32,6 @@ from tests.support.reference import (
     assert_close,
     attend,
     make_qkv,
-    needs_linear_of_batches,
     shard,
 )
 
@@ -156,7 +155,6 @@ def check_encoder_of_shards(form: str, is_causal: bool) -> None:
     check_grads(model, grads, torch.float32)
 
 
-@needs_linear_of_batches
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("form", ["eager", "cp_aot_eager"])
@@ -243,14 +241,12 @@ def check_decoder(form: str) -> None:
 
 
 @pytest.mark.slow
-@needs_linear_of_batches
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("form", ["eager", "cp_aot_eager"])
 def test_decoder(form: str, world_size: int) -> None:
     run_ranks(world_size, check_decoder, form)
 
 
-@needs_linear_of_batches
 @pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_decoder_through_inductor(world_size: int) -> None:

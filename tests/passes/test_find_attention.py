@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distr
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
+from cp_inductor.dtensor.axis import attention_placements
 from cp_inductor.dtensor.recipe import _keep
 from cp_inductor.graph.nodes import source_line
 from cp_inductor.passes.settings import read_settings
@@ -254,15 +255,6 @@ def test_refused_without_head_dim(mesh: DeviceMesh) -> None:
     )
 
 
-def test_refused_different_placements(mesh: DeviceMesh) -> None:
-    _, key, value = on(mesh, Shard(2))
-    whole = key.redistribute(mesh, [Replicate()])
-    words = ("(Replicate(),)", "redistribute them alike")
-    # Whole keys and values beside a sharded query are sliced: tests/passes/test_align_attention.py.
-    args = [whole, key, value]
-    refuse(cp_inductor.UnsupportedPlacement, *words, function=attend_full, args=args)
-
-
 def test_refused_different_meshes(mesh: DeviceMesh, mesh_2d: DeviceMesh) -> None:
     axis = cp_inductor.dtensor.axis.axis_of_tensors
     query, _, value = on(mesh, Shard(2))
@@ -310,28 +302,58 @@ def test_refused_sequence_on_two_axes(mesh_2d: DeviceMesh) -> None:
     refuse(cp_inductor.UnsupportedPlacement, *words, function=attend_causal, args=args)
 
 
-@pytest.mark.parametrize("other", [Shard(3), Partial()])
-def test_refused_other_placements(mesh_2d: DeviceMesh, other: Placement) -> None:
-    axis = cp_inductor.dtensor.axis.axis_of_tensors
+HEADS, TOKENS, WHOLE = Shard(1), Shard(2), Replicate()
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "num_kv_heads", "expected"),
+    [
+        ((WHOLE, WHOLE), (WHOLE, TOKENS), 4, (WHOLE, TOKENS)),
+        ((Shard(0), TOKENS), (WHOLE, WHOLE), 4, (Shard(0), TOKENS)),
+        ((WHOLE, HEADS), (Partial(), TOKENS), 4, (WHOLE, TOKENS)),
+        ((Shard(3), TOKENS), (HEADS, TOKENS), 4, (HEADS, TOKENS)),
+        ((HEADS, TOKENS), (HEADS, TOKENS), 2, (HEADS, TOKENS)),
+        # 2 query heads of rank 0 would meet 2 key heads, and all 4 belong to one.
+        ((HEADS, TOKENS), (HEADS, TOKENS), 1, (WHOLE, TOKENS)),
+    ],
+)
+def test_placements_alike(
+    mesh_2d: DeviceMesh,
+    query: list[Placement],
+    key: list[Placement],
+    num_kv_heads: int,
+    expected: tuple[Placement, ...],
+) -> None:
     tensors = [
         torch.distributed.tensor.DTensor.from_local(
-            torch.zeros(2, 4, 4, 8), mesh_2d, [other, Shard(2)], run_check=False
+            torch.zeros(4, 4, 4, 4),
+            mesh_2d,
+            placements,
+            run_check=False,
+            shape=shape,
+            stride=stride,
         )
-    ] * 3
-    with pytest.raises(cp_inductor.UnsupportedPlacement, match="Replicate, or Shard of batch"):
-        axis(*tensors, site="here")
+        for placements, shape, stride in (
+            (query, torch.Size((2, 4, 8, 8)), (256, 64, 8, 1)),
+            (key, torch.Size((2, num_kv_heads, 8, 8)), (64 * num_kv_heads, 64, 8, 1)),
+        )
+    ]
+    q, k = tensors
+    assert attention_placements(q, k, k, site="here") == expected
 
 
 def test_refused_heads_sharded_unlike_on_shards_of_a_named_mesh(mesh_2d: DeviceMesh) -> None:
     query, key, value = (distribute_tensor(t, mesh_2d["dp"], [Shard(1)]) for t in make_qkv(8)[:3])
     whole = key.redistribute(placements=[Replicate()])
-    for args, words in (
-        ([query, whole, whole], "same placements"),
-        ([t.redistribute(placements=[Shard(3)]) for t in (query, key, value)], "batch or heads"),
+    grouped = make_qkv(8, num_kv_heads=1)[1]
+    for args in (
+        [query, whole, whole],
+        [t.redistribute(placements=[Shard(3)]) for t in (query, key, value)],
+        [query, *[distribute_tensor(grouped, mesh_2d["dp"], [Shard(1)])] * 2],
     ):
         refuse(
             cp_inductor.UnsupportedPlacement,
-            words,
+            "batch or heads, the same",
             function=attend_full,
             args=args,
             options={"mesh": mesh_2d["cp"]},

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
@@ -13,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-import cp_inductor
 from cp_inductor.passes.whole_scalars import whole_scalars
 from tests.support.ranks import fake_rank, run_ranks, world_mesh
 
@@ -48,21 +45,6 @@ def check() -> None:
 
 def test_item_is_whole() -> None:
     run_ranks(2, check)
-
-
-def check_warning() -> None:
-    mesh = world_mesh()
-    cp_inductor.distribute(torch.nn.Linear(1, 1), mesh)
-    total = distribute_tensor(torch.ones(3), mesh, [Shard(0)]).sum()
-    with pytest.warns(cp_inductor.SequenceWarning, match=r"this rank's part .* full_tensor"):
-        assert float(total) < 3
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert float(total.full_tensor()) == 3
-
-
-def test_in_eager_code_a_part_is_said_to_be_one() -> None:
-    run_ranks(2, check_warning)
 
 
 def returning(values: list[Any]) -> fx.GraphModule:

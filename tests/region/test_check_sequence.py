@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor.sequence.rules.table import RULES
 from cp_inductor.sequence.types import Shards, regroup
 from cp_inductor.torch_private.inductor import is_input_of_forward
+from tests.support.ranks import forget_compiles
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 32, 2
 
@@ -35,11 +38,6 @@ class Model(nn.Module):
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(out.transpose(1, 2).flatten(2))
-
-
-def attend_by_hand(model: Model, x: Tensor) -> Tensor:
-    q, k, v = model.qkv(x).chunk(3, -1)
-    return x + (q @ k.transpose(1, 2)).softmax(-1) @ v
 
 
 def test_heads_in_the_place_of_tokens(mesh: DeviceMesh) -> None:
@@ -142,28 +140,134 @@ def test_what_python_asks_of_whole_numbers(
                 assert ask(positions) == expected
 
 
-def test_a_mesh_for_nothing(first_mesh: DeviceMesh) -> None:
-    """Attention by hand: there is no site, so that nothing says what the sequence is."""
-    model = Model()
-    compiled = torch.compile(
-        lambda x: attend_by_hand(model, x),
-        backend="cp_aot_eager",
-        options={"mesh": first_mesh},
-        fullgraph=True,
-    )
-    with pytest.warns(cp_inductor.SequenceWarning, match="no scaled_dot_product_attention"):
-        compiled(torch.randn(BATCH, LENGTH, WIDTH))
+# Graphs without attention.
 
 
-def test_a_region_for_nothing(first_mesh: DeviceMesh) -> None:
-    model = Model()
+class ByHand(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+
+def shift(x: Tensor) -> Tensor:
+    return F.conv1d(x.transpose(1, 2), torch.ones(WIDTH, WIDTH, 3), padding=1).transpose(1, 2)
+
+
+def add_up(x: Tensor) -> Tensor:
+    return x + x.cumsum(1)
+
+
+MIXING = [ByHand(), shift, add_up]
+
+
+@pytest.mark.parametrize("mix", MIXING)
+def test_a_graph_without_attention_over_a_mesh(
+    mesh: DeviceMesh, mix: Callable[[Tensor], Tensor]
+) -> None:
+    run = compile_here(mix, options={"mesh": mesh}, fullgraph=True)
+    with pytest.raises(cp_inductor.SequenceMixed):
+        run(torch.randn(BATCH, LENGTH, WIDTH))
+
+
+def test_inputs_of_which_nothing_says_where_their_tokens_are(mesh: DeviceMesh) -> None:
+    """Without an attention: heads may be tokens, and a matrix may have them in dim 0."""
+
+    def run(one: Tensor, other: Tensor | None = None) -> Tensor:
+        return one.cumsum(0) if other is None else one * other
+
+    shards = torch.randn(BATCH, LENGTH, WIDTH)
+    unclear = {
+        "4 dims": (torch.randn(BATCH, HEADS, LENGTH, WIDTH),),
+        "a matrix": (torch.randn(LENGTH, WIDTH),),
+        "a vector": (shards, torch.randn(WIDTH)),
+    }
+    for given in unclear.values():
+        forget_compiles()
+        compiled = compile_here(run, options={"mesh": mesh}, fullgraph=True)
+        with pytest.raises(cp_inductor.SequenceMixed, match="seq_dims"):
+            compiled(*given)
+    forget_compiles()
+    named = compile_here(run, options={"mesh": mesh, "seq_dims": {"other": None}}, fullgraph=True)
+    named(shards, torch.randn(WIDTH))
+    forget_compiles()
+    compiled = compile_here(run, options={"mesh": mesh}, fullgraph=True)
+    for clear in (torch.randn(LENGTH, WIDTH), torch.tensor(2.0)):
+        compiled(shards, clear)
+
+
+def test_a_module_that_is_told_to_attend_and_does_it_by_hand(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ByHand())
+    parallelize_module(model, mesh, {"1": cp_inductor.ContextParallel()})
+    with pytest.raises(cp_inductor.SequenceMixed):
+        compile_here(model, fullgraph=True)(torch.randn(BATCH, LENGTH, WIDTH))
+
+
+def compile_here(run: Callable[..., Tensor], **options: object) -> Callable[..., Tensor]:
+    return torch.compile(run, backend="cp_aot_eager", **options)  # type: ignore[no-any-return]
+
+
+# A graph in a region is called with what eager code and other graphs have made, and returns it to
+# them. `f` computes each token by itself, `g` does not.
+
+project = nn.Linear(WIDTH, WIDTH)
+f = compile_here(lambda x: project(x).relu())
+g = compile_here(add_up)
+
+
+def per_rank(mix: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with cp_inductor.per_rank():
+        return mix(x)
+
+
+def break_between(x: Tensor) -> Tensor:
+    x = project(x)
+    torch._dynamo.graph_break()
+    return add_up(x)
+
+
+PIECES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "graph": (f, True),
+    "graph, eager": (lambda x: project(f(x)), True),
+    "graph, mixed in eager": (lambda x: add_up(f(x)), False),
+    "mixed in eager, graph": (lambda x: f(add_up(x)), False),
+    "mixed in a graph": (lambda x: g(project(x)), False),
+    "mixed in a graph, graph": (lambda x: f(g(project(x))), False),
+    "mixed behind a break": (compile_here(break_between), False),
+    "tokens, mixed tokens": (lambda x: f(x) + f(add_up(x)), False),
+    "tokens, what is per rank": (lambda x: f(x) + f(per_rank(add_up, x)), True),
+    "mixed per rank": (lambda x: f(per_rank(g, x)), True),
+    "mixed and not used": (lambda x: [g(x), f(x)][1], True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo hides it, but not from pytest
+@pytest.mark.parametrize("name", PIECES)
+def test_graphs_between_eager_code(mesh: DeviceMesh, name: str) -> None:
+    run, is_right = PIECES[name]
+    for length in (2 * LENGTH, 2 * LENGTH + 4):  # the second graph has a symbol for the length
+        x = torch.randn(BATCH, length, WIDTH)
+        refused = pytest.raises(cp_inductor.SequenceMixed, match="cumsum")
+        region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
+        with nullcontext() if is_right else refused, region:
+            run(x).sum().backward()
+
+
+def test_a_mixed_result_without_a_gradient(mesh: DeviceMesh) -> None:
     x = torch.randn(BATCH, 2 * LENGTH, WIDTH)
-    run = torch.compile(attend_by_hand, backend="cp_aot_eager")
-    with (
-        pytest.warns(cp_inductor.SequenceWarning, match="without calling scaled_dot_product"),
-        cp_inductor.context_parallel(first_mesh, buffers=[x], buffer_seq_dims=[1]),
-    ):
-        run(model, x)
+    region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
+    with pytest.raises(cp_inductor.SequenceMixed, match="cumsum"), torch.no_grad(), region:
+        logits = g(x)
+    assert logits.isfinite().all()  # whoever reads them has been told
+
+
+def test_lengths_of_one_graph(mesh: DeviceMesh) -> None:
+    """A mean is right for lengths that divide; the graph that has one serves others as well."""
+    run = compile_here(lambda x: project(x).mean(), dynamic=True)
+    for length in (12, 14, 13):
+        x = torch.randn(BATCH, length, WIDTH)
+        refused = pytest.raises(cp_inductor.SequenceMixed, match="unequally long")
+        region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
+        with refused if length % 2 else nullcontext(), region:
+            run(x).backward()
 
 
 def test_a_dim_that_is_named(mesh: DeviceMesh) -> None:

@@ -14,6 +14,7 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
@@ -662,6 +663,50 @@ def test_masks_of_the_whole_sequence(form: str) -> None:
     run_ranks(3, check_masks, form)
 
 
+def check_mask_objects(form: str) -> None:
+    """Under torch's mask objects, which hold no data; values have fewer features than queries."""
+    mesh = make_mesh(2, names=("cp",))
+    generator = torch.Generator().manual_seed(5)
+    for num_queries, num_keys, make in ((10, 10, causal_upper_left), (10, 14, causal_lower_right)):
+        sizes = ((num_queries, 8), (num_keys, 8), (num_keys, 5))
+        whole = [torch.randn(2, 4, *size, generator=generator).double() for size in sizes]
+        pieces = [shard(tensor, dist.get_rank(), 2).clone() for tensor in whole]
+        mask = make(num_queries, num_keys)
+        for tensor in (*whole, *pieces):
+            tensor.requires_grad_()
+
+        def model(*tensors: Tensor, mask: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+
+        with cp_inductor.context_parallel(mesh):
+            out = compiled(model, form, fullgraph=True)(*pieces, mask=mask)
+        expected = model(*whole, mask=mask)
+        grads = torch.autograd.grad(out.sin().sum(), pieces)
+        for one, other in zip(
+            (out, *grads),
+            (expected, *torch.autograd.grad(expected.sin().sum(), whole)),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, shard(other, dist.get_rank(), 2))
+
+
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_mask_objects(form: str) -> None:
+    run_ranks(2, check_mask_objects, form)
+
+
+def test_masks_of_other_classes_are_refused(mesh: DeviceMesh) -> None:
+    class Mask(Tensor):
+        pass
+
+    query = torch.rand(1, 2, 4, 8)
+    with (
+        cp_inductor.context_parallel(mesh),
+        pytest.raises(cp_inductor.UnsupportedAttention, match="a Mask"),
+    ):
+        F.scaled_dot_product_attention(query, query, query, torch.ones(8, 8).as_subclass(Mask))
+
+
 def check_dropout() -> None:
     """Eager drops what a compile does: the same seed, the same places."""
     mesh = make_mesh(2, names=("cp",))
@@ -747,13 +792,14 @@ def test_mask_of_the_whole_sequence_is_read(mesh: DeviceMesh) -> None:
         mask = (place[:, None] >= place) & (place[:, None] - place < 3)
         return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
 
+    query = torch.rand(1, 2, 4, 8)
     with (
         recorded_capture() as graphs,
         cp_inductor.context_parallel(mesh),
         # Collectives move nothing here, and what is compiled is not to be run.
         pytest.raises(RuntimeError, match="alltoall_base"),
     ):
-        torch.compile(model, backend=AOT)(torch.rand(1, 2, 4, 8))
+        torch.compile(model, backend=AOT)(query)
     (node,) = graphs[0].graph.find_nodes(op="call_function", target=ATTENTION)
     assert "rule=(k-q<=0)&(-k+q-2<=0)" in node.args[4]
     assert not graphs[0].graph.find_nodes(op="call_function", target=DTensor.from_local)

@@ -217,6 +217,9 @@ RIGHT: dict[str, Program] = {
     "some_labels_even": lambda m, x, labels, p: m.loss(
         m.attend(x), labels.masked_fill(p % 2 == 0, -100)
     ),
+    "label_smoothing": lambda m, x, labels, p: m.loss(
+        m.attend(x), labels.masked_fill(p % 2 == 0, -100), label_smoothing=0.1
+    ),
     "two_losses": lambda m, x, labels, p: (
         m.loss(m.attend(x), labels) + 0.1 * m.attend(x).square().mean()
     ),
@@ -574,7 +577,7 @@ def _per_rank(compute: Callable[[], Tensor]) -> Tensor:
         return compute()
 
 
-COMPILED = ("flattened", "rotary", "write_into_zeros", "two_sequences", "some_labels_even", "sum")
+COMPILED = ("flattened", "rotary", "write_into_zeros", "two_sequences", "label_smoothing", "sum")
 
 TABLES = {
     "compiled": {name: {**RIGHT, **SUMMED}[name] for name in COMPILED},

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.peers import bytes_of
 from tests.support.processes import run_python
-from tests.support.reference import needs_linear_of_batches
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +39,6 @@ def test_peers_counts_what_others_send(
     assert bytes_of({"name": name, "args": given}, 1, 3) == expected
 
 
-@needs_linear_of_batches
 @pytest.mark.slow
 @pytest.mark.long
 def test_peers() -> None:

@@ -95,22 +95,24 @@ def test_public_names() -> None:
     names = (
         "BatchPlan CPError ContextParallel CrossCompiled Device Estimate ExchangeFailed"
         " InvalidArgument InvalidText Level Machine MissingTriton ModifiedInPlace Plan"
-        " ProcessGroupError Profile RanksDisagree Rehearsal Report"
+        " ProcessGroupError RanksDisagree Report"
         " SequenceMixed SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
         " UnsupportedWrite UntiedWeights balanced batch_plans calibrate"
         " config context_parallel context_parallel_unshard cross_compile distribute estimate"
         " explain flex_gradients_on_cpu full_state_dict load_full_state_dict local_attention"
         " loss_weight pad_packed pass_states per_rank plan_attention"
-        " prepared profile reduce_gradients register_recurrence rehearse reset shard"
+        " prepared reduce_gradients register_recurrence reset shard"
         " tokens_before unshard"
     )
     assert sorted(cp_inductor.__all__) == names.split()
     assert all(getattr(cp_inductor, name) is not None for name in cp_inductor.__all__)
 
 
-# Files in the folder of passes that are no pass: the list, what it needs, what passes hand on.
+# Files in the folder of passes that are no pass: the list, what it needs, what passes hand on, and
+# the types by which check_sequence checks a graph.
 NO_PASSES = {"pipeline", "settings", "report", "attentions", "sites", "nodes"}
+NO_PASSES |= {"follow_graph", "graph_types"}
 
 
 def test_a_pass_knows_one_other_at_most() -> None:
@@ -179,13 +181,6 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
         "cp_inductor.inspect.estimate": {trees},
         "cp_inductor.inspect.price_graph": {"torch._inductor:config"},
         "cp_inductor.passes.settings": {"torch._inductor:config"},
-        "cp_inductor.inspect.rehearsal.program": {trees},
-        "cp_inductor.inspect.rehearsal.rank": {trees},
-        "cp_inductor.inspect.rehearsal.reference": {
-            trees,
-            "torch.utils._python_dispatch:TorchDispatchMode",
-        },
-        "cp_inductor.inspect.rehearsal.results": {trees},
         "cp_inductor.inspect.retarget": {custom_pass, decompositions, trees},
         "cp_inductor.passes.recognize_mask": {trees},
         # The backend "fake" is torch's own for tests; there is no other world without peers.
@@ -194,10 +189,13 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
             "torch.testing._internal.distributed.fake_pg:FakeStore",
             trees,
         },
+        "cp_inductor.dtensor.rules.loss": {trees},
         "cp_inductor.dtensor.rules.on_whole": {trees},
+        "cp_inductor.dtensor.rules.partials": {trees},
         "cp_inductor.modules.own_tokens": {trees},
         "cp_inductor.modules.whole": {trees},
-        "cp_inductor.passes.check_sequence": {trees},
+        "cp_inductor.passes.follow_graph": {trees},
+        "cp_inductor.passes.graph_types": {trees},
         "cp_inductor.passes.inline_multi_head": {trees},
         "cp_inductor.passes.pipeline": {custom_pass},
         "cp_inductor.passes.report": {
@@ -251,7 +249,6 @@ def test_models_of_other_libraries_are_named_in_integrations_alone() -> None:
 
 def test_the_environment_is_read_in_config_alone() -> None:
     # A stage sets it for the processes that it starts.
-    others = ("cp_inductor.config", "cp_inductor.inspect.rehearsal.stage")
     for module, path in sources().items():
-        text = path.read_text() if module not in others else ""
+        text = path.read_text() if module != "cp_inductor.config" else ""
         assert "os.environ" not in text and "getenv" not in text, module

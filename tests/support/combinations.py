@@ -1,9 +1,9 @@
-"""What context parallelism is combined with: one small model, and the table of what is tested.
+"""What context parallelism is combined with: one small model, and the list of what is tested.
 
     @combination("FSDP2, CPU offload", *FORMS)
-    def test_offload(form): ...                 a row of docs/combinations.md, a column per form
+    def test_offload(form): ...                 a line of the list in docs/fsdp.md
 
-`python -m tests.support.combinations` writes the table, and
+`python -m tests.support.combinations` writes the list, and
 `tests/repository/test_documentation.py` compares it with the tests.
 """
 
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import cp_inductor
+from tests.support.pages import write_part
 
 ROOT = Path(__file__).parents[2]
 
@@ -239,7 +240,7 @@ def combination(row: str, *forms: str, **refused: str) -> Callable[[Any], Any]:
         row: what context parallelism is combined with.
         forms: that the test is run in; compiled ones are slow, or long: through Inductor, but for
             a few rows, and of a few through cp_aot_eager.
-        refused: forms that cannot be had, and why, for the table.
+        refused: forms that cannot be had, and why, for the list.
     """
     marks = {
         EAGER: (),
@@ -255,44 +256,23 @@ def combination(row: str, *forms: str, **refused: str) -> Callable[[Any], Any]:
     return mark
 
 
-def table() -> str:
-    """Return docs/combinations.md, by the tests there are."""
-    rows = []
-    notes: list[str] = []
+PAGE, SCRIPT = "fsdp.md", "tests/support/combinations.py"
+
+
+def combined() -> list[str]:
+    """Return the list in docs/fsdp.md, by the tests there are: combinations by their forms."""
+    rows: dict[str, list[str]] = {}
     for path in sorted(ROOT.glob("tests/*/test_*.py")):
-        place = path.relative_to(ROOT)
-        module = importlib.import_module(".".join(place.with_suffix("").parts))
-        for name, function in vars(module).items():
+        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for function in vars(module).values():
             if hasattr(function, "combination") and function.__module__ == module.__name__:
                 row, forms, refused = function.combination
-                cells = [_cell(form, forms, refused, notes) for form in FORMS]
-                rows.append((row, *cells, f"`{place}::{name}`"))
-    lines = ["| with context parallelism | eager | `cp_aot_eager` | `cp_inductor` | shown by |"]
-    lines += ["| --- | --- | --- | --- | --- |"]
-    lines += ["| " + " | ".join(row) + " |" for row in sorted(rows)]
-    lines += [""] + [f"[{number}] {note}" for number, note in enumerate(notes, 1)]
-    return PREAMBLE + "\n".join(lines).rstrip() + "\n"
+                reasons = "".join(f" {reason}" for reason in dict.fromkeys(refused.values()))
+                tested = ", ".join(f"`{form}`" for form in FORMS if form in forms)
+                rows.setdefault(f"{tested}.{reasons}", []).append(row)
+    by_forms = sorted(rows, key=lambda forms: (-forms.count("`"), forms))
+    return [f"* **{forms}** {'; '.join(sorted(rows[forms]))}." for forms in by_forms]
 
-
-def _cell(form: str, forms: tuple[str, ...], refused: dict[str, str], notes: list[str]) -> str:
-    if form in forms:
-        return "yes"
-    reason = refused.get(form)
-    if reason is None:
-        return "not tested"
-    if reason not in notes:
-        notes.append(reason)
-    return f"no [{notes.index(reason) + 1}]"
-
-
-PREAMBLE = """\
-# What it is tested with
-
-Written by `python -m tests.support.combinations` from the tests themselves; a test compares it
-with them. A yes is a test on gloo ranks (2-D meshes where there are two parallelisms) whose
-gradients are those of the unsharded model on one process.
-
-"""
 
 if __name__ == "__main__":
-    (ROOT / "docs/combinations.md").write_text(table())
+    write_part(PAGE, SCRIPT, combined())

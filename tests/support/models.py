@@ -1,7 +1,8 @@
 """Models of transformers, tiny and random: what README promises of each, and the table of it.
 
-    python -m tests.support.models          runs every model on 2 ranks and writes docs/models.md
-    python -m tests.support.models Olmo     runs this model, and leaves the other rows as they are
+    python -m tests.support.models          runs every model on 2 ranks, and writes the list in
+                                            docs/hugging-face.md
+    python -m tests.support.models Olmo     runs this model, and leaves the others where they are
 
 Each model computes its loss and gradients over a sequence of odd length, sharded over the ranks,
 beside the same model on one process.
@@ -13,7 +14,6 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
+from tests.support.pages import read_part, write_part
 from tests.support.ranks import RankError, run_ranks, world_mesh
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE, SCRIPT = "hugging-face.md", "tests/support/models.py"
 BATCH, LENGTH, VOCABULARY = 2, 33, 64
 DOCUMENTS = (9, 13, 11)  # lengths, where documents are packed
 TOLERANCE = 2e-5  # relative to the largest; experts compute in float32
@@ -530,14 +531,22 @@ def _check_gradient(path: str, actual: Tensor | None, expected: Tensor | None) -
     assert difference <= TOLERANCE * max(1e-3, expected.abs().max().item()), (path, difference)
 
 
-def row(name: str) -> str:
-    """Return a line of the table: the model, and yes or what was said instead."""
+# What is said of a model whose loss and gradients are right, by what becomes of packed documents.
+VERDICTS = {
+    "yes": "Right, packed as well",
+    "mixed": "Right; transformers itself attends from one packed document to another",
+    "": "Right; not packed",
+}
+
+
+def verdict(name: str) -> str:
+    """Return what the page says of a model, or the error that it ends in."""
     said = _said(name, False)
     packed = ""
     if is_packable(name):
         is_apart = tells_apart(make_reference(name), packed_inputs())
         packed = _said(name, True) if is_apart else "mixed"
-    return f"| {name} | {said} | {packed} |"
+    return VERDICTS[packed] if said == "yes" and packed in VERDICTS else f"{said}; packed: {packed}"
 
 
 def _said(name: str, is_packed: bool) -> str:
@@ -553,56 +562,25 @@ def _said(name: str, is_packed: bool) -> str:
     return "yes"
 
 
-def table(rows: list[str]) -> str:
-    """Return the document."""
-    import transformers
-
-    return "\n".join(
-        [
-            "# Models",
-            "",
-            "Written by `python -m tests.support.models`. Each is a `...ForCausalLM` of",
-            "transformers, or what its name says, unmodified, with random weights and two layers:",
-            "its loss and the gradients",
-            f"of all weights, over {LENGTH} tokens on 2 ranks, beside the same model on one",
-            f"process (float32, relative tolerance {TOLERANCE}; torch"
-            f" {torch.__version__.partition('+')[0]}, transformers {transformers.__version__},"
-            " CPU).",
-            "Encoder-decoders make the decoder's inputs from the labels. Images are given whole;",
-            "from the first layer on they are a sequence of patches, behind a class token if the",
-            "model has one, and the mean square of what it returns takes the place of the loss.",
-            "",
-            f"*Packed*: the same of {len(DOCUMENTS)} documents one behind the other, of"
-            f" {', '.join(map(str, DOCUMENTS[:-1]))} and {DOCUMENTS[-1]} tokens, as",
-            "DataCollatorWithFlattening makes them: `position_ids` begin again in each, there is no"
-            " `attention_mask`,",
-            "and the model is called with `use_cache=False`, without which transformers does not"
-            " look for documents.",
-            "*mixed*: transformers attends from one document to another also then, on one process"
-            " as on many;",
-            "the test sees it by the last document, whose logits are others when it is alone.",
-            "",
-            "| model | right | packed |",
-            "| --- | --- | --- |",
-            *rows,
-            "",
-        ]
-    )
-
-
-def rows_of_document() -> dict[str, str]:
-    """Return the table as it stands: a row per model."""
-    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")][2:]
-    return {line.split("|")[1].strip(): line for line in lines}
+def verdicts_of_page() -> dict[str, str]:
+    """Return what the page says of each model."""
+    lines = [line.removeprefix("* **").split(".** ") for line in read_part(PAGE, SCRIPT)]
+    return {name: said for said, names in lines for name in names.split(", ")}
 
 
 def main(names: list[str]) -> None:
-    """Run some models, or all, and write the document after each."""
-    rows = rows_of_document() if names else {}
+    """Run some models, or all, and write the list after each: the models of each verdict."""
+    verdicts = verdicts_of_page() if names else {}
     for name in names or MODELS:
-        rows[name] = row(name)
-        print(rows[name], flush=True)
-        DOCUMENT.write_text(table([rows[known] for known in MODELS if known in rows]))
+        verdicts[name] = verdict(name)
+        print(name, verdicts[name], flush=True)
+        known = [model for model in MODELS if model in verdicts]
+        by_verdict = {
+            said: ", ".join(model for model in known if verdicts[model] == said)
+            for said in dict.fromkeys(verdicts[model] for model in known)
+        }
+        lines = [f"* **{said}.** {models}" for said, models in by_verdict.items()]
+        write_part(PAGE, SCRIPT, lines)
 
 
 if __name__ == "__main__":

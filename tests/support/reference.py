@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,12 +20,6 @@ TOLERANCE = {
     torch.bfloat16: 2e-2,
     torch.float16: 4e-3,
 }
-
-
-needs_linear_of_batches = pytest.mark.skipif(
-    torch.__version__.startswith("2.11."),
-    reason="DTensor of torch 2.11 has no linear on (B, S, D) with S sharded and B > 1",
-)
 
 
 def attend(

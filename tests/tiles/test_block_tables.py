@@ -407,3 +407,18 @@ def test_layers_share_a_table() -> None:
         assert tiles > 0 and tiles == 2 * targets.count(
             torch.ops.cp_inductor.block_table.default
         ), name
+
+
+def test_constants_are_in_the_dtype_of_the_attention() -> None:
+    """Padding as models write it: in float32, the lowest float64 would be -oo, and 0 * -oo NaN."""
+    keep = torch.tensor([[1, 1, 0, 1, 0]])
+    distance = torch.arange(5) - torch.arange(5)[:, None]
+    lowest = torch.finfo(torch.float64).min
+    runs = ((0, 5),)
+    indices = indices_of(geometry_of(runs, runs), [keep], 1, torch.float64)
+    for text, expected in (
+        (f"{-lowest!r}*t0(b,k)-{-lowest!r}", (1 - keep[:, None, None]).double() * lowest),
+        ("0.1*(k-q)", distance[None, None] * torch.tensor(0.1, dtype=torch.float64)),
+    ):
+        found = indices.evaluate(Rule.parse(f"True;{text}").bias)
+        torch.testing.assert_close(found, expected, rtol=1e-15, atol=1e-16)

@@ -18,10 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_inductor import explain
-from cp_inductor.inspect.rehearsal.stand_ins import STAND_INS, stand_in
 from cp_inductor.tiles.cudnn_tiles import CudnnCUDA
 from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
 from cp_inductor.tiles.kernels import Gradients, Partial, TileCall
+from tests.rehearsal.stand_ins import STAND_INS, stand_in
 from tests.support.graphs import attend_causal
 from tests.support.ranks import fake_mesh
 from tests.support.reference import (

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import attention as torchs
 
-from cp_inductor.inspect.rehearsal.stand_ins import attend, differentiate
 from cp_inductor.tiles.aten_kernels import FlashCUDA
 from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall, with_whole_rows
+from tests.rehearsal.stand_ins import attend, differentiate
 from tests.support.reference import (
     LAYOUTS,
     TOLERANCE,

@@ -1,10 +1,11 @@
-"""docs/after-the-first-step.md: every block is run, and its numbers are those of one process."""
+"""docs/tutorial.md, after the first step: its blocks are run, with the numbers of one process."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import cp_inductor
 from tests.support.combinations import make_batch, make_model, mean_loss
 from tests.support.ranks import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "after-the-first-step.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
 # A step of Adam is lr / 3 for every weight, however small its gradient; sums in another order move
 # the smallest of them.
 ADAM = 0.01 / 3 / 10
@@ -27,8 +28,9 @@ WAYS = ("DTensors", "Plain shards", "A region")
 
 def blocks(*titles: str) -> str:
     """Return the page's blocks with these titles, in its order."""
-    found = re.findall(r'^```python title="(.+?)"\n(.*?)^```', PAGE.read_text(), re.M | re.S)
-    assert {title for title, _ in found} >= {*WAYS, "all", "one process"}
+    page = PAGE.read_text().partition("## After the first step")[2]
+    found = re.findall(r'^```python title="(.+?)"\n(.*?)^```', page, re.M | re.S)
+    assert {title for title, _ in found} == {*WAYS, "all", "one process"}
     return "\n".join(code for title, code in found if title in titles)
 
 
@@ -42,7 +44,6 @@ class WithLoss(nn.Module):
 
 
 def training(model: nn.Module) -> dict[str, Any]:
-    ids, positions, labels = make_batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     return {
@@ -55,9 +56,7 @@ def training(model: nn.Module) -> dict[str, Any]:
         "model": model,
         "optimizer": optimizer,
         "scheduler": scheduler,
-        "ids": ids,
-        "positions": positions,
-        "labels": labels,
+        "batches": [make_batch(), make_batch(seed=3)],
     }
 
 
@@ -85,15 +84,15 @@ def run_page(way: str, path: str) -> tuple[float, float, float]:
     moments = [state["exp_avg"] for state in names["optimizer"].state.values()]
     assert all(moment.abs().sum() > 0 for moment in moments)
     with torch.no_grad():
-        again = names["step"](names["ids"], names["positions"], names["labels"])
+        again = names["step"](*names["batches"][0])
     return names["loss"], names["evaluated"], again
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_the_page(way: str, tmp_path: Path) -> None:
-    """Step, clip, schedule, evaluate, save, load on the ranks, and on one process."""
-    one = training(WithLoss())
+    """Accumulate, clip, step, evaluate, save, load on the ranks, and on one process."""
+    one = training(WithLoss()) | {"cp_inductor": Mock(), "mesh": None}
     exec("def step(*whole):\n    loss = model(*whole)\n    if torch.is_grad_enabled():\n"
          "        loss.backward()\n    return loss.item()", one)  # fmt: skip
     exec(blocks("all").partition("state = ")[0], one)
@@ -111,10 +110,10 @@ def test_the_page(way: str, tmp_path: Path) -> None:
     cp_inductor.load_full_state_dict(fresh, torch.load(path), torch.optim.AdamW(fresh.parameters()))
 
 
-def refuse_states() -> None:
-    """All ranks refuse what the first one lacks."""
+def refuse() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = cp_inductor.distribute(nn.Linear(2, 2), mesh)
+    # All ranks refuse what the first one lacks.
     with pytest.raises(
         cp_inductor.InvalidArgument, match=r"without 'model'; give .*\{\"model\": state\}"
     ):
@@ -172,5 +171,5 @@ def refuse_other_optimizers(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.slow
-def test_states_that_lack_something_are_refused_on_all_ranks() -> None:
-    run_ranks(2, refuse_states)
+def test_states_that_do_not_fit_are_refused_on_all_ranks() -> None:
+    run_ranks(2, refuse)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.examples import check_against_unsharded, number_in, run_example
-from tests.support.reference import needs_linear_of_batches
 
 
 @pytest.mark.long
@@ -26,7 +25,6 @@ def test_flex_attention() -> None:
 
 
 # Without Inductor, tests/trust/test_restart.py runs it always.
-@needs_linear_of_batches
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "seq_len", "num_layers"),
@@ -43,7 +41,6 @@ def test_train_text(tmp_path: Path, num_ranks: int, seq_len: int, num_layers: in
     assert (tmp_path / "train_text.png").stat().st_size > 1000
 
 
-@needs_linear_of_batches
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["llama", "mistral"])
 def test_hf_long_context(model: str) -> None:
@@ -58,7 +55,6 @@ def test_hf_long_context(model: str) -> None:
     assert f"causal{window}, document equality on axis 'cp'" in done.stderr
 
 
-@needs_linear_of_batches
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
@@ -70,7 +66,6 @@ def test_guide(name: str, num_ranks: int) -> None:
     assert number_in(done.stdout, "largest difference of loss") <= 1e-6
 
 
-@needs_linear_of_batches
 @pytest.mark.slow
 def test_million_tokens_in_small() -> None:
     """A 512th of the length, with checkpoints; interpreted, as the loss in chunks is tested."""

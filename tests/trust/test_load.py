@@ -247,7 +247,7 @@ def test_collectives_that_differ_are_found() -> None:
 def test_memory_threads_and_descriptors_of_a_long_training() -> None:
     """As many threads and descriptors after a thousand steps, and the memory of the first few.
 
-    A leak of 20 KiB a step would be seen. `benchmarks/long_run.py` trains for ten thousand.
+    A leak of 20 KiB a step would be seen.
     """
     arguments = shlex.split("--steps 1250 --backend cp_aot_eager")
     printed = run_python("benchmarks/long_run.py", *arguments)

@@ -208,6 +208,80 @@ def test_parameters_that_differ_are_refused_on_all_ranks() -> None:
             assert re.search(known, text), text
 
 
+# --- Sums of sums ------------------------------------------------------------------------------
+
+
+class Weights(nn.Module):
+    """The first rank uses both weights, and the other ranks use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.expert = (nn.Parameter(torch.ones(3).double()) for _ in range(2))
+
+    def forward(self, x: float) -> Tensor:
+        used = self.shared + self.expert if dist.get_rank() == 0 else self.shared
+        return used.sum() * x
+
+
+def _train_with_zeros(form: str, axes: tuple[str, ...]) -> None:
+    mesh, model = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp")), Weights()
+    run: nn.Module = model
+    if form == "buckets":  # gradients are the same tensors in all steps
+        run = DistributedDataParallel(
+            model,
+            process_group=mesh["dp"].get_group(),
+            gradient_as_bucket_view=True,
+            find_unused_parameters=True,
+        )
+    for step in range(3):
+        for x in (1.0, step):
+            run(x).backward()
+        for axis in axes:
+            reduce_gradients(model, mesh[axis])
+        assert torch.equal(model.shared.grad, torch.full((3,), 2.0 + 2 * step).double())
+        assert torch.equal(model.expert.grad, torch.full((3,), 1.0 + step).double())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.autograd.grad(run(2.0), model.shared)  # is no gradient of the parameter
+        model.zero_grad(set_to_none=form != "zeros")
+
+
+@pytest.mark.parametrize("form", ["none", "zeros", "buckets"])
+@pytest.mark.parametrize("axes", [("cp",), ("cp", "dp")])
+def test_gradients_are_summed_anew_after_zero_grad(form: str, axes: tuple[str, ...]) -> None:
+    run_ranks(2, _train_with_zeros, form, axes)
+
+
+def _sum_sums() -> None:
+    mesh = world_mesh()
+
+    def add(model: nn.Module) -> None:
+        model(1.0).backward()
+
+    def clip_and_add(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        add(model)
+
+    def zero_one_and_add(model: nn.Module) -> None:
+        model.shared.grad = None  # the sum of the other is met on the first rank alone
+        add(model)
+
+    for between in (lambda model: None, add, clip_and_add, zero_one_and_add):
+        model = Weights()
+        add(model)
+        reduce_gradients(model, mesh)
+        between(model)
+        with pytest.raises(UnsupportedPlacement, match="hold what reduce_gradients summed before"):
+            reduce_gradients(model, mesh)
+        model.zero_grad()
+        add(model)
+        reduce_gradients(model, mesh)
+        assert torch.equal(model.shared.grad, torch.full((3,), 2.0).double())
+
+
+def test_sums_are_not_summed_again() -> None:
+    run_ranks(2, _sum_sums)
+
+
 # --- Who forgets it ----------------------------------------------------------------------------
 
 

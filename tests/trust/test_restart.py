@@ -35,7 +35,6 @@ from tests.support.examples import (
     import_example,
 )
 from tests.support.ranks import run_ranks
-from tests.support.reference import needs_linear_of_batches
 
 # Long enough that it is not over before the last kill, which comes in its first half.
 NUM_STEPS = 30
@@ -189,13 +188,11 @@ def check_kills(
         assert torch.equal(tensors[name], tensor), f"{name}, {what}"
 
 
-@needs_linear_of_batches
 @pytest.mark.long
 def test_killed(tmp_path: Path) -> None:
     check_kills("train_text", "cp_aot_eager", tmp_path, 1, num_steps=16)
 
 
-@needs_linear_of_batches
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -210,7 +207,6 @@ def test_killed_five_times(example: str, backend: str, tmp_path: Path) -> None:
     check_kills(example, backend, tmp_path, 5)
 
 
-@needs_linear_of_batches
 @pytest.mark.slow
 @pytest.mark.long
 def test_resumed_on_fewer_ranks(tmp_path: Path) -> None:

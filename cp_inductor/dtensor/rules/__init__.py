@@ -8,8 +8,9 @@ convolve, gather    along a sharded dim
 prefix              sums that accumulate along a sharded dim
 linear              batches of more than one, on old versions of torch
 on_whole            all other ops without a rule, on all tokens
+partials            numbers of which each rank would hold a part
 writes              writes in place that DTensor would lose
-draws, conditions   one draw, and one decision, for all ranks that hold the same
+draws, numbers      one draw, and one number for Python, for all ranks
 own_parts           parts of replicated tensors, in graphs that do not know their rank
 
 All are registered here. Importing the package registers attention alone, so that programs which do
@@ -18,31 +19,25 @@ not use it keep DTensor's own rules.
 
 from cp_inductor.dtensor.rules.attention import register_dtensor_attention
 from cp_inductor.dtensor.rules.concatenate import skip_empty_in_cat
-from cp_inductor.dtensor.rules.conditions import branch_alike, find_any_on_all
 from cp_inductor.dtensor.rules.convolve import gather_in_convolutions
 from cp_inductor.dtensor.rules.draws import draw_alike
 from cp_inductor.dtensor.rules.gather import add_up_gathered
+from cp_inductor.dtensor.rules.numbers import read_on_all
 from cp_inductor.dtensor.rules.on_whole import compute_on_whole
 from cp_inductor.dtensor.rules.pointwise import shard_pointwise
 from cp_inductor.dtensor.rules.prefix import accumulate_in_parts
 from cp_inductor.dtensor.rules.writes import refuse_lost_writes
 
 
-def register_for_compiled() -> None:
-    """Register what compiled graphs over DTensors need: when a backend is loaded."""
+def register_rules() -> None:
+    """Register all, when a backend is loaded or a model distributed; again, nothing changes."""
     register_dtensor_attention()
     refuse_lost_writes()
     skip_empty_in_cat()
     shard_pointwise()
     compute_on_whole()
-    find_any_on_all()
+    read_on_all()
     gather_in_convolutions()
     add_up_gathered()
     accumulate_in_parts()
-
-
-def register_for_distributed() -> None:
-    """Register what eager code over a distributed model needs as well: when one is distributed."""
-    register_for_compiled()
     draw_alike()
-    branch_alike()

@@ -1,36 +1,38 @@
 """SDPA on sequence-sharded DTensors in eager code: the handlers that DTensor calls, and `attend`.
 
-    aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)     q, k, v: DTensor [Shard(2)]
-      => wrap(cp_inductor::attention(q.to_local(), k.to_local(), v.to_local()))
+    aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, mask)     q, k, v: DTensor [Shard(2)]
+      => wrap(cp_inductor::attention(q.to_local(), k.to_local(), v.to_local(), [rows of mask]))
 
 The handlers serve two purposes. They compute eager attention over the whole sequence. And they tell
 Dynamo, which runs DTensor on fake tensors to learn placements, that the output is sharded along the
-sequence as the query is. Attention that is not sharded along the sequence is left to DTensor.
-DTensor (up to torch 2.15) has no sharding rule for the CPU kernel, so this module registers one,
-which allows batch or heads to be sharded.
+sequence. Query, key and value may be placed otherwise than each other: each rank takes its part.
+An attention whose sequence is not sharded is computed on each rank's batch entries and heads.
 
-With a mask or dropout, SDPA may choose a kernel that has no handler here. A region therefore
-intercepts eager attention before SDPA chooses a kernel, and calls `attend`.
+SDPA passes a kernel its mask as numbers that are added to the scores. The mask becomes a table of
+the rule, of which each rank reads the rows of its queries.
+
+With dropout, SDPA may choose a kernel that has no handler here. A region therefore intercepts eager
+attention before SDPA chooses a kernel, and calls `attend`.
 
 Assumes: DTensor calls the handlers below autograd, with the arguments of the aten op.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_inductor.dtensor.axis import (
-    SequenceAxis,
+    attention_placements,
     axis_of_tensors,
+    batch_and_heads,
     from_local_like,
     is_sequence_sharded,
     local_part,
@@ -51,17 +53,17 @@ from cp_inductor.ops.attention import (
     run_forward,
 )
 from cp_inductor.run.attention import Attention
-from cp_inductor.tiles.dims import BATCH_DIM, HEADS_DIM
 from cp_inductor.tiles.kernel_table import choose_kernel
 from cp_inductor.tiles.kernels import with_whole_rows
 from cp_inductor.tiles.tile_ops import ROWS
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
+    are_plain_tensors_replicated,
     dispatch_as_dtensor,
-    has_dtensor_strategy,
     is_propagating_shapes,
     register_dtensor_flex_attention,
     register_dtensor_handler,
+    replicated,
 )
 from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
 from cp_inductor.torch_private.modes import run_uncompiled
@@ -71,6 +73,9 @@ from cp_inductor.trust.failures import named_steps, user_line
 
 aten = torch.ops.aten
 EAGER = "scaled_dot_product_attention, in eager"
+SIDES = ("query", "key", "value")
+# The arguments of kernels that are placed alike, those of all backwards included.
+PLACED = ROWS | {"logsumexp", "grad_out", "grad_out_"}
 
 
 def register_dtensor_attention() -> None:
@@ -88,51 +93,49 @@ def register_dtensor_attention() -> None:
     if op is not None:
         register_dtensor_handler(op, _handle_varlen)
     register_dtensor_flex_attention(_handle_flex)
-    if not has_dtensor_strategy(FORWARD_OPS[0]):
-        register_sharding(FORWARD_OPS[0])(_cpu_forward_shardings)
-        register_sharding(BACKWARD_OPS[0])(_cpu_backward_shardings)
 
 
 def _handle_forward(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Handle a forward op: run the plan's part of this rank, or leave the call to DTensor."""
+    """Handle a forward op: run the plan's part of this rank, or that of its batch and heads."""
     bound = bind_arguments(op, args, kwargs)
     query, key, value = bound["query"], bound["key"], bound["value"]
+    site = _site(op)
     if isinstance(query, DTensor) and query.device_mesh.get_coordinate() is None:
-        return dispatch_as_dtensor(op, args, kwargs)
+        return _shapes_of(op, query, bound)
+    is_propagating = isinstance(query, DTensor) and is_propagating_shapes(query.to_local())
     axis = None
     try:
-        axis = axis_of_tensors(query, key, value, site=_site(op))
+        axis = axis_of_tensors(query, key, value, site=site)
         if axis is None:
-            return _leave_to_dtensor(op, args, kwargs)
-        correct_losses_along(query.device_mesh, axis.group_name)
-        local = [tensor.to_local() for tensor in (query, key, value)]
+            return _attend_within_ranks(op, bound)
+        if is_propagating and _mask_of(bound) is not None:
+            # Dynamo only asks for shapes. What the mask is, the graph pass reads.
+            return _shapes_of(op, _placed_alike(query, key, value, site=site)[0], bound)
         _check_supported(op, bound)
-        plan_options = _plan_options(_site(op))
-        this = _attention_of_call(op, bound, axis, plan_options)
+        plan_options = _plan_options(site)
+        this, sides, local, extras = _prepare_kernel(op, bound, plan_options)
     except CPError as error:
-        if not isinstance(query, DTensor) or not is_propagating_shapes(query.to_local()):
-            if axis is not None:
-                tell_refusal(axis.group_name, error, is_called=True)
-            raise
-        # Dynamo only asks for shapes here. Let it go on: the graph pass will raise the same
-        # error, with the source line.
-        return _results_of(op, torch.empty_like(query), torch.empty_like(query[..., 0]), bound)
-    site = _site(op)
+        if is_propagating:
+            # Let Dynamo go on: the graph pass will raise the same error, with the source line.
+            return _shapes_of(op, query, bound)
+        if axis is not None:
+            tell_refusal(axis.group_name, error, is_called=True)
+        raise
     if _is_traced(local[0]):
-        out, lse = attention(*local, [], *this.arguments)
+        out, lse = attention(*local, extras, *this.arguments)
     else:
-        has_grad = torch.is_grad_enabled()
-        site = f"{site} ({user_line()})"
-        with (
-            agreed(this, local[0], local[1], site=_site(op), has_grad=has_grad),
-            named_steps(this, "forward", site),
-        ):
-            out, lse = run_forward(this, *local)
+        line = f"{site} ({user_line()})"
+        agreement = agreed(
+            this, local[0], local[1], extras, site=site, has_grad=torch.is_grad_enabled()
+        )
+        with agreement, named_steps(this, "forward", line):
+            out, lse = run_forward(this, *local, *extras)
+        site = line
     _note(lse, site)
     # lse (B, H, S) is sharded along the same dims as the query (B, H, S, D).
-    return _results_of(op, from_local_like(out, query), from_local_like(lse, query), bound)
+    return _results_of(op, from_local_like(out, sides[0]), from_local_like(lse, sides[0]), bound)
 
 
 def _handle_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -140,8 +143,10 @@ def _handle_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs
     is_propagating = is_propagating_shapes(
         query.to_local() if isinstance(query, DTensor) else query
     )
-    if is_propagating and all(map(is_sequence_sharded, (query, key, value))):
+    if is_propagating and any(map(is_sequence_sharded, (query, key, value))):
         # The graph pass reads the functions, and refuses with the source line what it cannot.
+        with suppress(CPError):
+            query = _placed_alike(query, key, value, site="flex_attention on DTensors")[0]
         statistic = query[..., 0].to(torch.promote_types(query.dtype, torch.float32))
         return torch.empty_like(query), statistic, torch.empty_like(statistic)
     error = UnsupportedAttention(
@@ -184,91 +189,101 @@ def _handle_backward(
 ) -> Any:
     """Handle a backward op, for the attention that `_handle_forward` computed."""
     bound = bind_arguments(op, args, kwargs)
-    query, key, value = bound["query"], bound["key"], bound["value"]
-    axis = axis_of_tensors(query, key, value, site=_site(op))
-    if axis is None:
-        return _leave_to_dtensor(op, args, kwargs)
-    grad_out = bound["grad_out"] if "grad_out" in bound else bound["grad_out_"]
-    grad_out = grad_out.redistribute(query.device_mesh, query.placements)
-    tensors = (grad_out, query, key, value, bound["out"], bound["logsumexp"])
-    local = [tensor.to_local() for tensor in tensors]
-    site = _noted(local[-1])
+    tensors = tuple(bound[side] for side in SIDES)
+    site = _site(op)
+    if isinstance(tensors[0], DTensor) and tensors[0].device_mesh.get_coordinate() is None:
+        return _gradients_of(op, map(torch.empty_like, tensors), tensors)
+    if axis_of_tensors(*tensors, site=site) is None:
+        return _attend_within_ranks(op, bound)
+    out, lse = (bound[name].to_local() for name in ("out", "logsumexp"))
+    site_of_forward = _noted(lse)
     # SDPA chose the kernel in the forward. The sdpa_kernel context of the backward may differ, and
     # must not change that choice.
     chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
-    with chosen if query.device.type == "cpu" else nullcontext():
-        this = _attention_of_call(op, bound, axis, _flags())
+    with chosen if tensors[0].device.type == "cpu" else nullcontext():
+        this, sides, local, extras = _prepare_kernel(op, bound, _flags())
+    grad_out = bound["grad_out"] if "grad_out" in bound else bound["grad_out_"]
+    grad_out = grad_out.redistribute(placements=sides[0].placements).to_local()
     if _is_traced(local[0]):
-        grads = attention_backward(*local, [], [], *this.arguments)
+        grads = attention_backward(grad_out, *local, out, lse, extras, [], *this.arguments)
     else:
-        with named_steps(this, "backward", site or _site(op)):
-            grads = run_backward(this, *local)
-    wrapped = tuple(map(from_local_like, grads, (query, key, value)))
-    return wrapped + (None,) * (len(op._schema.returns) - len(wrapped))
+        with named_steps(this, "backward", site_of_forward or site):
+            grads = run_backward(this, grad_out, *local, out, lse, *extras)
+    return _gradients_of(op, map(from_local_like, grads, sides), tensors)
 
 
-def _leave_to_dtensor(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Let DTensor compute an attention, after copying tensors that the CPU kernel would misread.
+def _gradients_of(
+    op: torch._ops.OpOverload, grads: Iterable[Tensor], tensors: Sequence[Tensor]
+) -> tuple[Any, ...]:
+    """Return all results of a backward op: gradients, placed as the tensors are; None for others.
 
-    SDPA checked the strides of the whole tensor when it chose the kernel. The strides of the local
-    part may differ; the kernel needs rows of adjacent numbers.
+    A summand of a partial tensor has the gradient of the whole.
     """
-    of_call = bind_arguments(op, args, kwargs)
-    if of_call.get("attn_mask") is not None:
-        return _compute_under_mask(op, of_call)
-    names = [argument.name for argument in op._schema.arguments]
-    bound = zip(names, args, strict=False)
-    given = [_with_whole_rows(value) if name in ROWS else value for name, value in bound]
-    named = {
-        name: _with_whole_rows(value) if name in ROWS else value for name, value in kwargs.items()
-    }
-    return dispatch_as_dtensor(op, tuple(given), named)
+    results: list[Tensor | None] = []
+    for grad, tensor in zip(grads, tensors, strict=True):
+        if isinstance(tensor, DTensor) and isinstance(grad, DTensor):
+            wanted = [p if type(p) is Shard else Replicate() for p in tensor.placements]
+            grad = grad.redistribute(placements=wanted)
+        results.append(grad)
+    return (*results, *[None] * (len(op._schema.returns) - len(results)))
 
 
-def _compute_under_mask(op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
-    """Compute an attention under a mask on this rank's batch entries and heads, on the CPU.
+def _attend_within_ranks(op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
+    """Compute an attention, or its backward, on this rank's batch entries and heads.
 
-    A rule of `register_sharding` cannot do it: where DTensor remembers what a rule chose, it does
-    not look at tensors that are passed by keyword, as the mask is.
+    DTensor (up to torch 2.15) has no sharding rule for the kernel of the CPU, and the rules of the
+    others do not ask whether groups of query heads stay with their key head.
     """
-    query = bound["query"]
-    mesh, placements = query.device_mesh, _of_batch_and_heads(query, bound["key"])
-    for name, value in bound.items():
-        if isinstance(value, DTensor) and name != "attn_mask":
-            bound[name] = value.redistribute(mesh, placements)
-    query, mask = bound["query"], bound["attn_mask"]
-    local = {
-        name: value.to_local() if isinstance(value, DTensor) else value
-        for name, value in bound.items()
-    }
-    for name in ROWS & local.keys():
-        (local[name],) = with_whole_rows(local[name])
-    local["attn_mask"] = local_part(mask, query, "bh.."[-mask.ndim :])
-    results = op(**local)
-    like = (query, bound["key"], bound["value"]) if op in BACKWARD_OPS else (query, query)
-    return tuple(map(from_local_like, results, like))
+    bound, tensors = dict(bound), tuple(bound[side] for side in SIDES)
+    # In the order of the arguments, in which all ranks redistribute them.
+    names = [name for name in bound if name in PLACED]
+    if not all(isinstance(tensor, DTensor) for tensor in tensors):
+        mesh = next(t.device_mesh for t in bound.values() if isinstance(t, DTensor))
+        if not are_plain_tensors_replicated():
+            return dispatch_as_dtensor(op, *_in_order(op, bound))  # which refuses
+        plain = [name for name in names if not isinstance(bound[name], DTensor)]
+        bound |= {name: replicated(bound[name], mesh) for name in plain}
+    placements = batch_and_heads(*(bound[side] for side in SIDES))
+    for name in names:
+        placed = bound[name].redistribute(placements=placements)
+        # SDPA checked the strides of the whole tensor when it chose the kernel. The strides of the
+        # local part may differ; the kernel needs rows of adjacent numbers.
+        local = placed.to_local()
+        (rows,) = with_whole_rows(local) if name in ROWS else (local,)
+        bound[name] = placed if rows is local else from_local_like(rows, placed)
+    placed = tuple(bound[side] for side in SIDES)
+    if op not in (FORWARD_OPS[0], BACKWARD_OPS[0]):
+        return dispatch_as_dtensor(op, *_in_order(op, bound))
+    local = {name: bound[name].to_local() for name in names}
+    mask = bound["attn_mask"]
+    if mask is not None:
+        local["attn_mask"] = local_part(mask, placed[0], "bh.."[-mask.ndim :])
+    results = op(**(bound | local))
+    if op in BACKWARD_OPS:
+        return _gradients_of(op, map(from_local_like, results, placed), tensors)
+    return tuple(from_local_like(result, placed[0]) for result in results)
 
 
-def _of_batch_and_heads(query: DTensor, key: DTensor) -> list[Placement]:
-    """Return the query's placements, without those that leave ranks with other parts, or none."""
-    mesh = query.device_mesh
-    found: list[Placement] = list(query.placements)
-    for dim in (BATCH_DIM, HEADS_DIM):
-        ranks = prod(mesh.size(axis) for axis, one in enumerate(found) if one == Shard(dim))
-        if query.shape[dim] % ranks or key.shape[dim] % ranks:
-            found = [Replicate() if one == Shard(dim) else one for one in found]
-    kept = (Shard(BATCH_DIM), Shard(HEADS_DIM))
-    return [one if one in kept else Replicate() for one in found]
+def _in_order(
+    op: torch._ops.OpOverload, bound: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments as a call passes them: DTensor does not look at tensors passed by name."""
+    arguments = op._schema.arguments
+    return (
+        tuple(bound[argument.name] for argument in arguments if not argument.kwarg_only),
+        {argument.name: bound[argument.name] for argument in arguments if argument.kwarg_only},
+    )
 
 
-def _with_whole_rows(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local = tensor.to_local()
-    (whole,) = with_whole_rows(local)
-    return tensor if whole is local else from_local_like(whole, tensor)
+def _placed_alike(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> list[DTensor]:
+    """Return query, key and value of a sharded sequence, each rank's part of them alike."""
+    placements = attention_placements(query, key, value, site=site)
+    assert placements is not None
+    tensors: list[Any] = [query, key, value]
+    return [
+        tensor if tensor.placements == placements else tensor.redistribute(placements=placements)
+        for tensor in tensors
+    ]
 
 
 def attend(
@@ -307,61 +322,90 @@ def attend(
         UnsupportedKernel: no kernel supports the device, dtype or head dim.
         UnsupportedStrategy: `config.strategy` does not support this mask.
     """
+    if not enable_gqa:
+        _check_equal_heads(query, key, site=EAGER)
+    sides = _placed_alike(query, key, value, site=EAGER)
     this, tensors, extras = _prepare(
-        query,
-        key,
-        value,
+        sides,
         attn_mask,
         dropout_p,
         is_causal,
         scale=scale,
-        enable_gqa=enable_gqa,
+        dtype=_dtype_to_compute_in(query),
+        plan_options=_plan_options(EAGER),
+        site=EAGER,
         like=like,
     )
     has_grad = torch.is_grad_enabled()
     with agreed(this, tensors[0], tensors[1], extras, site=EAGER, has_grad=has_grad):
         out: Tensor = _AttendWithGradient.apply(this, *tensors, *extras)
-    return from_local_like(out, query)
+    return from_local_like(out, sides[0])
+
+
+def _prepare_kernel(
+    op: torch._ops.OpOverload, bound: dict[str, Any], plan_options: PlanOptions
+) -> tuple[Attention, list[DTensor], list[Tensor], list[Tensor]]:
+    """Return the attention that a kernel's arguments ask for, on what, and what `_prepare` does."""
+    sides = _placed_alike(*(bound[side] for side in SIDES), site=_site(op))
+    this, local, extras = _prepare(
+        sides,
+        _mask_of(bound),
+        0.0,
+        bound["is_causal"],
+        scale=bound["scale"],
+        dtype=sides[0].dtype,
+        plan_options=plan_options,
+        site=_site(op),
+    )
+    return this, sides, local, extras
+
+
+def _mask_of(bound: dict[str, Any]) -> Tensor | None:
+    """Return what a kernel adds to the scores, by the name that the kernel has for it."""
+    mask: Tensor | None = bound.get("attn_mask", bound.get("attn_bias"))
+    return mask
 
 
 def _prepare(
-    query: DTensor,
-    key: DTensor,
-    value: DTensor,
+    sides: Sequence[DTensor],
     attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
     *,
     scale: float | None,
-    enable_gqa: bool,
+    dtype: torch.dtype,
+    plan_options: PlanOptions,
+    site: str,
     like: Tensor | None = None,
 ) -> tuple[Attention, list[Tensor], list[Tensor]]:
-    """Return an attention, its local query, key and value, and what else it reads."""
-    site = EAGER
+    """Return an attention, its local query, key and value, and what else it reads.
+
+    Args:
+        sides: query, key and value, placed alike.
+        dtype: in which the attention is computed.
+        attn_mask, dropout_p, is_causal, scale, like: as for `attend`.
+        plan_options: what the user asked for.
+        site: for errors.
+    """
+    query, key, value = sides
     axis = axis_of_tensors(query, key, value, site=site)
     assert axis is not None
     correct_losses_along(query.device_mesh, axis.group_name)
     check_attention(query=query, key=key, site=site)
-    if not enable_gqa:
-        _check_equal_heads(query, key, site=site)
-
-    dtype = _dtype_to_compute_in(query)
-    local = [tensor.to_local().to(dtype) for tensor in (query, key, value)]
+    local = [tensor.to_local().to(dtype) for tensor in sides]
 
     # The rule says which pairs exist; extras are the run-time tensors that it needs.
     rule = Rule(CAUSAL if is_causal else FULL)
     extras = []
     if attn_mask is not None:
-        _check_mask(attn_mask, local[0], query, key, is_causal=is_causal, site=site)
+        _check_mask(attn_mask, query, key, is_causal=is_causal, site=site)
         rule, own_rows = _rule_and_rows_of_mask(attn_mask, query, dtype)
         extras.append(own_rows)
     if dropout_p:
         extras.append(_draw_seed(query if like is None else like))
 
     kernel = choose_kernel(*local, dtype=dtype, site=site, has_bias=attn_mask is not None)
-    recipe = make_recipe(
-        _plan_options(site), axis, query, key, rule=rule.format(), dtype=dtype, site=site
-    )
+    recipe = make_recipe(plan_options, axis, query, key, rule=rule.format(), dtype=dtype, site=site)
     this = Attention(recipe, axis.rank, scale, kernel, axis.group_name, dropout_p)
     return this, local, extras
 
@@ -439,11 +483,9 @@ class _AttendWithGradient(torch.autograd.Function):
 run_uncompiled(_AttendWithGradient.backward)
 
 
-def _check_mask(
-    mask: Tensor, local: Tensor, query: DTensor, key: DTensor, *, is_causal: bool, site: str
-) -> None:
-    """Raise unless a mask fits the scores: this rank's batch entries and heads, all of S and T."""
-    sizes = (*local.shape[:2], query.shape[2], key.shape[2])
+def _check_mask(mask: Tensor, query: DTensor, key: DTensor, *, is_causal: bool, site: str) -> None:
+    """Raise unless a mask fits the scores (B, H, S, T)."""
+    sizes = (*query.shape[:3], key.shape[2])
     fits = 2 <= mask.ndim <= 4 and all(
         given in (1, size) for given, size in zip(mask.shape[::-1], sizes[::-1], strict=False)
     )
@@ -468,24 +510,6 @@ def _check_mask(
 def _is_traced(local: Tensor) -> bool:
     """Whether the call is being traced, so that the graph must contain the op itself."""
     return type(local) is not Tensor or torch.compiler.is_compiling()
-
-
-def _attention_of_call(
-    op: torch._ops.OpOverload, bound: dict[str, Any], axis: SequenceAxis, plan_options: PlanOptions
-) -> Attention:
-    """Return the attention that an aten op's arguments ask for."""
-    query, key, value = bound["query"], bound["key"], bound["value"]
-    kernel = choose_kernel(query, key, value, dtype=query.dtype, site=_site(op))
-    recipe = make_recipe(
-        plan_options,
-        axis,
-        query,
-        key,
-        rule="causal" if bound["is_causal"] else "full",
-        dtype=query.dtype,
-        site=_site(op),
-    )
-    return Attention(recipe, axis.rank, bound["scale"], kernel, axis.group_name)
 
 
 def _plan_options(site: str) -> PlanOptions:
@@ -514,21 +538,7 @@ def _noted(lse: Tensor) -> str | None:
 
 
 def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:
-    """Refuse what these handlers do not compute.
-
-    Raises:
-        UnsupportedAttention: the call has a mask or dropout, or tensors that do not have 4 dims.
-    """
-    check_attention(query=bound["query"], key=bound["key"], site=_site(op))
-    if bound.get("attn_mask") is not None and bound["is_causal"]:
-        refuse_both_masks(_site(op), bound["attn_mask"])
-    if bound.get("attn_mask") is not None or bound.get("attn_bias") is not None:
-        raise UnsupportedAttention(
-            site=_site(op),
-            expected="attn_mask=None in eager attention over a sharded sequence",
-            got="an attn_mask",
-            remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
-        )
+    """Refuse dropout, which these handlers do not compute."""
     if bound["dropout_p"]:
         raise UnsupportedAttention(
             site=_site(op),
@@ -542,6 +552,11 @@ def _site(op: torch._ops.OpOverload) -> str:
     return f"{op.name()} on DTensors"
 
 
+def _shapes_of(op: torch._ops.OpOverload, query: DTensor, bound: dict[str, Any]) -> tuple[Any, ...]:
+    """Return results of a kernel that have the right shapes and placements, and no values."""
+    return _results_of(op, torch.empty_like(query), torch.empty_like(query[..., 0]), bound)
+
+
 def _results_of(
     op: torch._ops.OpOverload, out: Tensor, lse: Tensor, bound: dict[str, Any]
 ) -> tuple[Any, ...]:
@@ -549,17 +564,3 @@ def _results_of(
     lengths = {"max_q": bound["query"].shape[2], "max_k": bound["key"].shape[2]}
     rest = [lengths.get(returned.name) for returned in op._schema.returns[2:]]
     return out, lse, *rest
-
-
-def _cpu_forward_shardings(*args: Any, **kwargs: Any) -> list[Any]:
-    """Return the shardings on one mesh axis: (out, lse) for (query, key, value, ...)."""
-    rest = [None] * (len(args) - 3)
-    placements = (Replicate(), Shard(0), Shard(1))
-    return [([p, p], [p, p, p, *rest]) for p in placements]
-
-
-def _cpu_backward_shardings(*args: Any, **kwargs: Any) -> list[Any]:
-    """Return the same for the backward: (dq, dk, dv) for (grad_out, query, ..., lse, ...)."""
-    rest = [None] * (len(args) - 6)
-    placements = (Replicate(), Shard(0), Shard(1))
-    return [([p, p, p], [p] * 6 + rest) for p in placements]

@@ -3,7 +3,7 @@
     cat([tensor of shape (0,), keys (B, G, T, D) [Shard(2)]], dim=-2)  =>  keys, placed as they are
 
 torch skips tensors of shape (0,), however many dims the others have. Caches of keys often begin
-with one. DTensor (torch 2.11 to 2.15) looks for the sharded dim in such a tensor, and fails. The
+with one. DTensor (torch 2.13 to 2.15) looks for the sharded dim in such a tensor, and fails. The
 handler leaves the empty tensor out. It is registered once a backend of this library is loaded or a
 model is distributed; until then, DTensor's table of handlers is unchanged.
 """

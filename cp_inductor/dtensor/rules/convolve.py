@@ -7,8 +7,9 @@
 
 torch's own handler (read in 2.13) convolves each rank's part alone, or exchanges borders where it
 can, and calls the result whole. Its shape and its numbers are wrong, without an error. This handler
-gathers first, which is right for every stride, padding and length. It leaves all other convolutions
-to torch's handler: those over a sharded batch, sharded channels or replicated tensors.
+gathers first, which is right for every stride, padding and length, and where channels are sharded,
+which torch's handler does not take. It leaves all other convolutions to torch's handler: those over
+a sharded batch or replicated tensors.
 It is registered once a model is distributed or a backend of this library is loaded; until then,
 DTensor's table of handlers is unchanged.
 """
@@ -29,7 +30,7 @@ from cp_inductor.torch_private.dtensor import dtensor_handler, register_dtensor_
 
 FORWARD = torch.ops.aten.convolution.default
 BACKWARD = torch.ops.aten.convolution_backward.default
-FIRST_DIM = 2  # of those that are convolved: (batch, channels, ...)
+BATCH_DIM = 0  # (batch, channels, what is convolved)
 
 
 def gather_in_convolutions() -> None:
@@ -49,15 +50,15 @@ class _Handler:
     def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
         bound = bind_arguments(op, args, kwargs)
         given = bound["input"]
-        if not isinstance(given, DTensor) or not any(map(_is_convolved, given.placements)):
+        if not isinstance(given, DTensor) or not any(map(_is_gathered, given.placements)):
             return self.before(op, args, kwargs)
         if given.device_mesh.get_coordinate() is None:
             return self.before(op, args, kwargs)
         return self.handle(op, bound, given)
 
 
-def _is_convolved(placement: Placement) -> bool:
-    return isinstance(placement, Shard) and placement.dim >= FIRST_DIM
+def _is_gathered(placement: Placement) -> bool:
+    return isinstance(placement, Shard) and placement.dim != BATCH_DIM
 
 
 def _forward(op: torch._ops.OpOverload, bound: dict[str, Any], given: DTensor) -> DTensor:

@@ -1,15 +1,17 @@
-"""Let ranks that hold the same tensor draw the same numbers, or refuse.
+"""Let ranks draw what one process would draw, if they are seeded alike; or refuse.
 
+    dropout(x (B, S, H) [Shard(1)])  =>  every rank draws for (B, S, H), and keeps its part
     multinomial(probabilities (B, V) [Replicate], 1)  =>  what the first rank drew, on every rank
     hidden (B, S, H) [Shard(1)] * torch.rand(B, 1, 1)  =>  RanksDisagree, if ranks drew otherwise,
                                                            in a graph
 
-Each rank draws with a generator of its own. DTensor (torch 2.11 to 2.15) assumes that ranks draw
+Each rank draws with a generator of its own. DTensor (torch 2.13 to 2.15) assumes that ranks draw
 the same numbers, whether they are seeded alike or not. In eager code over a replicated DTensor, all
 ranks take here what the first rank drew, unless DTensor's own generator makes them draw alike,
-which it does not on the CPU. `distribute` registers this. Nobody can tell where a plain tensor
-comes from, so eager code takes it as it is. Graphs compare what they draw by `note_drawn` and
-`note_draw`: see `passes/note_draws.py`.
+which it does not on the CPU. There, shards would otherwise all drop the same features, and ranks
+with shards of other lengths would draw other numbers from then on. Nobody can tell where a plain
+tensor comes from, so eager code takes it as it is. Graphs compare what they draw by `note_drawn`
+and `note_draw`: see `passes/note_draws.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from cp_inductor.dtensor.rules.partials import make_whole, part_of
+from cp_inductor.dtensor.sequence_meshes import holds_sequences
+from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,
@@ -32,7 +37,8 @@ from cp_inductor.torch_private.dtensor import (
 from cp_inductor.trust.graph_agreement import note_draw
 
 aten = torch.ops.aten
-MULTINOMIAL = aten.multinomial.default
+MULTINOMIAL, DROPOUT = aten.multinomial.default, aten.native_dropout.default
+BERNOULLI = aten.bernoulli.default
 
 
 def draw_alike() -> None:
@@ -44,15 +50,50 @@ def draw_alike() -> None:
 def _draw(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = bind_arguments(op, args, kwargs)
     of: Any = next(value for value in bound.values() if isinstance(value, DTensor))
-    is_drawn_alike = op is not MULTINOMIAL and has_generator_of_mesh(of.device_mesh)
-    # A fake tensor is traced. A program that passes a generator seeds it itself.
-    is_run = type(of.to_local()) is Tensor and of.device_mesh.get_coordinate() is not None
-    if is_drawn_alike or not is_run or bound.get("generator") is not None:
+    mesh = of.device_mesh
+    is_drawn_alike = op is not MULTINOMIAL and has_generator_of_mesh(mesh)
+    if is_drawn_alike or not holds_sequences(mesh):
         return without_handler(op, args, kwargs)
-    drawn = dispatch_as_dtensor(op, args, kwargs)
-    for one in drawn if isinstance(drawn, (tuple, list)) else (drawn,):
-        take_from_first(one)
+    # A fake tensor is traced. A program that passes a generator seeds it itself.
+    is_compared = type(of.to_local()) is Tensor and bound.get("generator") is None
+    if op is not MULTINOMIAL and not all(place.is_replicate() for place in of.placements):
+        drawn = _part_of_whole(op, bound, of)
+    elif is_compared:
+        drawn = dispatch_as_dtensor(op, args, kwargs)
+    else:
+        return without_handler(op, args, kwargs)
+    if is_compared:
+        for tensor in drawn if isinstance(drawn, (tuple, list)) else (drawn,):
+            take_from_first(tensor)
     return args[0] if op._schema.is_mutable else drawn
+
+
+def _part_of_whole(op: torch._ops.OpOverload, bound: dict[str, Any], of: DTensor) -> Any:
+    """Draw what one process would draw, and keep this rank's part of it."""
+    mesh, own = of.device_mesh, of.to_local().detach()
+
+    def part(whole: Tensor) -> DTensor:
+        return wrap_parts(part_of(whole, of), mesh, of.placements, of.shape)
+
+    name, *_ = bound
+    if op is DROPOUT:
+        if not bound["train"]:
+            return without_handler(op, tuple(bound.values()), {})
+        probability = 1.0 - bound["p"]
+        of = make_whole(of)
+        mask = part(own.new_empty(of.shape).bernoulli_(probability).bool())
+        scale = 1.0 / probability if probability else 0.0
+        kept = of.to_local().detach() * mask.to_local() * scale
+        return wrap_parts(kept, mesh, of.placements, of.shape), mask
+    if op is BERNOULLI:
+        whole = of.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
+        return part(op(whole, generator=bound["generator"]))
+    given = bound | {name: own.new_empty(of.shape)}
+    drawn = op(**given)
+    if op._schema.is_mutable:
+        own.copy_(part(given[name]).to_local())
+        return of
+    return part(drawn)
 
 
 def take_from_first(drawn: DTensor) -> None:

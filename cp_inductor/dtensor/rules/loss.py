@@ -1,20 +1,17 @@
 """The mean loss over sharded tokens: the sum over all ranks divided by the count over all ranks.
 
     nll_loss(log_probabilities [Shard(0)], target, reduction="mean", ignore_index=-100)
-      => sum over this rank's tokens / all_reduce(tokens that count)          Partial("sum")
+      => sum over this rank's tokens / all_reduce(tokens that count), summed
 
-DTensor (torch 2.11 to 2.15) takes each rank's mean over its own tokens, and averages these. That is
+DTensor (torch 2.13 to 2.15) takes each rank's mean over its own tokens, and averages these. That is
 the mean only if every rank ignores equally many targets. A causal language model ignores the last
 target of the sequence, which one rank holds; padding is at the end; packed documents ignore targets
 anywhere. DTensor also refuses shards of unequal length. For losses of elements (`mse_loss`,
 `huber_loss`, ...) it averages as well, with gradients that are too large by the number of ranks.
 
 A program may count on DTensor's average, and correct it by hand. So this module takes the mean over
-all tokens only where this library is used: in what our backends compile, and on a mesh with an axis
-that holds sequences. An axis holds sequences once an attention over it was met, in eager code or in
-a compile, `cp_inductor.shard` has cut a tensor for it, or `cp_inductor.distribute` has put a model
-on it. Until then DTensor's table of handlers is unchanged. Everything that is not a mean
-over sharded tokens is always left to DTensor.
+all tokens only where this library is used (`sequence_meshes`). Until then DTensor's table of
+handlers is unchanged. Everything that is not a mean over sharded tokens is always left to DTensor.
 
 `torch.distributed.tensor.parallel.loss_parallel` has its own handlers for a sharded vocabulary,
 which refuse the mean if tokens are sharded as well. They are asked for the sum instead.
@@ -26,21 +23,20 @@ from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from cp_inductor.dtensor.rules.partials import make_whole
+from cp_inductor.dtensor.sequence_meshes import hold_sequences_along, holds_sequences
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,
     register_loss_handler,
 )
-from cp_inductor.torch_private.groups import group_of
-from cp_inductor.torch_private.traces import traces
 
 aten = torch.ops.aten
 
@@ -76,11 +72,6 @@ _Compute = Callable[[Any, torch._ops.OpOverload, dict[str, Any]], Any]
 CLASS_DIM = 1
 
 
-# The groups of mesh axes along which sequences lie, by the names of axis and group. Meshes over the
-# same ranks may share a group. The name of a group outlives it, and may be given again.
-_SEQUENCES: WeakValueDictionary[tuple[str | None, str], dist.ProcessGroup] = WeakValueDictionary()
-
-
 def correct_losses_along(mesh: DeviceMesh, group_name: str) -> None:
     """From now on, take mean losses over all tokens on meshes that have this axis.
 
@@ -88,17 +79,8 @@ def correct_losses_along(mesh: DeviceMesh, group_name: str) -> None:
         mesh: a mesh that holds this process.
         group_name: c10d name of the axis's process group.
     """
-    group = group_of(group_name)
-    for key in _axes_of(mesh):
-        if key[1] == group_name and _SEQUENCES.get(key) is not group:
-            correct_losses()
-            _SEQUENCES[key] = group
-
-
-def _axes_of(mesh: DeviceMesh) -> list[tuple[str | None, str]]:
-    names = mesh.mesh_dim_names or (None,) * mesh.ndim
-    groups = (str(mesh.get_group(axis).group_name) for axis in range(mesh.ndim))
-    return list(zip(names, groups, strict=True))
+    if hold_sequences_along(mesh, group_name):
+        correct_losses()
 
 
 def correct_losses() -> None:
@@ -114,14 +96,6 @@ def correct_losses() -> None:
             register_loss_handler(op, partial(_handle, compute))
 
 
-def _is_ours(mesh: DeviceMesh) -> bool:
-    if mesh.get_coordinate() is None:
-        return False
-    if traces.is_ours:
-        return True
-    return any(key in _SEQUENCES and _SEQUENCES[key] is group_of(key[1]) for key in _axes_of(mesh))
-
-
 def _handle(
     compute: _Compute,
     parallel: Callable[..., Any] | None,
@@ -129,9 +103,18 @@ def _handle(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Compute an op; or leave it to `loss_parallel` if that is on, and else to DTensor."""
-    found = compute(parallel, op, bind_arguments(op, args, kwargs))
-    return (parallel or dispatch_as_dtensor)(op, args, kwargs) if found is None else found
+    """Compute an op; or leave it to `loss_parallel` if that is on, and else to DTensor.
+
+    No loss is partial, whoever computes it.
+    """
+    bound = bind_arguments(op, args, kwargs)
+    results = compute(parallel, op, bound)
+    if results is None:
+        results = (parallel or dispatch_as_dtensor)(op, args, kwargs)
+    given = [bound[name] for name in ("self", "target") if isinstance(bound[name], DTensor)]
+    if op in BACKWARD_OPS + ELEMENT_BACKWARD_OPS or not holds_sequences(given[0].device_mesh):
+        return results
+    return pytree.tree_map_only(DTensor, make_whole, results)
 
 
 def _mean_loss(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
@@ -139,7 +122,7 @@ def _mean_loss(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) 
     if (
         bound["reduction"] != MEAN
         or not _is_of_sharded_tokens(logits)
-        or not _is_ours(logits.device_mesh)
+        or not holds_sequences(logits.device_mesh)
     ):
         return None
     if parallel is not None:
@@ -195,7 +178,7 @@ def _with_logits(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]
     given = [one for one in (logits, target) if isinstance(one, DTensor)]
     if parallel is not None or not any(map(_is_sharded, given)):
         return None
-    if bound["reduction"] == MEAN and not _is_ours(given[0].device_mesh):
+    if bound["reduction"] == MEAN and not holds_sequences(given[0].device_mesh):
         return None
     of_ones = torch.nn.functional.logsigmoid(logits)
     if bound["pos_weight"] is not None:
@@ -219,7 +202,7 @@ def _mesh_of_mean(bound: dict[str, Any]) -> DeviceMesh | None:
         return None
     for tensor in (bound["self"], bound["target"]):
         if isinstance(tensor, DTensor) and _is_sharded(tensor):
-            return tensor.device_mesh if _is_ours(tensor.device_mesh) else None
+            return tensor.device_mesh if holds_sequences(tensor.device_mesh) else None
     return None
 
 

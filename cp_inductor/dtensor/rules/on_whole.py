@@ -5,13 +5,14 @@
     out = masked_scatter(x of all ranks, mask of all ranks, images)    (B, S, H), by every rank
     this rank's part of out                                            [Shard(1)]
 
-DTensor (torch 2.11 to 2.15) raises for such an op, either in the forward or only in the backward.
+DTensor (torch 2.13 to 2.15) raises for such an op, either in the forward or only in the backward.
 An op on whole tensors is right by construction. So is its gradient, which is another op on whole or
 sharded tensors. This costs a gather, which is logged once for each op. A result that has the shape
 of an input is sharded like that input, so that the rest of the model stays sharded. All other
 results stay whole.
 
-An op that writes to its input writes to a whole copy, and every rank takes its part of that copy.
+An op that writes to its input writes to a whole copy, and every rank takes its part of that copy;
+so do writes to a partial that are not linear.
 An op that draws random numbers takes those of the first rank. If a size depends on values, as that
 of x[mask] does, every rank gets the size of the whole.
 
@@ -38,6 +39,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.rules.draws import take_from_first
+from cp_inductor.dtensor.rules.partials import compute_whole, makes_parts, part_of
 from cp_inductor.errors import CPError, UnsupportedPlacement
 from cp_inductor.kept import cache
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -88,7 +90,7 @@ COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_me
 
 def compute_on_whole() -> None:
     """Register the functions; a second call changes nothing."""
-    on_failed_sharding(_on_whole, _is_misjudged)
+    on_failed_sharding(run_on_whole, _is_misjudged, makes_parts, compute_whole)
     for op in NAMES:
         register_dtensor_handler(op, _under_its_name)
     register_dtensor_handler(aten.as_strided.default, _as_strided)
@@ -117,7 +119,7 @@ class _OfPlainShards:
         for place in tensor.placements:
             is_along = isinstance(place, Shard) and place.dim in dims
             if type(place) not in (Shard, Replicate, Partial) or (is_traced and is_along):
-                return _on_whole(op, args, kwargs)
+                return run_on_whole(op, args, kwargs)
         return self.before(op, args, kwargs)
 
 
@@ -138,7 +140,7 @@ def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _gradient_of_table(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_counting = bind_arguments(op, args, kwargs)["scale_grad_by_freq"]
-    return _on_whole(op, args, kwargs) if is_counting else without_handler(op, args, kwargs)
+    return run_on_whole(op, args, kwargs) if is_counting else without_handler(op, args, kwargs)
 
 
 def _under_its_name(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,7 +157,7 @@ def _is_mask(index: object) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an op on whole tensors. DTensor's error may be the one that is being handled."""
     if torch.Tag.inplace_view in op.tags:
         return _change_shape(op, args, kwargs)
@@ -221,15 +223,6 @@ def _check_written(op: torch._ops.OpOverload, written: Sequence[Tensor]) -> None
                 remedy="make it from a DTensor (torch.zeros_like, x.new_zeros), write"
                 " x.full_tensor(), or name the module that does it in distribute(..., whole=)",
             )
-        if any(place.is_partial() for place in tensor.placements):
-            raise UnsupportedPlacement(
-                site=f"{op} ({user_line()})",
-                expected="a DTensor to write to that is whole or sharded",
-                got=f"placements {tensor.placements}, of which each rank holds a summand",
-                remedy="write to x.redistribute(placements=[Replicate()]), or use the op that"
-                " returns its result; if it is a gradient (clip_grad_value_), set p.grad to that"
-                " for each parameter first, and build optimizers with fused=False",
-            )
 
 
 def _tell(op: torch._ops.OpOverload, given: Sequence[DTensor]) -> None:
@@ -261,8 +254,7 @@ def _keep_part(tensor: Tensor, whole: Tensor) -> None:
     assert isinstance(tensor, DTensor)
     if all(place.is_replicate() for place in tensor.placements):
         return  # it was written to itself
-    part = replicated(whole, tensor.device_mesh).redistribute(placements=tensor.placements)
-    tensor.to_local().detach().copy_(part.to_local())
+    tensor.to_local().detach().copy_(part_of(whole, tensor))
 
 
 def _draw_alike(drawn: Sequence[Any], mesh: DeviceMesh) -> None:

@@ -4,9 +4,12 @@
     first.zero_()         refused: it would not reach `h`
     h.mul_(2)             refused while `first` is alive: it would go on to hold what `h` held
 
-In compiled graphs both are right, because `passes/replay_writes.py` rewrites them. Before that,
-Dynamo runs them on fake tensors, which have no values. DTensor cannot do some of these writes at
-all. A write changes no shape, so on fake tensors it may be left out.
+    p.grad.fill_(0.25)    a partial, as a backward leaves it, is written to as a whole (`on_whole`)
+    p.grad.mul_(0.5)      each rank's part takes a multiple
+
+In compiled graphs the first two are right, because `passes/replay_writes.py` rewrites them. Before
+that, Dynamo runs them on fake tensors, which have no values. DTensor cannot do some of these writes
+at all. A write changes no shape, so on fake tensors it may be left out.
 
 The same handlers refuse views of empty DTensors, for which torch would loop for ever.
 
@@ -28,6 +31,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.dtensor.limits import refuse_empty
+from cp_inductor.dtensor.rules.on_whole import run_on_whole
+from cp_inductor.dtensor.rules.partials import is_partial
+from cp_inductor.dtensor.sequence_meshes import holds_sequences
 from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.sequence.eager import place_of_caller
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -50,6 +56,18 @@ VIEWS = (
     *(aten.slice.Tensor, aten.select.int, aten.diagonal.default, aten.unbind.int),
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.view.default),
 )
+# What each part of a sum takes by itself: multiples, whose factors are whole, and further sums.
+SCALED = {
+    *(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.neg_.default),
+    *(aten._foreach_mul_.Scalar, aten._foreach_mul_.ScalarList, aten._foreach_mul_.Tensor),
+    *(aten._foreach_mul_.List, aten._foreach_div_.Scalar, aten._foreach_div_.ScalarList),
+    *(aten._foreach_div_.Tensor, aten._foreach_div_.List, aten._foreach_neg_.default),
+    *(aten.zero_.default, aten._foreach_zero_.default),
+}
+ADDED = {
+    *(aten.add_.Tensor, aten.sub_.Tensor, aten._foreach_add_.List, aten._foreach_sub_.List),
+    aten.copy_.default,
+}
 # From a tensor to the copies that DTensor made of it instead of views.
 _copies: Any = WeakTensorKeyDictionary()
 _is_strict: ContextVar[bool] = ContextVar("is_strict", default=False)
@@ -111,7 +129,24 @@ def _write(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         return _trace(op, args, kwargs, written)
     for tensor in written:
         _check(op, tensor)
+    parts = [
+        tensor for tensor in filter(is_partial, written) if holds_sequences(tensor.device_mesh)
+    ]
+    if parts and not _takes_parts(op, args, kwargs):
+        return run_on_whole(op, args, kwargs)
     return without_handler(op, args, kwargs)
+
+
+def _takes_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a write to sums is right on each rank's part of them."""
+    to, *others = (list(_leaves(value)) for value in bind_arguments(op, args, kwargs).values())
+    if op in SCALED:
+        tensors = [value for values in others for value in values if isinstance(value, DTensor)]
+        return not any(map(is_partial, tensors))
+    if op in ADDED:
+        places = [[getattr(value, "placements", None) for value in values] for values in others]
+        return [tensor.placements for tensor in to] == places[0]
+    return False
 
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[DTensor]:

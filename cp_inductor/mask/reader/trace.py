@@ -5,8 +5,10 @@
 
 Every node is run on fake tensors that have the shape of the whole tensor, also for DTensors. These
 nodes become inputs of the trace instead: an op without a fake kernel, an op whose result depends on
-data, a higher-order op, an op that writes in place, and a tensor that is written to. Lengths are
-traced as numbers: see `cp_inductor.mask.reader.lengths`.
+data, a higher-order op, an op that writes in place, and a tensor that is written to. A method that
+writes in place to a new tensor that nothing else reads, as in `zeros_like(x).masked_fill_(x, -oo)`
+of nn.MultiheadAttention, is traced as the one that returns its result. Lengths are traced as
+numbers: see `cp_inductor.mask.reader.lengths`.
 
 Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 """
@@ -25,7 +27,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.fx.traceback import annotate
 
 from cp_inductor.mask.reader.lengths import Frozen, UnknownLength, as_number, shape_of
-from cp_inductor.mask.reader.writes import Writes, is_writing_op
+from cp_inductor.mask.reader.writes import Writes, is_in_place, is_writing_op, storages_of
 from cp_inductor.torch_private.tracing import core_decompositions, trace_of_shapes
 
 # Trace at most this many nodes: a mask may depend on all that a model computes before it.
@@ -264,13 +266,25 @@ def _run(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
         args, kwargs = inputs
         target: Any = _whole if node.target is DTensor.from_local else node.target
         if node.op == "call_method":
-            target, args = _method(args[0], target), args[1:]
+            name = target.removesuffix("_") if _is_first_write(node) else target
+            target, args = _method(args[0], name), args[1:]
         result = target(*args, **kwargs)
     except Exception as error:  # a model may call anything, which may raise anything
         raise _Cut(node) from error
     if not _is_alike(result, node.meta["example_value"]):
         raise _Cut(node)
     return result
+
+
+def _is_first_write(node: fx.Node) -> bool:
+    """Whether a method writes in place to a tensor that was made for it: nothing else reads it."""
+    source = node.args[0]
+    if not is_in_place(node) or not isinstance(source, fx.Node) or len(source.users) > 1:
+        return False
+    if source.op not in ("call_function", "call_method"):
+        return False
+    made = storages_of(source)
+    return all(made.isdisjoint(storages_of(before)) for before in source.all_input_nodes)
 
 
 def _on_cpu(value: Any) -> Any:

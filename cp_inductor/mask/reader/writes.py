@@ -65,10 +65,9 @@ class Writes:
             node: whose tensors are asked about.
             besides: nodes whose writes do not count.
         """
-        storages = {_storage_of(tensor) for tensor in _tensors_in(node.meta["example_value"])}
         return any(
             storage in self._written_by(user)
-            for storage in storages
+            for storage in storages_of(node)
             for user in self.users.get(storage, ())
             if user not in besides
         )
@@ -146,6 +145,11 @@ def _run(node: fx.Node, of: Callable[[Any], Any]) -> None:
 def _inputs_of(node: fx.Node) -> list[Tensor]:
     examples = [source.meta.get("example_value") for source in node.all_input_nodes]
     return [tensor for example in examples for tensor in _tensors_in(example)]
+
+
+def storages_of(node: fx.Node) -> set[int]:
+    """Return the storages of a node's tensors."""
+    return {_storage_of(tensor) for tensor in _tensors_in(node.meta.get("example_value"))}
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

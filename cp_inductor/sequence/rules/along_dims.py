@@ -32,7 +32,8 @@ def reduce(call: OpCall) -> list[Type]:
             raise Mixes(f"{call.op} over each rank's own tokens", SUMS, is_vote=is_vote)
         if is_mean:
             check_even(given, str(call.op))
-        return [Sum(is_mean)]
+        is_count = is_sum and given.is_counted and tensor.dtype == torch.bool
+        return [Sum(is_mean, is_alike=is_count)]
     lost = 0 if call.outs[0].ndim == tensor.ndim else sum(dim < given.dim for dim in dims)
     return [replace(given, dim=given.dim - lost)] * len(call.outs)
 

@@ -56,7 +56,9 @@ def _linear(call: OpCall, sums: list[Sum]) -> Type:
     is_added = call.op in _ADDING and is_alike and (sums[0].is_mean or not is_shifted)
     is_scaled = call.op in _SCALING and len(sums) == 1 and not has_tokens and not is_over
     if is_copied or is_added or is_scaled:
-        return sums[0]
+        return replace(sums[0], is_alike=is_copied and sums[0].is_alike)
+    if call.op in _DIVIDING and sums == call.types == [Sum(is_mean=False)] * 2 and sums[1].is_alike:
+        return Sum(is_mean=True)  # over as many tokens on every rank
     given = " and ".join(sorted({describe_kind(given) for given in call.types}))
     raise Mixes(f"{call.op} of {given}, which is not that of the whole sequence", SUMS)
 

@@ -1,0 +1,105 @@
+"""Make a partial whole where it is made, unless only linear ops can meet it.
+
+    n = (labels != -100).sum()      labels (B, S) [Shard(1)]: n is DTensor () [Partial(sum)]
+      =>                            n is DTensor () [Replicate]: summed at once
+    x.norm(dim=1), x.amax(1)        likewise, of [Partial(norm)], [Partial(max)]
+    w.T @ x                         stays [Partial(sum)]: a sum that DTensor's rules take further
+
+Each rank of a partial holds a part of the number: a summand, or the largest of its own tokens. Code
+that reads the number, writes to it, or adds up norms acts on the part. DTensor (torch 2.13 to 2.15)
+lets sums and concatenations act on the parts of norms, and each rank reads its own part.
+
+A sum stays partial in a backward, where it is a gradient on its way to its sum, and behind a matrix
+product, as in layers whose weights are sharded by rows. DTensor's rules for both are linear. A
+write to such a partial is computed on the whole, unless it is linear: see `writes`.
+
+One all-reduce of a reduced tensor for each; DTensor would do the same at the first op that is not
+linear.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from cp_inductor.dtensor.sequence_meshes import holds_sequences
+from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, replicated
+from cp_inductor.torch_private.modes import is_in_backward
+
+aten = torch.ops.aten
+
+# Sums over a sharded dim of what they multiply.
+PRODUCTS = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten.mv.default, aten.addmv.default, aten.dot.default, aten.vdot.default),
+    *(aten.convolution.default, aten.embedding.default),
+)
+
+
+def is_partial(tensor: DTensor) -> bool:
+    """Whether ranks hold parts of a tensor's numbers."""
+    return any(place.is_partial() for place in tensor.placements)
+
+
+def make_whole(tensor: DTensor) -> DTensor:
+    """Return a partial as every rank's own; sharded dims stay sharded."""
+    places = [Replicate() if place.is_partial() else place for place in tensor.placements]
+    return tensor.redistribute(placements=places)
+
+
+def part_of(whole: Tensor, like: DTensor) -> Tensor:
+    """Return what this rank holds of a tensor that is placed like another.
+
+    Of a sum the first rank holds all, so that nothing is rounded.
+
+    Args:
+        whole: plain, alike on all ranks.
+        like: a DTensor of the same shape, which may be partial.
+    """
+    mesh, places = like.device_mesh, list(like.placements)
+    sums = [axis for axis, place in enumerate(places) if place.is_partial() and _is_sum(place)]
+    for axis in sums:
+        places[axis] = Replicate()
+    part = replicated(whole, mesh).redistribute(placements=places).to_local()
+    is_first = all(mesh.get_local_rank(axis) == 0 for axis in sums)
+    return part if is_first else torch.zeros_like(part)
+
+
+def makes_parts(op: torch._ops.OpOverload, args: tuple[Any, ...], output_spec: Any) -> bool:
+    """Whether what DTensor would return of an op is partial and must not be.
+
+    Args:
+        op, args: of the call.
+        output_spec: DTensor's choice for it: a DTensorSpec, several, or none.
+    """
+    specs = output_spec if isinstance(output_spec, (tuple, list)) else (output_spec,)
+    made = [
+        place
+        for spec in specs
+        for place in getattr(spec, "placements", ())
+        if place.is_partial() and not (_is_sum(place) and _may_sum(op, args))
+    ]
+    return bool(made) and holds_sequences(next(spec for spec in specs if spec is not None).mesh)
+
+
+def compute_whole(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """Compute an op as DTensor does, and make whole what it returns."""
+    results = dispatch_as_dtensor(op, args, kwargs)
+    return pytree.tree_map_only(DTensor, make_whole, results)
+
+
+def _is_sum(place: Any) -> bool:
+    # A norm's placement is derived from that of sums, which it is not.
+    return place.reduce_op == "sum" and not hasattr(place, "norm_type")
+
+
+def _may_sum(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    if op in PRODUCTS or (is_in_backward() and not torch.is_grad_enabled()):
+        return True
+    # What a linear op makes of sums. A checkpoint computes its forward anew with gradients on.
+    tensors = (leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, DTensor))
+    return any(map(is_partial, tensors))

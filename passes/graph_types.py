@@ -1,0 +1,182 @@
+"""Check every call of a graph that was compiled in a region, and say what it returns.
+
+    with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):
+        x = embedding(ids)          eager code: x is Shards(1)
+        x = compiled_block(x)       Shards(1) in, so Shards(1) out
+        x = compiled_conv(x)        Mixed
+        loss(x).backward()          raises SequenceMixed
+
+Code that was compiled once also runs on tensors of other types and lengths: for another block of a
+model, behind `per_rank`, on a batch of another length. So the graph is followed anew for each types
+that its inputs have, on the fake tensors of which it was traced. There tokens have another number;
+`_resized` says which.
+
+Assumes: who compiles the graph changes it behind this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from cp_inductor.errors import CPError
+from cp_inductor.graph.subgraphs import copy_graphs
+from cp_inductor.passes.follow_graph import follow_graph
+from cp_inductor.region.regions import typers_of_program
+from cp_inductor.sequence.eager import EagerTyper
+from cp_inductor.sequence.follow import REMEDY, warn_of_sums
+from cp_inductor.sequence.rules.call import numbers
+from cp_inductor.sequence.types import Mixed, Same, Shards, Type
+from cp_inductor.trust.agreement import tell_refusal
+
+# Returns the type of an input, given its place.
+TypeOf = Callable[[EagerTyper, int, Tensor], Type]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """A type, and the sizes of the tensor that it is of."""
+
+    type: Type
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def all_of(values: Any, type_of: Callable[[Tensor], Type]) -> tuple[_Sized | None, ...]:
+        """Return the types of the tensors among some values, None for others."""
+        return tuple(
+            _Sized(type_of(one), tuple(numbers(one.shape))) if isinstance(one, Tensor) else None
+            for one in pytree.tree_leaves(values)
+        )
+
+
+class GraphTypes:
+    """What a graph makes of the types of its inputs, for each types that they had in a call.
+
+    Args:
+        gm: from Dynamo. It is copied.
+        sites: its attentions over a sharded sequence.
+        type_of: returns the type of an input in a region.
+    """
+
+    def __init__(self, gm: fx.GraphModule, sites: Collection[fx.Node], type_of: TypeOf) -> None:
+        self.gm, copies = copy_graphs(gm)
+        self.sites = {copies[node] for node in sites}
+        inputs = gm.graph.find_nodes(op="placeholder")
+        self.values = [node.meta.get("example_value") for node in inputs]
+        self.type_of = type_of
+        self.known: dict[Hashable, tuple[tuple[_Sized | None, ...], ...]] = {}
+
+    def check(self, values: Sequence[Any]) -> None:
+        """Check the call for which the graph is compiled, if it is known with which inputs.
+
+        Raises:
+            SequenceMixed: an attention, or a tensor that the model keeps, depends on what mixes
+                tokens.
+        """
+        if list(map(_is_tensor, values)) != list(map(_is_tensor, self.values)):
+            return  # DDP has cut the graph up
+        with torch._C.DisableTorchFunction():
+            for typer in typers_of_program():
+                self._judge(typer, values, range(len(values)))
+
+    def typed(self, run: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+        """Return a compiled graph that is checked before each call, and types what it returns.
+
+        Args:
+            run: what Dynamo calls.
+            places: of its arguments, among the inputs of the graph.
+        """
+
+        @wraps(run)
+        def call(*args: Any) -> Any:
+            if len(args) > len(places):
+                args = tuple(args[place] for place in places)
+            with torch._C.DisableTorchFunction():
+                judged = {typer: self._judge(typer, args, places) for typer in typers_of_program()}
+            with ExitStack() as stack:
+                for typer in judged:
+                    stack.enter_context(typer.running())
+                results = run(*args)
+            with torch._C.DisableTorchFunction():
+                for typer, found in judged.items():
+                    if found is not None:
+                        given, returned = found
+                        _tell(typer, args, [given[place] for place in places])
+                        _tell(typer, pytree.tree_leaves(results), returned)
+            return results
+
+        return call
+
+    def _judge(
+        self, typer: EagerTyper, values: Sequence[Any], places: Sequence[int]
+    ) -> tuple[tuple[_Sized | None, ...], ...] | None:
+        """Return what the inputs are afterwards, and the results; None if it does not matter."""
+        tensors = {p: v for p, v in zip(places, values, strict=True) if isinstance(v, Tensor)}
+        if typer.is_idle(tensors.values()):
+            return None
+        given = {place: self.type_of(typer, place, value) for place, value in tensors.items()}
+        key = tuple(
+            (place, one, tensors[place].shape, *_conditions(one)) for place, one in given.items()
+        )
+        if key not in self.known:
+            types: list[Type] = [Same()] * len(self.values)
+            for place, one in given.items():
+                sizes = tuple(numbers(self.values[place].shape))
+                types[place] = _resized(_Sized(one, tensors[place].shape), sizes)
+            try:
+                self.known[key] = self._follow(typer, types)
+            except CPError as error:
+                tell_refusal(typer.group_name, error)
+                raise
+        return self.known[key]
+
+    def _follow(
+        self, typer: EagerTyper, types: Sequence[Type]
+    ) -> tuple[tuple[_Sized | None, ...], ...]:
+        evens = {one.length: one.is_even for one in types if isinstance(one, Shards)}
+
+        def is_even(length: int) -> bool:
+            return evens[length] if length in evens else typer.is_even(length)
+
+        run = follow_graph(self.gm, self.sites, self.values, types, is_even)
+        warn_of_sums(run.typer, run.returned)
+        return tuple(
+            _Sized.all_of(values, run.typer.type_of) for values in (run.given, run.returned)
+        )
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _conditions(given: Type) -> tuple[bool, ...]:
+    """Return what types that are equal may differ in."""
+    return (given.is_even, given.is_counted) if isinstance(given, Shards) else ()
+
+
+def _tell(typer: EagerTyper, values: Sequence[Any], found: Sequence[_Sized | None]) -> None:
+    for value, one in zip(values, found, strict=True):
+        if isinstance(value, Tensor) and one is not None:
+            typer.take(value, _resized(one, value.shape))
+
+
+def _resized(found: _Sized, sizes: Sequence[int]) -> Type:
+    """Return the type of a tensor of other sizes, in the same dims."""
+    given = found.type
+    if not isinstance(given, Shards) or found.sizes == tuple(sizes):
+        return given
+    places = []
+    for place in given.places():
+        length, rest = divmod(sizes[place.dim], place.outer * place.inner)
+        if rest:
+            got = "tokens that were flattened with a batch of another size"
+            return Mixed("a compiled graph", got, REMEDY)
+        places.append(replace(place, length=length))
+    return given.at(places)

@@ -1,0 +1,97 @@
+"""Eager attention over DTensors: under masks, and placed otherwise than each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+import cp_inductor
+from tests.support.ranks import run_ranks, world_mesh
+
+BATCH, HEADS, QUERIES, KEYS, HEAD_DIM = 3, 12, 13, 11, 8
+TOKENS, WHOLE = Shard(2), Replicate()
+
+
+def inputs(num_kv_heads: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(BATCH, heads, length, HEAD_DIM, generator=generator, dtype=torch.float64)
+        for heads, length in ((HEADS, QUERIES), (num_kv_heads, KEYS), (num_kv_heads, KEYS))
+    ]
+
+
+def check(
+    shards: list[DTensor], whole: list[Tensor], mask: Tensor | None, own: Tensor | None
+) -> None:
+    """Compare an attention of DTensors with one of the whole tensors, forward and backward."""
+    for tensor in (*shards, *whole):
+        tensor.grad = None
+        tensor.requires_grad_()
+    expected = F.scaled_dot_product_attention(*whole, attn_mask=mask, enable_gqa=True)
+    expected.square().sum().backward()
+    with implicit_replication():
+        out = F.scaled_dot_product_attention(*shards, attn_mask=own, enable_gqa=True)
+    assert isinstance(out, DTensor)
+    torch.testing.assert_close(out.full_tensor(), expected)
+    out.square().sum().backward()
+    for shard, tensor in zip(shards, whole, strict=True):
+        assert isinstance(shard.grad, DTensor)
+        assert shard.grad.placements == shard.placements
+        torch.testing.assert_close(shard.grad.full_tensor(), tensor.grad)
+
+
+def check_masks() -> None:
+    mesh = world_mesh()
+    cp_inductor.distribute(nn.Linear(1, 1), mesh)
+    whole = inputs(HEADS)
+    shards = [distribute_tensor(tensor, mesh, [TOKENS]) for tensor in whole]
+    generator = torch.Generator().manual_seed(2)
+    pairs = torch.rand(QUERIES, KEYS, generator=generator) < 0.6
+    pairs[:, 0] = True
+    padding = torch.arange(KEYS) < torch.tensor([KEYS, 4, 7])[:, None, None, None]
+    bias = torch.randn(BATCH, HEADS, QUERIES, KEYS, generator=generator, dtype=torch.float64)
+    for mask, placement in (
+        (pairs, Shard(0)),
+        (pairs, WHOLE),
+        (pairs, None),
+        (padding, Shard(3)),
+        (bias, Shard(1)),
+        (bias[:1, :1], None),
+    ):
+        own = mask if placement is None else distribute_tensor(mask, mesh, [placement])
+        check(shards, whole, mask, own)
+
+
+@pytest.mark.slow
+def test_masks() -> None:
+    run_ranks(3, check_masks)
+
+
+def check_placements() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "cp"))
+    cp_inductor.distribute(nn.Linear(1, 1), mesh)
+    heads, batch = Shard(1), Shard(0)
+    rows: list[tuple[int, list[list[Placement]]]] = [
+        (HEADS, [[WHOLE, WHOLE], [WHOLE, TOKENS], [batch, TOKENS]]),
+        (HEADS, [[batch, TOKENS], [batch, WHOLE], [WHOLE, heads]]),
+        # 3 key heads do not divide by 2 ranks: 6 query heads would meet 2 of them, 3 each.
+        (3, [[heads, TOKENS]] * 3),
+        (3, [[heads, WHOLE]] * 3),
+    ]
+    for num_kv_heads, placements in rows:
+        whole = inputs(num_kv_heads)
+        shards = [
+            distribute_tensor(tensor, mesh, placed)
+            for tensor, placed in zip(whole, placements, strict=True)
+        ]
+        check(shards, whole, None, None)
+
+
+@pytest.mark.slow
+def test_placements_that_differ_and_heads_that_do_not_divide() -> None:
+    run_ranks(4, check_placements)

@@ -1,0 +1,174 @@
+"""The same model on one process, in float64 and in its own dtypes, to hold a rehearsal against.
+
+    whole = Whole.of(model, args, kwargs)       DTensors made whole, before the ranks run
+    compare(whole, (outputs, loss, gradients), job)
+      =>  {"output 0": Difference(2.9e-3, 2.8e-3), ...}
+
+The model is called in eager code, over plain tensors: its attention is local. In its own dtypes
+attention rounds where the kernels of a GPU do: probabilities, and gradients of scores, to half
+types before they are multiplied.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cp_inductor.torch_private.arguments import bind_arguments
+from tests.rehearsal.report import ROUNDING, Difference
+from tests.rehearsal.results import Loss, gradients_of, loss_of, named
+from tests.rehearsal.stand_ins import attend, differentiate
+
+aten = torch.ops.aten
+FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class _KernelsOfGPU(TorchDispatchMode):
+    """A mode in which attention in half types rounds where the kernels of a GPU do."""
+
+    supports_higher_order_operators = True  # flex_attention, which passes through
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether it stands aside where flex_attention compiles itself in eager code."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (FORWARD, BACKWARD):
+            return func(*args, **(kwargs or {}))
+        call = bind_arguments(func, args, kwargs or {})
+        query, mask = call["query"], call["attn_mask"]
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+        if func is BACKWARD:
+            grads = differentiate(call, call["logsumexp"], mask)
+            return tuple(grad.to(query.dtype) for grad in grads)
+        out, lse = attend(query, call["key"], call["value"], mask, call["is_causal"], call["scale"])
+        return out.to(query.dtype), lse
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model and its arguments as one process has them.
+
+    Attributes:
+        model: a module or function.
+        args, kwargs: plain tensors, whole.
+        with_backward: whether the loss is differentiated, or the model does that by itself.
+    """
+
+    model: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    with_backward: bool = True
+
+    @staticmethod
+    def of(model: Any, args: Any, kwargs: Any) -> Whole:
+        """Return a copy of a module with whole, plain weights; every rank takes part."""
+        if not isinstance(model, nn.Module):
+            return Whole(model, args, kwargs)
+        memo: dict[int, Any] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            data = tensor.detach()
+            whole = data.full_tensor() if isinstance(data, DTensor) else data
+            whole = whole.clone()
+            if isinstance(tensor, nn.Parameter):
+                whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = whole
+        return Whole(copy.deepcopy(model, memo), args, kwargs)
+
+    def computed_by(self, reference: Any) -> Whole:
+        """Return the same call of another model, which is given these weights; None for this."""
+        if reference is None:
+            return self
+        if isinstance(reference, nn.Module):
+            reference.load_state_dict(self.model.state_dict())
+        return replace(self, model=reference)
+
+    def run(self, of_user: Loss | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Return outputs, loss and gradients by name, computed in a dtype, or in that of each."""
+
+        def convert(tensor: Tensor) -> Tensor:
+            new = tensor.detach().clone()
+            if dtype is not None and new.is_floating_point():
+                new = new.to(dtype)
+            return new.requires_grad_(tensor.requires_grad)
+
+        model = self.model
+        if isinstance(model, nn.Module):
+            model = copy.deepcopy(model)
+            model = model.to(dtype) if dtype is not None else model
+        args, kwargs = pytree.tree_map_only(Tensor, convert, (self.args, self.kwargs))
+        with nullcontext() if dtype is not None else _KernelsOfGPU():
+            outputs = model(*args, **kwargs)
+            loss = loss_of(outputs, of_user)
+            if self.with_backward and loss is not None and loss.requires_grad:
+                loss.backward()
+        return named(outputs, loss, gradients_of(model, args, kwargs))
+
+
+def compare(
+    whole: Whole, results: tuple[Any, Tensor | None, Mapping[str, Tensor]], of_user: Loss | None
+) -> tuple[dict[str, Difference], str]:
+    """Return how far results are from those of one process, or why that is not known."""
+    rehearsed = named(*results)
+    before = torch.get_rng_state()
+    try:
+        exact, own = whole.run(of_user, torch.float64), whole.run(of_user, None)
+    except Exception as error:  # a model may do anything on one process
+        said = next(iter(str(error).splitlines()), "")
+        return {}, f"one process cannot run the model: {type(error).__name__}: {said}"
+    if not torch.equal(before, torch.get_rng_state()):
+        return {}, (
+            "the model draws random numbers, and no two worlds draw the same; call eval(), or set"
+            " the probability of dropout to 0"
+        )
+    differences = {}
+    coarsest = _coarsest([*own.values(), *pytree.tree_leaves((whole.args, whole.kwargs))])
+    for name in dict.fromkeys((*rehearsed, *exact)):
+        value, truth = rehearsed.get(name), exact.get(name)
+        if value is None or truth is None or value.shape != truth.shape:
+            # One of them lacks it, such as a gradient, or has another shape.
+            differences[name] = Difference(math.inf, 0.0, "missing or of another shape")
+            continue
+        # A number is as exact as what it is computed from, whatever its own dtype.
+        of = coarsest if value.ndim == 0 else _dtype(own[name])
+        differences[name] = Difference(
+            distance(value, truth),
+            distance(own[name], truth),
+            of,
+            is_zero=not truth.double().nan_to_num(0, 0, 0).any(),
+        )
+    return differences, "" if differences else "it returns no tensor"
+
+
+def _coarsest(values: list[Any]) -> str:
+    names = [_dtype(one) for one in values if isinstance(one, Tensor)]
+    return max((name for name in names if name in ROUNDING), key=lambda name: ROUNDING[name])
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """Return |a - b| / |b| over all elements; infinite if any differ in being finite."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    if not actual.numel():
+        return 0.0
+    if (actual.isfinite() != expected.isfinite()).any():
+        return float("inf")
+    actual, expected = actual.nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0)
+    norm = expected.norm().item()
+    return (actual - expected).norm().item() / (norm or 1.0)

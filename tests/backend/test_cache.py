@@ -132,7 +132,7 @@ def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, is_distributed: b
 
 
 def key_of(**settings: Any) -> str:
-    plan_options = PlanOptions("contiguous", "auto", stages=0, keep_bytes=0)
+    plan_options = PlanOptions("auto", stages=0, keep_bytes=0)
     scheduling, _ = Scheduling.read({})
     values = {
         "enabled": True,

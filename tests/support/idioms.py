@@ -468,7 +468,7 @@ x + m.rows[$count.item() % 9]   x + m.rows[int($count) % 9 : int($count2) % 9 + 
 x * torch.zeros(int($count) % 5 + 1).numel()   x * (1 + len(x[x[..., 0] > 0])) / 8
 x * (1 + (x > 0.5).nonzero().shape[0]) / 64   x * x.detach().round().unique().numel() / 8
 for _ in range(int($count) % 3): x = x.sin(); x   for _ in range($count % 4): x = x * 1.1; x
-while x.abs().max() > 1.5: x = x / 2; x   while $number.abs() > 3: x = x / 2; x
+while x.abs().max() > 1.5: x = x / 2; x   while x.abs().$extreme() > 3: x = x / 2; x
 with torch.no_grad(): s = $number.item(); x * s
 with torch.no_grad(): s = torch.tensor($number.item()); x * s
 with torch.inference_mode(): s = $number.item(); x * s

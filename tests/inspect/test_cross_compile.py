@@ -33,6 +33,7 @@ from cp_inductor import (
 from cp_inductor.inspect.cross_compile import CrossCompiled
 from cp_inductor.tiles.kernel_table import KERNELS
 from tests.support.graphs import attend_causal, generate_code
+from tests.support.models import make
 from tests.support.ranks import fake_mesh, fake_rank, run_ranks, world_mesh
 from tests.support.reference import make_qkv
 from tests.support.wrapper import START, TILE
@@ -277,20 +278,8 @@ def check_is_of_cuda(compiled: CrossCompiled) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_models_of_hugging_face(name: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
+    pytest.importorskip("transformers")
+    model = make(name, num_hidden_layers=1, use_cache=False).bfloat16()
 
     class WithLoss(nn.Module):
         def __init__(self) -> None:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from cp_inductor import flex_gradients_on_cpu
+from tests.support.models import SIZES, STILL, make, make_reference
 from tests.support.ranks import run_ranks, world_mesh
 
 transformers = pytest.importorskip("transformers")
@@ -40,104 +42,39 @@ LOSS_TOLERANCE = 1e-6
 TOLERANCE = 1e-9
 INDUCTOR_TOLERANCE = 1e-5
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "attn_implementation": "sdpa",
-}
-GROUPED = {**SIZES, "num_key_value_heads": 2}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+def tiny(name: str, **more: Any) -> Callable[[], nn.Module]:
+    """Return what makes a model of the table of models."""
+    return partial(make, name, **more)
 
 
 def make_gpt2() -> nn.Module:
-    names = ("attn_pdrop", "resid_pdrop", "embd_pdrop")
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 64}
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(
-        **sizes, **ends, **dict.fromkeys(names, 0.0), attn_implementation="sdpa"
-    )
-    model = transformers.GPT2LMHeadModel(config)
+    model = make("GPT2LMHeadModel", bos_token_id=0, eos_token_id=0)
     model.loss_type = "ForCausalLM"  # not set, it is, with a warning in the middle of the graph
     return model
 
 
-def make_bart() -> nn.Module:
-    sizes = {
-        f"{side}_{name}": value
-        for side in ("encoder", "decoder")
-        for name, value in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 48))
-    }
-    config = transformers.BartConfig(
-        **sizes,
-        vocab_size=64,
-        d_model=32,
-        max_position_embeddings=128,
-        dropout=0.0,
-        attn_implementation="sdpa",
-    )
-    return transformers.BartForConditionalGeneration(config)
-
-
-def make_t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=64,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=1,
-        num_heads=4,
-        dropout_rate=0.0,
-        attn_implementation="sdpa",
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
 def make_vit() -> nn.Module:
-    sizes = {**SIZES, **NO_DROPOUT, "image_size": 32, "patch_size": 4}
+    sizes = {**SIZES, **STILL, "image_size": 32, "patch_size": 4}
+    torch.manual_seed(0)
     del sizes["vocab_size"], sizes["max_position_embeddings"]
     return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
 
 
-def family(name: str, **sizes: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        model, config = name.split("/")
-        return getattr(transformers, model)(getattr(transformers, config)(**sizes))
-
-    return make
-
-
-def gpt_oss(attention: str, experts: str) -> Callable[[], nn.Module]:
-    """Return what makes a model of experts whose attention has sinks."""
-    sizes = {
-        **{name: size for name, size in GROUPED.items() if name != "attn_implementation"},
-        "head_dim": 16,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 12,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }
-    how = {"attn_implementation": attention, "experts_implementation": experts}
-    make = family("GptOssForCausalLM/GptOssConfig", **sizes, **how)
-
-    def of() -> nn.Module:
-        model = make()
-        for name, parameter in model.named_parameters():
-            if name.endswith("sinks"):
-                nn.init.normal_(parameter)
-        return model
-
-    return of
+def make_gpt_oss(**more: Any) -> nn.Module:
+    """Make a model of experts whose attention has sinks that are not zero."""
+    model = make("GptOss", **more)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            nn.init.normal_(parameter)
+    return model
 
 
-def checkpointed(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def checkpointed(plain: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Compute every layer again in the backward; what its mask is computed from is outside."""
 
     def of() -> nn.Module:
-        model = make()
+        model = plain()
         model.activation_checkpointing_enable()
         return model.train()
 
@@ -168,13 +105,9 @@ class Case:
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-LLAMA = family("LlamaForCausalLM/LlamaConfig", **GROUPED)
-MISTRAL = family("MistralForCausalLM/MistralConfig", **GROUPED, sliding_window=12)
-FLEX = {**GROUPED, "attn_implementation": "flex_attention"}
-GEMMA = {name: size for name, size in GROUPED.items() if name != "attn_implementation"} | {
-    "head_dim": 16,
-    "sliding_window": 12,
-}
+LLAMA = tiny("Llama")
+MISTRAL = tiny("Mistral")
+FLEX = "flex_attention"
 CASES = (
     Case("llama", LLAMA),
     Case("llama, packed", LLAMA, ("packed",), frozenset({"causal, document equality"}), 31, 2),
@@ -195,12 +128,12 @@ CASES = (
         33,
         2,
     ),
-    Case("qwen2", family("Qwen2ForCausalLM/Qwen2Config", **GROUPED), batch=2),
+    Case("qwen2", tiny("Qwen2"), batch=2),
     Case("gpt2", make_gpt2, ("padding",), frozenset({"causal, key padding"}), 31, 2),
-    Case("gpt-neox", family("GPTNeoXForCausalLM/GPTNeoXConfig", **SIZES), seq_len=35),
+    Case("gpt-neox", tiny("GPTNeoX"), seq_len=35),
     Case(
         "bert",
-        family("BertForMaskedLM/BertConfig", **SIZES, **NO_DROPOUT),
+        tiny("BertForMaskedLM"),
         ("padding",),
         frozenset({"key padding"}),
         31,
@@ -209,16 +142,23 @@ CASES = (
     ),
     Case(
         "bart",
-        make_bart,
+        tiny("BartForConditionalGeneration"),
         ("padding", "decoder"),
         frozenset({"key padding", "causal"}),
         33,
         2,
     ),
-    Case("t5", make_t5, ("decoder",), frozenset({"full, bias", "causal, bias", "full"}), 33, 2),
+    Case(
+        "t5",
+        tiny("T5ForConditionalGeneration"),
+        ("decoder",),
+        frozenset({"full, bias", "causal, bias", "full"}),
+        33,
+        2,
+    ),
     Case(
         "llama, flex, packed",
-        family("LlamaForCausalLM/LlamaConfig", **FLEX),
+        tiny("Llama", attn_implementation=FLEX),
         ("packed",),
         frozenset({"causal, document equality"}),
         31,
@@ -227,7 +167,7 @@ CASES = (
     ),
     Case(
         "mistral, flex",
-        family("MistralForCausalLM/MistralConfig", **FLEX, sliding_window=12),
+        tiny("Mistral", attn_implementation=FLEX),
         (),
         frozenset({"causal, window 12"}),
         33,
@@ -236,21 +176,23 @@ CASES = (
     ),
     Case(
         "gemma2, flex",
-        family("Gemma2ForCausalLM/Gemma2Config", **GEMMA, attn_implementation="flex_attention"),
+        tiny("Gemma2"),
         masks=frozenset(
             {"causal, score 50*Tanh(0.02*s)", "causal, window 12, score 50*Tanh(0.02*s)"}
         ),
         seq_len=33,
-        reference=family("Gemma2ForCausalLM/Gemma2Config", **GEMMA, attn_implementation="eager"),
+        reference=partial(make_reference, "Gemma2"),
         tolerance=1e-6,  # its own attention takes the softmax in float32
     ),
     Case(
         "gpt_oss, flex",
-        gpt_oss("flex_attention", "batched_mm"),
+        partial(make_gpt_oss, experts_implementation="batched_mm"),
         masks=frozenset({"causal", "causal, window 12"}),
         seq_len=30,
         batch=2,
-        reference=gpt_oss("eager", "eager"),
+        reference=partial(
+            make_gpt_oss, attn_implementation="eager", experts_implementation="eager"
+        ),
         context=flex_sinks_on_cpu,
     ),
     Case("vit", make_vit, ("pixels",), frozenset({"full"}), 65, 2, {}),
@@ -340,9 +282,8 @@ def run_case(case: Case, backend: str, mesh: DeviceMesh) -> None:
     torch._dynamo.reset()
     counters.clear()
     models = []
-    for make in (case.make, case.reference or case.make):
-        torch.manual_seed(0)
-        models.append(make().double())
+    for build in (case.make, case.reference or case.make):
+        models.append(build().double())
     model, reference = models
     expected = reference(**inputs_of(case), **case.keywords)
     expected.loss.backward()

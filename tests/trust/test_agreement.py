@@ -214,42 +214,30 @@ def test_uneven_shards_are_refused_on_every_rank(form: str) -> None:
         )
 
 
-def check_lengths_that_were_agreed_on(form: str) -> str:
-    """All lengths have been agreed on; the last time, one holds 8 tokens and the other 9."""
-    mesh = impatient_mesh(2)
+def check_lengths(form: str, timeout_s: float, *lengths: tuple[int, int]) -> str:
+    """Attend with lengths of each rank in turn; return what the last error said, and where."""
+    mesh = impatient_mesh(timeout_s)
     attend = attend_in(form, mesh)
     rank, told = dist.get_rank(), ""
-    for lengths in ((8, 8), (9, 9), (7, 7), (8, 9)):
-        pieces = [t[:, :, : lengths[rank]].contiguous() for t in make_qkv(9)[:3]]
+    for held in lengths:
+        pieces = [t[:, :, : held[rank]].contiguous() for t in make_qkv(9)[:3]]
         try:
             attend(*pieces)
         except RuntimeError as error:
-            told = f"{lengths} {type(error).__name__}: {error}"
+            told = f"{held} {type(error).__name__}: {error}"
     return told
 
 
 @pytest.mark.parametrize("form", ["region", "dynamic"])
 def test_lengths_that_were_agreed_on_before(form: str) -> None:
-    told = run_ranks(2, check_lengths_that_were_agreed_on, form)
+    """The last time, one holds 8 tokens and the other 9."""
+    told = run_ranks(2, check_lengths, form, 2.0, (8, 8), (9, 9), (7, 7), (8, 9))
     assert_told_alike(told, "queries: 8 on each rank on rank 0, 9 on each rank on rank 1")
-
-
-def check_a_length_that_is_new_on_one_rank() -> str:
-    mesh = impatient_mesh(4)
-    attend = attend_in("region", mesh)
-    rank, told = dist.get_rank(), ""
-    for lengths in ((8, 8), (8, 9)):
-        pieces = [t[:, :, : lengths[rank]].contiguous() for t in make_qkv(9)[:3]]
-        try:
-            attend(*pieces)
-        except RuntimeError as error:
-            told = f"{lengths} {type(error).__name__}: {error}"
-    return told
 
 
 def test_a_length_that_is_new_on_one_rank_alone() -> None:
     """The rank with nothing to say waits in its exchange, and the other does not send."""
-    told = run_ranks(2, check_a_length_that_is_new_on_one_rank)
+    told = run_ranks(2, check_lengths, "region", 4.0, (8, 8), (8, 9))
     assert all(one.startswith("(8, 9) RanksDisagree") for one in told)
     assert "got it on rank 1, and ranks that ran on without it: rank 0: in " in told[1]
 

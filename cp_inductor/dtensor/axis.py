@@ -109,7 +109,8 @@ def batch_and_heads(query: DTensor, key: DTensor, value: DTensor) -> tuple[Place
     """Return placements that shard batch and heads as the first of these tensors does that may.
 
     A rank with some query heads must have exactly their key heads: (B, 12, S, D) and (B, 3, T, D)
-    over 2 ranks would give 6 query heads 2 key heads, in groups of 3 instead of 4.
+    over 2 ranks would give 6 query heads 2 key heads, in groups of 3 instead of 4. No rank may be
+    left without entries or heads, on which kernels fail: 4 over 3 ranks are 2, 2 and 0.
     """
     mesh = query.device_mesh
     placements: list[Placement] = []
@@ -122,6 +123,14 @@ def batch_and_heads(query: DTensor, key: DTensor, value: DTensor) -> tuple[Place
     num_heads, num_kv_heads = query.shape[HEADS_DIM], key.shape[HEADS_DIM]
     if num_heads != num_kv_heads and num_kv_heads % num_ranks:
         placements = [Replicate() if p == of_heads else p for p in placements]
+    for dim in (BATCH_DIM, HEADS_DIM):
+        smallest = min(query.shape[dim], key.shape[dim])
+        for axis, placement in enumerate(placements):
+            if placement == Shard(dim):
+                ranks = mesh.size(axis)
+                smallest -= (ranks - 1) * -(-smallest // ranks)
+        if smallest < 1:
+            placements = [Replicate() if p == Shard(dim) else p for p in placements]
     return tuple(placements)
 
 

@@ -57,9 +57,7 @@ _DECIDING = frozenset(
 )
 _COMPARING = frozenset({Tensor.equal, torch.equal, Tensor.allclose, torch.allclose})
 # After these, other code reads the memory, or another tensor shares it.
-_HANDING_OUT = frozenset(
-    {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__} | {Tensor.untyped_storage, Tensor.storage}
-)
+_HANDING_OUT = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.storage})
 _READING = (
     _DECIDING
     | _HANDING_OUT

@@ -21,7 +21,7 @@ from cp_inductor.plan.strategies import TABLE
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.run.own_transfers import reads_shard
 from tests.support.graphs import attend_causal
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
     assert_close,
@@ -213,41 +213,20 @@ def test_gradient_of_another_placement() -> None:
 
 
 def check_eager_refusals() -> None:
-    leaves, _, _ = sharded_leaves([Shard(2)], (2,))
-    query, key, value = leaves
-    mesh = query.device_mesh
-    mask = distribute_tensor(torch.zeros(8, 8), mesh, [Replicate()])
-    with pytest.raises(cp_inductor.UnsupportedAttention, match="attn_mask=None"):
-        F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    whole = key.redistribute(mesh, [Replicate()])
-    with pytest.raises(cp_inductor.UnsupportedPlacement, match="redistribute them alike"):
-        F.scaled_dot_product_attention(query, whole, whole)
+    mesh = world_mesh()
     three = [distribute_tensor(t, mesh, [Shard(2)]) for t in make_qkv(8, num_heads=3)[:3]]
-    with (
-        cp_inductor.config.patch(strategy="heads"),
-        pytest.raises(cp_inductor.UnsupportedStrategy, match="3 query"),
-    ):
-        F.scaled_dot_product_attention(*three)
+    # Dynamo propagates shapes through what is refused, and no graph is made of it all the same.
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+    with cp_inductor.config.patch(strategy="heads"):
+        for run in (F.scaled_dot_product_attention, compiled):
+            with pytest.raises(Exception, match="3 query") as raised:
+                run(*three)
+            is_own = isinstance(raised.value, cp_inductor.UnsupportedStrategy)
+            assert is_own == (run is not compiled)
 
 
 def test_eager_refusals() -> None:
     run_ranks(2, check_eager_refusals)
-
-
-def check_refusals_under_another_backend() -> None:
-    """Dynamo propagates shapes through what is refused, and no graph is made of it all the same."""
-    leaves, _, _ = sharded_leaves([Shard(2)], (2,))
-    mask = distribute_tensor(torch.zeros(8, 8), leaves[0].device_mesh, [Replicate()])
-
-    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-
-    with pytest.raises(Exception, match="attn_mask=None"):
-        torch.compile(model, backend="aot_eager", fullgraph=True)(*leaves)
-
-
-def test_refusals_under_another_backend() -> None:
-    run_ranks(2, check_refusals_under_another_backend)
 
 
 def check_another_backend() -> None:

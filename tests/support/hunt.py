@@ -49,6 +49,7 @@ from pathlib import Path
 from random import Random
 from types import ModuleType
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -278,7 +279,8 @@ class Model(nn.Module):
         self.register_buffer("seen", torch.zeros(WIDTH))
         text, modules = source_of(program)
         self.parts = nn.ModuleList(eval(module, vars(idioms)) for module in modules)
-        self.run = compile_source(text, f"program_{program.seed}")
+        # A smaller program, or a twin, has the same seed and other rows.
+        self.run = compile_source(text, f"program_{program.seed}_{crc32(text.encode())}")
 
     # Inputs have the names that `seq_dims` has.
     def forward(self, ids, labels, answers, places, keep, weights, image):

@@ -235,6 +235,7 @@ class SequenceRegion(RegionMode):
         if any(is_sequence_sharded(tensor) for tensor in given):
             query, key, value = (_with_whole_rows(t) for t in given)
             return func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+        _check_groups(query, key)
         local = [_without_placements(tensor) for tensor in given]
         width, of_values = query.shape[-1], value.shape[-1]
         if of_values < width:
@@ -435,6 +436,26 @@ def _without_placements(tensor: Tensor) -> Tensor:
             remedy="redistribute query, key and value before the attention",
         )
     return tensor.to_local()
+
+
+def _check_groups(query: Tensor, key: Tensor) -> None:
+    """Refuse shards of heads in which query heads would meet the key heads of another group."""
+    if not isinstance(query, DTensor) or not isinstance(key, DTensor) or key.shape[1] == 1:
+        return
+    ranks = 1
+    for axis, placement in enumerate(query.placements):
+        if placement == Shard(1):
+            ranks *= query.device_mesh.size(axis)
+    is_grouped = query.shape[1] != key.shape[1]
+    if query.placements != key.placements or (is_grouped and key.shape[1] % ranks):
+        refuse(
+            UnsupportedPlacement,
+            expected="queries and keys that are placed alike, and a number of key heads that"
+            " divides by the ranks which shard heads",
+            got=f"{query.shape[1]} query heads {query.placements}, {key.shape[1]} key heads"
+            f" {key.placements}",
+            remedy="redistribute them alike, or replicate heads, before the attention",
+        )
 
 
 def _with_whole_rows(tensor: Tensor) -> Tensor:

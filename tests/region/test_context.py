@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -42,7 +42,7 @@ from tests.support.combinations import (
 )
 from tests.support.comms import Counts
 from tests.support.graphs import attend_causal, recorded_capture
-from tests.support.ranks import run_ranks
+from tests.support.ranks import fake_rank, run_ranks
 from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
 
 # Imported once and for all: a patch of torch.nn.functional would not reach it.
@@ -829,3 +829,24 @@ def check_graph_break_between_dtensors() -> None:
 
 def test_eager_between_graphs_of_dtensors() -> None:
     run_ranks(2, check_graph_break_between_dtensors)
+
+
+def test_groups_of_heads_that_ranks_part() -> None:
+    """12 query heads and 3 key heads over 2 ranks: 6 query heads would meet 2 key heads."""
+    with fake_rank(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+
+        def heads(number: int, local: int) -> DTensor:
+            shape = torch.Size((1, number, 4, 8))
+            stride = torch.empty(shape).stride()
+            part = torch.zeros(1, local, 4, 8)
+            return DTensor.from_local(
+                part, mesh["tp"], [Shard(1)], run_check=False, shape=shape, stride=stride
+            )
+
+        query, key = heads(12, 6), heads(3, 2)
+        refused = pytest.raises(
+            cp_inductor.UnsupportedPlacement, match=r"12 query heads .*3 key heads"
+        )
+        with cp_inductor.context_parallel(mesh["cp"]), refused:
+            F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)

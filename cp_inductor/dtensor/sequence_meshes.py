@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_inductor.torch_private.groups import group_of
-from cp_inductor.torch_private.shardings import forget_shardings
 from cp_inductor.torch_private.traces import traces
 
 # The groups of mesh axes along which sequences lie, by the names of axis and group. Meshes over the
@@ -33,8 +32,6 @@ def hold_sequences_along(mesh: DeviceMesh, group_name: str) -> bool:
     group = group_of(group_name)
     new = [key for key in _axes_of(mesh) if key[1] == group_name and _SEQUENCES.get(key) != group]
     _SEQUENCES.update(dict.fromkeys(new, group))
-    if new:
-        forget_shardings()
     return bool(new)
 
 

@@ -96,7 +96,7 @@ def on_failed_sharding(
     setattr(dispatcher, CHOOSE, choose)
     setattr(dispatcher, RUN, run)
     choose_in_one_order()
-    forget_shardings()
+    forget_shardings()  # that C++ remembers, and would not ask for again
     _read_strided_shards_back()
     _place_strided_shards_in_numbers()
 

@@ -83,7 +83,6 @@ class RememberedShardings:
     def start(self) -> None:
         """Remember from now on."""
         self.end()
-        forget_shardings()
         propagator = DTensor._op_dispatcher.sharding_propagator
         self._thread = threading.get_ident()
         setattr(propagator, _CHOOSE, self._recall)

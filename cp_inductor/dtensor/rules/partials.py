@@ -70,26 +70,34 @@ def part_of(whole: Tensor, like: DTensor) -> Tensor:
 
 
 def makes_parts(op: torch._ops.OpOverload, args: tuple[Any, ...], output_spec: Any) -> bool:
-    """Whether what DTensor would return of an op is partial and must not be.
+    """Whether what DTensor would return of an op is partial, and more than a sum that may stay.
+
+    DTensor remembers its choice for all calls alike, so this does not depend on the mesh, which may
+    hold sequences later, nor on whether a backward runs: `compute_whole` asks for both.
 
     Args:
         op, args: of the call.
         output_spec: DTensor's choice for it: a DTensorSpec, several, or none.
     """
     specs = output_spec if isinstance(output_spec, (tuple, list)) else (output_spec,)
-    made = [
-        place
+    return any(
+        place.is_partial() and not (_is_sum(place) and _may_sum(op, args))
         for spec in specs
         for place in getattr(spec, "placements", ())
-        if place.is_partial() and not (_is_sum(place) and _may_sum(op, args))
-    ]
-    return bool(made) and holds_sequences(next(spec for spec in specs if spec is not None).mesh)
+    )
 
 
 def compute_whole(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-    """Compute an op as DTensor does, and make whole what it returns."""
-    results = dispatch_as_dtensor(op, args, kwargs)
-    return pytree.tree_map_only(DTensor, make_whole, results)
+    """Compute an op as DTensor does, and make whole what it returns, where sequences lie."""
+    # A checkpoint computes its forward anew in a backward, with gradients on.
+    is_gradient = is_in_backward() and not torch.is_grad_enabled()
+
+    def whole(tensor: DTensor) -> DTensor:
+        sums = [_is_sum(place) for place in tensor.placements if place.is_partial()]
+        may_stay = is_gradient and all(sums)
+        return tensor if may_stay or not holds_sequences(tensor.device_mesh) else make_whole(tensor)
+
+    return pytree.tree_map_only(DTensor, whole, dispatch_as_dtensor(op, args, kwargs))
 
 
 def _is_sum(place: Any) -> bool:
@@ -98,8 +106,6 @@ def _is_sum(place: Any) -> bool:
 
 
 def _may_sum(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    if op in PRODUCTS or (is_in_backward() and not torch.is_grad_enabled()):
-        return True
-    # What a linear op makes of sums. A checkpoint computes its forward anew with gradients on.
+    """Whether an op multiplies matrices, or is linear in what is a sum already."""
     tensors = (leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, DTensor))
-    return any(map(is_partial, tensors))
+    return op in PRODUCTS or any(map(is_partial, tensors))

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_inductor
 import cp_inductor.backend
 from cp_inductor import UnsupportedWrite
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import forget_compiles, run_ranks, world_mesh
 
 TOLERANCE = 1e-10  # float64
 LENGTHS = (8, 9)  # DTensor keeps partials of even shards alone
@@ -130,6 +130,7 @@ def check_compiled_numbers(backend: str, is_full: bool, names: tuple[str, ...]) 
             compiled = torch.compile(program, backend=backend, fullgraph=is_full, dynamic=False)
             with implicit_replication():
                 for length in LENGTHS:
+                    forget_compiles()  # each call makes a mesh of its own, equal to the last
                     assert_same((name, how, length), program, length, compiled)
 
 
@@ -176,6 +177,7 @@ def check_reduced(backend: str | None) -> None:
         if backend:
             run = torch.compile(program, backend=backend, fullgraph=True, dynamic=False)
         for length in LENGTHS:
+            forget_compiles()  # each call makes a mesh of its own, equal to the last
             with implicit_replication():
                 assert_same((name, length), program, length, run)
 

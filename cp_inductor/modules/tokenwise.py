@@ -32,9 +32,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.libraries import libraries
-from cp_inductor.modules.local_weights import (
+from cp_inductor.modules.reading import (
     ReadsLocally,
-    check_weights,
     computing,
     locally,
     read_locally,
@@ -76,14 +75,8 @@ class _Routing(ReadsLocally):
     """Gives this rank's tokens to methods, and wraps what they return."""
 
     def _on_shards(self, method: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(tokens, DTensor):
-            raise UnsupportedPlacement(
-                site=type(self).__name__,
-                expected="tokens as a DTensor, as the weights are",
-                got="a plain tensor",
-                remedy="distribute the input of the model on the same mesh",
-            )
-        check_weights(self)
+        if not isinstance(tokens, DTensor):  # the model runs as on one process
+            return method(tokens, *args, **kwargs)
         mesh, given = tokens.device_mesh, tokens.placements
         # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
         dims = 2 if tokens.ndim > 2 else 1

@@ -25,6 +25,10 @@ from typing import Any, Protocol
 
 import torch
 
+from cp_inductor.torch_private.dtensor import (
+    are_plain_tensors_replicated,
+    replicate_plain_tensors,
+)
 from cp_inductor.torch_private.shardings import RememberedShardings
 from cp_inductor.torch_private.symbolic_dtensor import SymbolicLengths
 
@@ -80,12 +84,13 @@ class Traces:
     @contextmanager
     def switched(self, is_ours: bool) -> Iterator[None]:
         """Within this context, what Dynamo traces is ours, or is not."""
-        before = self.is_ours
+        before, were_replicated = self.is_ours, are_plain_tensors_replicated()
         self._switch(is_ours)
         try:
             yield
         finally:
             self._switch(before)
+            replicate_plain_tensors(were_replicated)  # a parallelized model switches it on
 
     def _switch(self, is_ours: bool) -> None:
         if is_ours == self.is_ours:

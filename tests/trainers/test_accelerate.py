@@ -6,7 +6,6 @@ has settings of its own, and each run is compared with one process.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
-from cp_inductor.integrations.replicas import distribute_with_optimizers
 from tests.support.processes import run_python
-from tests.support.ranks import fake_mesh, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.trainers import (
     CAUSAL,
     CHECKPOINTED,
@@ -529,13 +526,3 @@ def refuse(what: str) -> str:
 def test_refusals(what: str, said: str) -> None:
     for message in run_ranks(3, refuse, what):
         assert said in message
-
-
-def test_optimizers_that_follow_are_not_warned_of() -> None:
-    """Plain `distribute` warns of them."""
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    with fake_mesh(0, 2) as mesh, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        distribute_with_optimizers(model, mesh, [optimizer])
-    assert optimizer.param_groups[0]["params"][0] is model.weight

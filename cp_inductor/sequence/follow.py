@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -278,8 +279,11 @@ class Typer(OpWatcher):
     def attended(self, out: Tensor, tensors: Sequence[Tensor], *, is_local: bool) -> None:
         """Give the result of an attention its type."""
         found = self.shards(out, ATTENDED_DIM)
+        given = [self._type_attended(tensor) for tensor in tensors]
+        if isinstance(found, Shards) and isinstance(given[0], Shards):
+            # The result may be wrapped, and then as long as the whole.
+            found = replace(found, is_even=given[0].is_even)
         if is_local:
-            given = [self._type_attended(tensor) for tensor in tensors]
             found = next((one for one in given if isinstance(one, Mixed)), given[0])
             dims = {one.dim for one in given if isinstance(one, Shards)}
             if (isinstance(found, Same) and dims) or dims - {ATTENDED_DIM}:

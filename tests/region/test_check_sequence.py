@@ -317,6 +317,13 @@ def test_lengths_of_one_graph(mesh: DeviceMesh) -> None:
             run(x).backward()
 
 
+def test_a_mean_behind_an_attention(mesh: DeviceMesh) -> None:
+    model, x = Model(), torch.randn(BATCH, 2 * LENGTH + 1, WIDTH)
+    region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
+    with pytest.raises(cp_inductor.SequenceMixed, match="unequally long"), region:
+        compile_here(lambda x: model.attend(x).mean())(x).backward()
+
+
 def test_a_dim_that_is_named(mesh: DeviceMesh) -> None:
     model = Model()
 

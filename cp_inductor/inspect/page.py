@@ -21,12 +21,12 @@ from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.inspect.cross_compile import CrossCompiled
-from cp_inductor.inspect.explain import AttentionReport
 from cp_inductor.plan import Machine, Plan
 from cp_inductor.plan.columns import DESTINATION, SOURCE
 from cp_inductor.plan.planner import (
@@ -55,7 +55,7 @@ pre { max-height: 30rem; overflow: auto } pre b { color: #56b4e9 } pre b.wait { 
 def page_of(
     title: str,
     facts: Mapping[str, str],
-    attentions: Sequence[AttentionReport],
+    attentions: Sequence[Any],
     compiled: CrossCompiled | None = None,
 ) -> str:
     """Return the page of a report.
@@ -63,14 +63,14 @@ def page_of(
     Args:
         title: of the page.
         facts: what the report is about, by name.
-        attentions: of the report.
+        attentions: the `AttentionReport` of each.
         compiled: what to show of the compiled program, if anything.
 
     Raises:
         InvalidArgument: matplotlib is not installed.
     """
     check_matplotlib()
-    alike: dict[str, list[AttentionReport]] = {}
+    alike: dict[str, list[Any]] = {}
     plans: dict[tuple[str, int, str], list[str]] = {}
     for one in attentions:
         alike.setdefault(str(replace(one, site="")), []).append(one)

@@ -490,6 +490,9 @@ def is_program(program: Program) -> bool:
     """
     if program.way in GROUPS["plain"] and "length" in program.tags:
         return False
+    # Compilers run a checkpoint's writes to buffers once, eager code twice.
+    if program.way in COMPILED and program.mode == "checkpoint" and "Batch" in str(program.steps):
+        return False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

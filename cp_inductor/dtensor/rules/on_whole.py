@@ -128,9 +128,19 @@ class _OfPlainShards:
 def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = bind_arguments(op, args, kwargs)
     tensor, offset = bound["self"], bound["storage_offset"]
-    is_same = tensor.size() == tuple(bound["size"]) and tensor.stride() == tuple(bound["stride"])
+    # The stride of a dim of size 1 says nothing.
+    strides = zip(tensor.size(), tensor.stride(), bound["stride"], strict=False)
+    is_same = tensor.size() == tuple(bound["size"])
+    is_same = is_same and all(size == 1 or own == asked for size, own, asked in strides)
     if is_same and (offset is None or tensor.storage_offset() == offset):
         return aten.alias.default(tensor)
+    part = tensor.to_local()
+    if (
+        all(place.is_replicate() for place in tensor.placements)
+        and part.stride() == tensor.stride()
+    ):
+        view = op(part, *args[1:], **kwargs)
+        return as_view(op, args, kwargs, replicated(view, tensor.device_mesh))
     raise UnsupportedPlacement(
         site=f"{op} ({user_line()})",
         expected="views that ranks can take of their parts",

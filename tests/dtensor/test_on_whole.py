@@ -290,6 +290,10 @@ def check_refusals() -> None:
             torch.zeros(2, 9, 8, dtype=x.dtype)[:, :LENGTH].add_(x)
         with pytest.raises(CPError, match=r"as_strided.*use unfold or slices"):
             x.as_strided((2, 3), (1, 2))
+        before = x.full_tensor()
+        with pytest.raises(CPError, match=r"a plain tensor of shape \(2, 7, 8\); distribute it"):
+            x.data = inputs()[0] + 1
+        assert torch.equal(x.full_tensor(), before)
         # What is wrong on one process has the error of one process.
         with pytest.raises(RuntimeError, match="Number of elements of source") as raised:
             x.masked_scatter(x > 0, rows(2))

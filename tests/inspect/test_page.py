@@ -15,7 +15,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 pytest.importorskip("matplotlib")
 
-from cp_inductor import explain
+from cp_inductor import Report, explain
 from cp_inductor.__main__ import main
 from cp_inductor.inspect.page import bytes_between, held_bytes
 from cp_inductor.plan import plan_attention
@@ -33,8 +33,8 @@ def pictures(page: str) -> list[np.ndarray]:
     return [imread(BytesIO(base64.b64decode(data))) for data in found]
 
 
-def written(report: object, folder: Path) -> str:
-    report.html(folder / "report.html")  # type: ignore[attr-defined]
+def written(report: Report, folder: Path) -> str:
+    report.html(folder / "report.html")
     page = (folder / "report.html").read_text()
     assert not re.search(r"<script|<(link|iframe)|src=\"http", page)
     assert len(page) < 500_000

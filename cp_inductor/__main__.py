@@ -69,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_code(commands)
     _add_estimate(commands)
     what = "measure the ranks of a torchrun and their links, for --machine calibrated"
-    calibrate = _add_command(commands, "calibrate", what, "calibrate", "calibrate --json")
+    examples = ("calibrate", "calibrate --json")
+    ranks = "torchrun --nproc-per-node 8"
+    calibrate = _add_command(commands, "calibrate", what, *examples, launcher=ranks)
     calibrate.set_defaults(run=_calibrate)
     calibrate.add_argument("--json", action="store_true", help="print one JSON object")
     what = "check torch, triton, caches, compilers, process groups"
@@ -85,8 +87,10 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
     """Defaults are printed, and examples stay lines."""
 
 
-def _add_command(commands: Any, name: str, what: str, *examples: str) -> Any:
-    lines = "\n".join(f"  python -m cp_inductor {example}" for example in examples)
+def _add_command(
+    commands: Any, name: str, what: str, *examples: str, launcher: str = "python"
+) -> Any:
+    lines = "\n".join(f"  {launcher} -m cp_inductor {example}" for example in examples)
     return commands.add_parser(
         name, help=what, description=what, epilog=f"examples:\n{lines}", formatter_class=_Formatter
     )
@@ -243,7 +247,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         " (model, args), optionally followed by kwargs and options",
     )
     parser.add_argument("--world-size", type=size, required=True, help="number of ranks")
-    parser.add_argument("--target", default="cuda:sm_90", help="cpu, cuda:sm_90, cuda:h200, ...")
+    parser.add_argument("--target", default="cuda:sm_90", help="cpu, h200, cuda:sm_90, ...")
     parser.add_argument("--mesh-shape", type=_numbers, help="such as 2,4; by default one axis")
     parser.add_argument("--mesh-names", type=_words, help="such as dp,cp")
     parser.add_argument("--inference", action="store_true", help="compile without gradients")
@@ -304,12 +308,12 @@ def _explain(args: argparse.Namespace) -> tuple[str, bool]:
     from cp_inductor.inspect.compile_for import target_for_code
     from cp_inductor.inspect.cross_compile import cross_compile_here
     from cp_inductor.inspect.explain import explain
-    from cp_inductor.inspect.page import check_plotly
+    from cp_inductor.inspect.page import check_matplotlib
 
     _check_rank(args)
     target = None
     if args.html is not None:
-        check_plotly()
+        check_matplotlib()
         target = target_for_code(args.target) if args.compiled else None
     with _example(args) as (example, options), torch.set_grad_enabled(not args.inference):
         kwargs = dict(example.kwargs or {})
@@ -374,9 +378,10 @@ def _code(args: argparse.Namespace) -> tuple[str, bool]:
 def _estimate(args: argparse.Namespace) -> tuple[str, bool]:
     import torch
 
-    from cp_inductor.inspect.estimate import States, estimate_here, target_of
+    from cp_inductor.inspect.compile_for import target_for_code
+    from cp_inductor.inspect.estimate import States, estimate_here
 
-    target = target_of(args.target)
+    target = target_for_code(args.target)
     args.rank = args.world_size // 2 if args.rank is None else args.rank
     _check_rank(args)
     dtype = None if args.held_dtype is None else getattr(torch, args.held_dtype)

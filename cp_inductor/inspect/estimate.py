@@ -209,16 +209,6 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / (GIB if is_large else MIB):.3g} {'GiB' if is_large else 'MiB'}"
 
 
-def target_of(name: str) -> Target:
-    """Return the target of an estimate, whose "cuda:" may be left out.
-
-    Raises:
-        UnsupportedTarget: the name is unknown.
-        MissingTriton: it is a GPU, and triton is not installed.
-    """
-    return target_for_code(name if name == "cpu" or ":" in name else f"cuda:{name}")
-
-
 def estimate(
     model: Callable[..., Any],
     args: Sequence[Any] | Callable[[DeviceMesh], Sequence[Any]] = (),
@@ -244,7 +234,7 @@ def estimate(
             the options is also what prices; by default, nodes of 8 of the target, NVLink within
             and 400 Gbit/s for each rank between them.
         mesh_shape: of the mesh over all ranks, such as (8,).
-        target: "h100", "a100", "h200", "b200", or "cpu" with a machine.
+        target: as in `cross_compile`, such as "h100"; "cpu" with a machine.
         rank: the global rank; by default the middle one.
         checkpoint: "layers": each layer is computed again in the backward, from its inputs.
             "offload": the same, and the inputs wait in the host's memory. "none": as the model has
@@ -262,7 +252,7 @@ def estimate(
         CPError: an attention cannot be rewritten; the target or the mesh does not exist; the
             machine is none of the target, or none is given for a CPU.
     """
-    chip = target_of(target)
+    chip = target_for_code(target)
     world_size = math.prod(mesh_shape)
     rank = world_size // 2 if rank is None else rank
     with pretended_world(rank, world_size, mesh_shape, mesh_dim_names) as mesh:

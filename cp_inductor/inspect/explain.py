@@ -19,18 +19,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import attention as torchs
 
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
-from cp_inductor.dtensor.recipe import lengths_at_run_time
+from cp_inductor.dtensor.recipe import lengths_at_run_time, make_recipe
 from cp_inductor.errors import CPError
 from cp_inductor.inspect.cross_compile import CrossCompiled, Done, fresh_function
 from cp_inductor.inspect.scans import ScanReport, find_scans
@@ -158,11 +160,13 @@ class Report:
         attentions: in the order of the model. Empty if the model does not become one graph.
         graph_break: why Dynamo does not capture the model as one graph; "" if it does.
         scans: the modules of which each rank computes its own tokens by passing on states.
+        about: the model, the world, and the target, by name.
     """
 
     attentions: tuple[AttentionReport, ...]
     graph_break: str = ""
     scans: tuple[ScanReport, ...] = ()
+    about: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""
@@ -178,7 +182,8 @@ class Report:
 
         It has every attention with its line, and why it is refused; and of each plan a picture of
         who computes what, the predicted timeline of all ranks, who sends how much to whom, the
-        memory over time, what `strategy="auto"` weighs, and the program of this rank.
+        memory over time, what `strategy="auto"` weighs, and the program of this rank. Where the
+        batch decides the plan, this is the plan of all pairs that some batch may have.
 
         Args:
             path: of the file.
@@ -186,11 +191,14 @@ class Report:
                 shown, with starts and waits of exchanges marked.
 
         Raises:
-            InvalidArgument: plotly is not installed (``pip install 'cp-inductor[html]'``).
+            InvalidArgument: matplotlib is not installed (``pip install 'cp-inductor[draw]'``).
         """
         from cp_inductor.inspect.page import page_of
 
-        Path(path).write_text(page_of(self.attentions, self.headline, compiled))
+        machines = {one.facts["machine"] for one in self.attentions if one.facts}
+        now = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, torch {torch.__version__}"
+        about = {**self.about, "machine": ", ".join(sorted(machines)), "written": now}
+        Path(path).write_text(page_of(self.headline, about, self.attentions, compiled))
 
     @property
     def headline(self) -> str:
@@ -250,7 +258,9 @@ def explain(
         scans=scans,
         chip="" if chip is None else chip.chip,
     )
-    model = fresh_function(getattr(model, "_orig_mod", model))
+    model = getattr(model, "_orig_mod", model)
+    about = {"model": getattr(model, "__qualname__", type(model).__name__), "target": target or ""}
+    model = fresh_function(model)
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
     try:
         with compile_state_kept(), suppress(Done):
@@ -261,8 +271,11 @@ def explain(
         reason = named or graph_break_reason(error)
         if reason is None:
             raise
-        return Report((), reason)
-    return Report(tuple(found), scans=tuple(scans))
+        return Report((), reason, about=about)
+    axes = {f"{a.facts['world_size']} on {a.facts['axis']}" for a in found if a.facts}
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    about["world"] = "; ".join([_count(ranks, "rank"), *sorted(axes)])
+    return Report(tuple(found), scans=tuple(scans), about=about)
 
 
 def _explain_graph(
@@ -299,13 +312,13 @@ def _report(name: str, verdict: Site | CPError | None, chip: str) -> AttentionRe
     facts, rate = _facts(verdict), _rate(verdict, chip)
     if rate is not None:
         facts |= {"flops_per_s": rate.forward, "rate_source": rate.source}
-    if verdict.attention.is_per_batch:
-        return AttentionReport(name, "rewritten", {}, facts)
-    recipe, rank, batch = verdict.attention.recipe, verdict.axis.rank, verdict.batch
     options = verdict.plan_options
     query = verdict.query.meta["example_value"]
     machine = Machine() if options is None else options.machine_of(verdict.axis, query)
     facts["machine"] = machine.format()
+    if verdict.attention.is_per_batch:
+        return AttentionReport(name, "rewritten", {}, facts)
+    recipe, rank, batch = verdict.attention.recipe, verdict.axis.rank, verdict.batch
     measured = (0.0, 0.0) if rate is None else (rate.forward, rate.backward)
     machines = [machine.with_speeds(0, flops_per_s) for flops_per_s in measured]
     forward = _of_plan(forward_plan(recipe), rank, batch, machines[0])
@@ -321,8 +334,11 @@ def _facts(site: Site) -> dict[str, Any]:
     query, key = (node.meta["example_value"] for node in (site.query, site.key))
     if this.is_per_batch:
         assert site.plan_options is not None
-        lengths = lengths_at_run_time(site.plan_options, site.axis, query, key, site=site.name)
+        here: Any = site.plan_options, site.axis, query, key
+        lengths = lengths_at_run_time(*here, site=site.name)
         plan = ("planned once per batch", this.source.stages, 0)
+        rule = this.source.rule
+        recipe = make_recipe(*here, rule=rule, dtype=site.dtype, site=site.name)
     else:
         recipe = this.recipe
         lengths = (recipe.query_length, recipe.key_length)
@@ -340,7 +356,7 @@ def _facts(site: Site) -> dict[str, Any]:
         "head_dim": size_hint(query.shape[-1]),
         "dtype": str(site.dtype).removeprefix("torch."),
         "kernel": this.kernel,
-        "recipe": "" if this.is_per_batch else this.recipe.format(),
+        "recipe": recipe.format(),
         "why_kernel": site.why_kernel,
         "implementation": _implementation(this.kernel),
         "kernel_under_mask": "" if _is_plain(site) else KERNELS[this.kernel].under_rule.name,

@@ -1,29 +1,34 @@
-"""Write a report as one page of HTML, which needs no network: plotly draws, and stands in the page.
+"""Write a report as one page of HTML, which needs no network and no script; matplotlib draws.
 
-    attentions   found or refused, with their lines, and why
-    each plan    who computes what, for all heads . the timeline of all ranks . bytes from whom to
-                 whom . memory over time . what strategy="auto" weighs . the program of this rank
+    what, where, when
+    attentions   found or refused, with their lines, and why; those alike together
+    each plan    who computes what, for all heads . when . what from whom to whom . memory over time
+                 . what strategy="auto" weighs . the program of this rank
     the program  the lowered graph and the generated code, starts and waits marked; if compiled
 
-Attentions with the same plan share its pictures.
+Attentions with the same plan share its pictures. Where the batch decides, the page has the plan of
+all pairs that the mask allows for some batch.
 """
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from importlib.util import find_spec
-from typing import Any, Protocol
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
 from cp_inductor.errors import InvalidArgument
+from cp_inductor.inspect.cross_compile import CrossCompiled
 from cp_inductor.plan import Machine, Plan
-from cp_inductor.plan.colors import colors_of
 from cp_inductor.plan.columns import DESTINATION, SOURCE
-from cp_inductor.plan.picture import MAX_PANELS, Panel, panels_of
 from cp_inductor.plan.planner import (
     MAX_IMBALANCE,
     NEGLIGIBLE,
@@ -35,73 +40,50 @@ from cp_inductor.plan.planner import (
 from cp_inductor.plan.text import format_program
 from cp_inductor.plan.timeline import loads_of
 
-# Cells of a side of a picture, and of the matrix of bytes.
-FINE, COARSE, MAX_ENDS = 512, 128, 256
-GRAY = "#888888"
+# Ends of a side of the matrix of bytes; with more ranks, each stands for several.
+MAX_ENDS = 256
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }
 body { margin: 1.5rem auto; padding: 0 1rem; max-width: 75rem }
-.wide { overflow-x: auto } table { border-collapse: collapse }
+img { max-width: 100% } .wide { overflow-x: auto } table { border-collapse: collapse }
 td, th { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top }
 .chosen { font-weight: bold } .rewritten { color: #009e73 } .refused { color: #d55e00 }
 pre { max-height: 30rem; overflow: auto } pre b { color: #56b4e9 } pre b.wait { color: #e69f00 }
 """
 
 
-class Attention(Protocol):
-    """What the page reads of an `AttentionReport`."""
-
-    @property
-    def site(self) -> str: ...  # noqa: D102
-
-    @property
-    def verdict(self) -> str: ...  # noqa: D102
-
-    @property
-    def refusal(self) -> Mapping[str, str]: ...  # noqa: D102
-
-    @property
-    def facts(self) -> Mapping[str, Any]: ...  # noqa: D102
-
-
-class Compiled(Protocol):
-    """What the page reads of a `CrossCompiled`."""
-
-    @property
-    def rank(self) -> int: ...  # noqa: D102
-
-    @property
-    def graphs(self) -> Mapping[str, Any]: ...  # noqa: D102
-
-    @property
-    def code(self) -> Mapping[str, str]: ...  # noqa: D102
-
-
-def page_of(attentions: Sequence[Attention], title: str, compiled: Compiled | None = None) -> str:
+def page_of(
+    title: str,
+    facts: Mapping[str, str],
+    attentions: Sequence[Any],
+    compiled: CrossCompiled | None = None,
+) -> str:
     """Return the page of a report.
 
     Args:
-        attentions: of the report.
         title: of the page.
+        facts: what the report is about, by name.
+        attentions: the `AttentionReport` of each.
         compiled: what to show of the compiled program, if anything.
 
     Raises:
-        InvalidArgument: plotly is not installed.
+        InvalidArgument: matplotlib is not installed.
     """
-    check_plotly()
-    from plotly.offline import get_plotlyjs
-
-    sites: dict[tuple[str, int, str], list[str]] = {}
+    check_matplotlib()
+    alike: dict[str, list[Any]] = {}
+    plans: dict[tuple[str, int, str], list[str]] = {}
     for one in attentions:
+        alike.setdefault(str(replace(one, site="")), []).append(one)
         if one.facts.get("recipe"):
             key = one.facts["recipe"], one.facts["rank"], one.facts["machine"]
-            sites.setdefault(key, []).append(one.site)
-    parts = [
-        f"<h1>{escape(title)}</h1>",
-        _table(("attention", "verdict", "what, and why"), map(_row, attentions)),
-    ]
-    for key, of in sites.items():
-        parts += [f"<h2>The plan of {escape(', '.join(of))}</h2>", *_plan(*key)]
+            plans.setdefault(key, []).append(one.site)
+    rows = ([name, escape(value, quote=False)] for name, value in facts.items() if value)
+    parts = [f"<h1>{escape(title)}</h1>", _table((), rows)]
+    for text, (first, *others) in alike.items():
+        sites = escape(", ".join(one.site for one in (first, *others)))
+        parts.append(f'<h2 class="{first.verdict}">{sites}</h2><pre>{escape(text.strip())}</pre>')
+    for key, sites_of_plan in plans.items():
+        parts += [f"<h2>The plan of {escape(', '.join(sites_of_plan))}</h2>", *_plan(*key)]
     if compiled is not None:
         for name, graph in compiled.graphs.items():
             text = graph.print_readable(print_output=False)
@@ -111,23 +93,23 @@ def page_of(attentions: Sequence[Attention], title: str, compiled: Compiled | No
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style>"
-        f"<script>{get_plotlyjs()}</script></head><body>{''.join(parts)}</body></html>"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>{''.join(parts)}</body>"
+        "</html>"
     )
 
 
-def check_plotly() -> None:
-    """Check that plotly is installed; ask before anything takes time.
+def check_matplotlib() -> None:
+    """Check that matplotlib is installed; ask before anything takes time.
 
     Raises:
         InvalidArgument: it is not.
     """
-    if find_spec("plotly") is None:
+    if find_spec("matplotlib") is None:
         raise InvalidArgument(
             site="html",
-            expected="plotly, which draws",
+            expected="matplotlib, which draws",
             got="an installation without it",
-            remedy="pip install 'cp-inductor[html]'",
+            remedy="pip install 'cp-inductor[draw]'",
         )
 
 
@@ -145,17 +127,6 @@ def _marked(text: str) -> str:
     return f"<p>Blue lines start exchanges, orange lines wait.</p><pre>{chr(10).join(lines)}</pre>"
 
 
-def _row(one: Attention) -> tuple[str, str, str]:
-    what = one.refusal or {
-        name: value
-        for name, value in one.facts.items()
-        if name not in ("recipe", "stages_kept") and value not in (None, "")
-    }
-    texts = [f"{escape(name)}: {escape(str(value))}" for name, value in what.items()]
-    verdict = f'<span class="{one.verdict}">{one.verdict}</span>'
-    return escape(one.site), verdict, ("<br>" if one.refusal else ", ").join(texts)
-
-
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], chosen: int = -1) -> str:
     lines = [
         f'<tr class="{"chosen" if number == chosen else ""}">'
@@ -171,157 +142,70 @@ def _plan(text: str, rank: int, machine_text: str) -> list[str]:
     """Return what the page has of one plan."""
     recipe, machine = Recipe.parse(text), Machine.parse(machine_text)
     plan, backward = forward_plan(recipe), backward_plan(recipe)
-    parts = ["<h3>Who computes what</h3>", _tiles(plan)]
-    for one in (plan, backward):
-        name = one.direction.value
-        parts += [f"<h3>Timeline of the {name}, as predicted</h3>", _timeline(one, machine)]
-        parts += [f"<h3>Bytes of the {name}, from whom to whom</h3>", _bytes(one)]
-        parts += [f"<h3>Memory of the {name}, over time</h3>", _memory(one, rank, machine)]
+    with TemporaryDirectory() as folder:
+        plan.draw(path := Path(folder) / "plan.png")
+        tiles = _image(path.read_bytes(), "who computes what")
+    parts = ["<h3>Who computes what</h3>", tiles]
+    parts += ["<h3>When, from whom to whom, and what it takes</h3>"]
+    parts += [_course(one, rank, machine) for one in (plan, backward)]
     parts += ['<h3>What strategy="auto" weighs</h3>', _alternatives(recipe, machine)]
     for one in (plan, backward):
         parts += [f"<h3>The {one.direction.value} of rank {rank}</h3>", _program(one, rank)]
     return parts
 
 
-def _figure(figure: Any, height: int, least_width: int = 320) -> str:
-    """Return a figure; where the window is narrower than its least width, it scrolls."""
-    figure.update_layout(
-        height=height,
-        margin={"l": 60, "r": 10, "t": 60, "b": 40},  # above: the buttons
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"color": GRAY},
-    )
-    figure.update_xaxes(showgrid=False, zeroline=False)
-    figure.update_yaxes(showgrid=False, zeroline=False)
-    config = {"responsive": True, "displaylogo": False}
-    html = figure.to_html(full_html=False, include_plotlyjs=False, config=config)
-    return f'<div class="wide"><div style="min-width:{least_width}px">{html}</div></div>'
+def _image(png: bytes, what: str) -> str:
+    return f'<img alt="{what}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
-def _tiles(plan: Plan) -> str:
-    """Draw a panel for all heads that the same ranks compute; cells have the colors of ranks."""
-    from plotly.graph_objects import Heatmap
-    from plotly.subplots import make_subplots
+def _course(plan: Plan, rank: int, machine: Machine) -> str:
+    """Draw the predicted timeline of all ranks, who sends how much to whom, and memory."""
+    from matplotlib.figure import Figure
 
-    panels = list(panels_of(plan))
-    shown, num_ranks = panels[:MAX_PANELS], plan.grid.world_size
-    columns = min(4, len(shown))
-    rows = -(-len(shown) // columns)
-    titles = [panel.title for panel in shown]
-    height = 240 * rows + 100
-    spacing = 50 / height
-    figure = make_subplots(
-        rows, columns, subplot_titles=titles, shared_yaxes=True, vertical_spacing=spacing
-    )
-    colors = ["rgba(0,0,0,0)", *colors_of(num_ranks)]  # the first one where nobody computes
-    edges = np.linspace(0, 1, len(colors) + 1)
-    scale = [[edge, color] for at, color in enumerate(colors) for edge in edges[at : at + 2]]
-    num_cells = min(plan.grid.num_chunks, FINE if len(shown) <= 4 else COARSE)
-    num_cells = max(num_cells, min(COARSE, plan.grid.query_length))
-    for number, panel in enumerate(shown):
-        cells = _cells(plan, panel, num_cells)
-        trace = Heatmap(
-            z=cells,
-            zmin=-1.5,
-            zmax=num_ranks - 0.5,
-            colorscale=scale,
-            showscale=False,
-            hovertemplate="queries %{y}, keys %{x}: rank %{z}<extra></extra>",
-        )
-        figure.add_trace(trace, number // columns + 1, number % columns + 1)
-    figure.update_yaxes(autorange="reversed", showticklabels=False, title=None)
-    figure.update_xaxes(showticklabels=False)
-    more = len(panels) - len(shown)
-    note = f"<p>and {more} more groups of heads</p>" if more else ""
-    legend = ", ".join(
-        f'<span style="color:{color}">■</span> rank {rank}'
-        for rank, color in enumerate(colors[1:17])
-    )
-    rest = f" and {num_ranks - 16} more" if num_ranks > 16 else ""
-    head = f"<p>Rows are queries, columns are keys: {legend}{rest}. Drag to zoom.</p>"
-    return head + _figure(figure, height, 180 * columns) + note
-
-
-def _cells(plan: Plan, panel: Panel, size: int) -> np.ndarray:
-    """Return (size, size): the rank that computes the middle of each cell; -1 where nobody does."""
-    cells = np.full((size, size), -1, dtype=np.int16)
-    queries, keys = (
-        (np.arange(size) + 0.5) * length / size
-        for length in (plan.grid.query_length, plan.grid.key_length)
-    )
-    for rank, corners, _ in panel.areas:
-        (left, right), (top, bottom) = (
-            (min(side), max(side)) for side in zip(*corners, strict=True)
-        )
-        first, last = np.searchsorted(queries, (top, bottom))
-        start, stop = np.searchsorted(keys, (left, right))
-        part = cells[first:last, start:stop]
-        if len(corners) == 3:
-            below = queries[first:last, None] - top >= keys[None, start:stop] - left
-            part[below] = rank
-        else:
-            part[:] = rank
-    return cells
-
-
-def _timeline(plan: Plan, machine: Machine) -> str:
-    """Draw two lanes for each rank: its tiles, and what it exchanges."""
-    from plotly.graph_objects import Bar, Figure
-
+    figure = Figure(figsize=(15, 4), layout="constrained")
+    times, ends, memory = figure.subplots(1, 3)
     events = loads_of(plan, machine).events(machine)
     ranks = np.arange(plan.grid.world_size)
-    figure = Figure()
     for event in events:
-        figure.add_trace(
-            Bar(
-                name=event.name,
-                y=ranks + (0.2 if event.is_exchange else -0.2),
-                x=event.seconds * 1e3,
-                base=event.start_s * 1e3,
-                width=0.36,
-                orientation="h",
-                marker={
-                    "color": "#e69f00" if event.is_exchange else "#0072b2",
-                    "line": {"width": 0},
-                },
-                hovertemplate=f"{event.name}, rank %{{y:.0f}}: %{{x:.3g}} ms<extra></extra>",
-            )
-        )
-    figure.update_layout(barmode="overlay", showlegend=False)
-    figure.update_yaxes(autorange="reversed", title="rank", **_whole_ticks(len(ranks)))
-    figure.update_xaxes(title="ms; blue: tiles, orange: exchanges")
-    return _figure(figure, min(900, 180 + 24 * len(ranks)))
+        place = ranks + (0.2 if event.is_exchange else -0.2)
+        color = "#e69f00" if event.is_exchange else "#0072b2"
+        times.barh(place, event.seconds * 1e3, 0.36, event.start_s * 1e3, color=color)
+    times.set(xlabel="ms; blue: tiles, orange: exchanges", ylabel="rank")
+    times.invert_yaxis()
+    sent = bytes_between(plan) / 2**20
+    together = -(-len(ranks) // len(sent))
+    what = "rank" if together == 1 else f"{together} ranks"
+    figure.colorbar(ends.imshow(sent), ax=ends, label="MiB")
+    ends.set(xlabel=f"to {what}", ylabel=f"from {what}")
+    for axis in (times.yaxis, ends.xaxis, ends.yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    held = held_bytes(plan) / 2**20
+    tiles = [event for event in events if not event.is_exchange]
+    edges = [event.start_s * 1e3 for event in tiles]
+    edges.append(max((e.start_s + e.seconds.max() for e in events), default=0.0) * 1e3)
+    stages = [int(event.name.split()[-1]) for event in tiles]
+    for name, values in (
+        ("the most of any rank", held.max(1)),
+        ("mean of ranks", held.mean(1)),
+        (f"rank {rank}", held[:, rank]),
+    ):
+        memory.stairs(values[stages], edges, label=name, baseline=None)
+    memory.set(xlabel="ms", ylabel="MiB of others", ylim=(0, None))
+    memory.legend(fontsize=8)
+    figure.suptitle(f"{plan.direction.value}, as predicted")
+    figure.savefig(png := BytesIO(), dpi=100)
+    return _image(png.getvalue(), f"the course of the {plan.direction.value}")
 
 
-def _bytes(plan: Plan) -> str:
-    """Draw who sends how much to whom; with many ranks, of blocks of ranks."""
-    from plotly.graph_objects import Figure, Heatmap
-
+def bytes_between(plan: Plan) -> np.ndarray:
+    """Return (ends, ends): the bytes from whom to whom; with many ranks, of blocks of ranks."""
     world_size = plan.grid.world_size
     together = -(-world_size // MAX_ENDS)
-    size = -(-world_size // together)
-    sent = np.zeros((size, size))
+    sent = np.zeros((-(-world_size // together),) * 2)
     for columns in (columns for stage in plan.columns for columns in stage):
         ends = columns[:, SOURCE] // together, columns[:, DESTINATION] // together
-        np.add.at(sent, ends, plan.bytes_of(columns) / 2**20)
-    trace = Heatmap(
-        z=sent.astype(np.float32),
-        colorscale="Viridis",
-        colorbar={"title": "MiB"},
-        hovertemplate="%{y} to %{x}: %{z:.4g} MiB<extra></extra>",
-    )
-    figure = Figure(trace)
-    what = "rank" if together == 1 else f"ranks, {together} by {together}"
-    ticks = _whole_ticks(size)
-    figure.update_yaxes(autorange="reversed", title=f"from {what}", **ticks)
-    figure.update_xaxes(title=f"to {what}", **ticks)
-    return _figure(figure, 450)
-
-
-def _whole_ticks(count: int) -> dict[str, Any]:
-    """Return ticks at each of a few ranks; plotly puts some between them."""
-    return {"dtick": 1} if count <= 16 else {}
+        np.add.at(sent, ends, plan.bytes_of(columns))
+    return sent
 
 
 def held_bytes(plan: Plan) -> np.ndarray:
@@ -336,30 +220,6 @@ def held_bytes(plan: Plan) -> np.ndarray:
         + home
         + np.roll(home, 1, axis=0) * (np.arange(len(home))[:, None] > 0)
     )
-
-
-def _memory(plan: Plan, rank: int, machine: Machine) -> str:
-    """Draw what ranks hold of others, beside their own shards, from the start of each stage on."""
-    from plotly.graph_objects import Figure, Scatter
-
-    held = held_bytes(plan) / 2**20
-    events = [e for e in loads_of(plan, machine).events(machine) if not e.is_exchange]
-    at = [(int(event.name.split()[-1]), event.start_s * 1e3) for event in events]
-    ends = max((event.start_s + event.seconds.max() for event in events), default=0.0) * 1e3
-    figure = Figure()
-    for name, values, color in (
-        ("the most of any rank", held.max(1), "#d55e00"),
-        ("mean of ranks", held.mean(1), "#009e73"),
-        (f"rank {rank}", held[:, rank], "#0072b2"),
-    ):
-        ys = [float(values[stage]) for stage, _ in at]
-        line = {"shape": "hv", "color": color}
-        xs = [*(start for _, start in at), ends]
-        figure.add_trace(Scatter(name=name, x=xs, y=[*ys, *ys[-1:]], mode="lines", line=line))
-    figure.update_layout(legend={"orientation": "h", "y": -0.25})
-    figure.update_xaxes(title="ms")
-    figure.update_yaxes(title="MiB", rangemode="tozero")
-    return _figure(figure, 340)
 
 
 def _alternatives(recipe: Recipe, machine: Machine) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cp_inductor.errors import UnsupportedTarget
+from cp_inductor.plan.machine import CHIPS
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -55,7 +56,7 @@ GPUS = {
 # fmt: on
 
 # The name of an architecture stands for one chip.
-ARCHITECTURES = {"sm_80": "a100", "sm_90": "h100", "sm_100": "b200"}
+ARCHITECTURES = {f"sm_{major}{minor}": chip for (major, minor), chip in CHIPS.items()}
 
 TARGETS = ("cpu", *(f"cuda:{name}" for name in (*ARCHITECTURES, *GPUS)))
 
@@ -65,7 +66,7 @@ class Target:
     """A device to generate code for.
 
     Attributes:
-        name: as the user gave it, in lower case.
+        name: one of `TARGETS`.
         gpu: None for the CPU of this machine.
     """
 
@@ -74,12 +75,13 @@ class Target:
 
     @staticmethod
     def parse(name: str) -> Target:
-        """Return the target called ``cpu``, ``cuda:sm_90``, ``cuda:h200``, ...
+        """Return the target called ``cpu``, ``cuda:sm_90``, ``cuda:h200``, ``h200``, ...
 
         Raises:
             UnsupportedTarget: the name is unknown.
         """
         lower = name.lower()
+        lower = lower if lower == "cpu" or ":" in lower else f"cuda:{lower}"
         if lower not in TARGETS:
             raise UnsupportedTarget(
                 site=f"target={name!r}",

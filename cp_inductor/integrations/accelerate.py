@@ -229,7 +229,8 @@ def _compile_sharded(accelerator: Accelerator, model: nn.Module) -> None:
     """Compile a model in place, once."""
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend != DynamoBackend.NO and not hasattr(model, _IS_COMPILED):
-        below: Any = model.base_model if getattr(model, HEAD_IS_EAGER, False) else model
+        _let_frozen_embeddings_be(model)
+        below: Any = _below_head(model) or model
         below.forward = torch.compile(below.forward, **plugin.to_kwargs())
         setattr(model, _IS_COMPILED, True)
 
@@ -275,15 +276,35 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     pass
 
 
+def _let_frozen_embeddings_be(model: nn.Module) -> None:
+    """Take away hooks that have the output of frozen embeddings require gradients.
+
+    Checkpoints beside adapters need them in eager code, if they are reentrant (transformers 5.23,
+    peft 0.21). Dynamo does not trace such hooks, and its checkpoints do not need them.
+    """
+    for part in model.modules():
+        for key, hook in [*part._forward_hooks.items()]:
+            if getattr(hook, "__name__", "") == "make_inputs_require_grads":
+                del part._forward_hooks[key]
+
+
+def _below_head(model: nn.Module) -> nn.Module | None:
+    """Return what is below a head that runs in eager code; the model may be within adapters."""
+    heads: Any = (part for part in model.modules() if vars(part).get(HEAD_IS_EAGER))
+    return next((head.base_model for head in heads), None)
+
+
 @contextmanager
 def _compiled_below_head(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     """Compile what is below a head that runs in eager code, if the model has such a head."""
     plugin = accelerator.state.dynamo_plugin
-    backend = plugin.backend
-    if backend == DynamoBackend.NO or not getattr(model, HEAD_IS_EAGER, False):
+    backend, below = plugin.backend, _below_head(model)
+    if backend != DynamoBackend.NO:
+        _let_frozen_embeddings_be(model)
+    if backend == DynamoBackend.NO or below is None:
         yield
         return
-    model.base_model.compile(**plugin.to_kwargs())  # type: ignore[union-attr]
+    below.compile(**plugin.to_kwargs())
     plugin.backend = DynamoBackend.NO
     try:
         yield

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# Okabe and Ito, https://jfly.uni-koeln.de/color/, without black and yellow.
-_FEW = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7f7f")
+# Okabe and Ito, https://jfly.uni-koeln.de/color/, without black.
+_FEW = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7f7f", "#f0e442")
 # Viridis at eleven places, https://bids.github.io/colormap/.
 _SCALE = (
     "440154 482475 414487 355f8d 2a788e 21918c 22a884 44bf70 7ad151 bddf26 fde725".split()  # noqa: SIM905

@@ -13,9 +13,12 @@ memory.
 
 from __future__ import annotations
 
+import operator
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -193,11 +196,14 @@ class Typer(OpWatcher):
     def check_call(self, func: Any, args: Any, kwargs: Any) -> None:
         """Check what no op says: losses that torch divides by a size, a number of tokens.
 
-        These are `kl_div` with "batchmean", and the cross entropy of probabilities.
+        These are `kl_div` with "batchmean", and the cross entropy of probabilities. And slices that
+        end behind this rank's tokens, for which torch calls no op.
 
         Raises:
-            SequenceMixed: ranks have unequally many.
+            SequenceMixed: ranks have unequally many, or a slice may take a part of the sequence.
         """
+        if func in (Tensor.__getitem__, operator.getitem) and isinstance(args[0], Tensor):
+            self._check_slices(*args)
         if func not in (F.kl_div, F.cross_entropy):
             return
         given = signature(func).bind(*args, **kwargs).arguments
@@ -215,6 +221,27 @@ class Typer(OpWatcher):
                 got=f"{func.__name__} with reduction={reduction!r} over shards that are unequally"
                 " long",
                 remedy=SUMS,
+            )
+
+    def _check_slices(self, tensor: Tensor, index: Any) -> None:
+        found = self.type_of(tensor)
+        index = [
+            one for one in (index if isinstance(index, tuple) else (index,)) if one is not None
+        ]
+        if not isinstance(found, Shards) or any(isinstance(one, (Tensor, list)) for one in index):
+            return
+        for place, one in enumerate(index):
+            if one is ...:
+                index[place : place + 1] = [slice(None)] * (tensor.ndim - len(index) + 1)
+        taken = index[found.dim] if found.dim < len(index) else None
+        (size,) = numbers(tensor.shape[found.dim : found.dim + 1])
+        stop = taken.stop if isinstance(taken, slice) else None
+        if isinstance(stop, int) and size < stop < sys.maxsize:
+            raise SequenceMixed(
+                site=self.locate(),
+                expected=EXPECTED,
+                got=f"a slice up to token {stop}, of which this rank has {size}",
+                remedy=REMEDY,
             )
 
     def refuse_mixed(self, values: Any) -> None:
@@ -278,8 +305,11 @@ class Typer(OpWatcher):
     def attended(self, out: Tensor, tensors: Sequence[Tensor], *, is_local: bool) -> None:
         """Give the result of an attention its type."""
         found = self.shards(out, ATTENDED_DIM)
+        given = [self._type_attended(tensor) for tensor in tensors]
+        if isinstance(found, Shards) and isinstance(given[0], Shards):
+            # The result may be wrapped, and then as long as the whole.
+            found = replace(found, is_even=given[0].is_even)
         if is_local:
-            given = [self._type_attended(tensor) for tensor in tensors]
             found = next((one for one in given if isinstance(one, Mixed)), given[0])
             dims = {one.dim for one in given if isinstance(one, Shards)}
             if (isinstance(found, Same) and dims) or dims - {ATTENDED_DIM}:

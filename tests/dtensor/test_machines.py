@@ -14,8 +14,7 @@ import torch.distributed as dist
 from cp_inductor.dtensor import machines
 from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.dtensor.machines import machine_of, machine_text
-from cp_inductor.inspect.targets import ARCHITECTURES
-from cp_inductor.plan.machine import CHIPS, Machine
+from cp_inductor.plan.machine import Machine
 from tests.support.ranks import fake_rank
 
 
@@ -45,7 +44,6 @@ def test_the_device_is_known(find: Callable[..., str]) -> None:
     assert find("cuda", (8, 0)) == "8xa100:nvlink3 x ib400"
     assert find("cuda", (7, 5)) == Machine().format()
     assert find("xpu", None) == Machine().format()
-    assert {f"sm_{major}{minor}": chip for (major, minor), chip in CHIPS.items()} == ARCHITECTURES
 
 
 def test_launchers_tell_nodes(find: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

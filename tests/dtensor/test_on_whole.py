@@ -62,6 +62,12 @@ def route(x: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     return out.view_as(x)
 
 
+def give_data(x: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    y = x * 2
+    y.data = x.detach().roll(1, 1)
+    return x * y
+
+
 def places(*indices: int) -> Tensor:
     return torch.tensor(indices)
 
@@ -94,6 +100,11 @@ ROWS: dict[str, Row] = {
     ),
     "masked_scatter of states": lambda x, ids, mask: x.masked_scatter(mask[..., None], x * 2),
     "argmax": lambda x, ids, mask: x.argmax(1),
+    "data": give_data,
+    "pool to one": lambda x, ids, mask: F.adaptive_avg_pool1d(x.mT, 1)[..., 0],
+    "convolution over rows": lambda x, ids, mask: (
+        F.conv1d(x.flatten(0, 1)[:, None], rows(1, 1, 3), padding=1).view_as(x).sum(1)
+    ),
     "last that is no padding": lambda x, ids, mask: x[
         torch.arange(BATCH), (torch.arange(LENGTH) * (ids != 3)).argmax(-1)
     ],
@@ -279,6 +290,10 @@ def check_refusals() -> None:
             torch.zeros(2, 9, 8, dtype=x.dtype)[:, :LENGTH].add_(x)
         with pytest.raises(CPError, match=r"as_strided.*use unfold or slices"):
             x.as_strided((2, 3), (1, 2))
+        before = x.full_tensor()
+        with pytest.raises(CPError, match=r"a plain tensor of shape \(2, 7, 8\); distribute it"):
+            x.data = inputs()[0] + 1
+        assert torch.equal(x.full_tensor(), before)
         # What is wrong on one process has the error of one process.
         with pytest.raises(RuntimeError, match="Number of elements of source") as raised:
             x.masked_scatter(x > 0, rows(2))

@@ -166,6 +166,8 @@ REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
     "gated product": lambda x: F.glu(x[0].T @ x[0]).square().sum(),
     "filled": lambda x: (x[0].T @ x[0]).masked_fill(x[0, :4] > 0, 2.0).square().sum(),
     "variance": lambda x: x.var(1).sqrt().sum(),
+    "below the largest": lambda x: (x - x.amax()).square().sum(),
+    "over no dims, which are all": lambda x: x.sum([], keepdim=True).square().sum(),
 }
 
 

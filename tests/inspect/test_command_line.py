@@ -81,7 +81,7 @@ def test_what_cannot_be_is_one_line(
     [
         (("estimate",), "cp-inductor[triton]"),
         (("code",), "cp-inductor[triton]"),
-        (("explain", "--html", "page.html"), "cp-inductor[html]"),
+        (("explain", "--html", "page.html"), "cp-inductor[draw]"),
     ],
 )
 def test_what_is_not_installed_is_said_before_the_model_is_made(
@@ -109,6 +109,13 @@ def test_lengths_have_units_and_numbers_too(capsys: pytest.CaptureFixture[str]) 
         r"^forward received, most +[\d.]+ MiB  \(by the rank that receives most\)$", text, re.M
     )
     assert re.search(r"^backward predicted +[\d.]+ ms$", text, re.M)
+
+
+def test_examples_of_ranks_start_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--help"])
+    examples = capsys.readouterr().out.partition("examples:")[2].strip().splitlines()
+    assert all("torchrun --nproc-per-node 8 -m cp_inductor calibrate" in one for one in examples)
 
 
 @pytest.mark.parametrize("command", ["plan", "explain", "code", "doctor"])

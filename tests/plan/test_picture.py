@@ -91,6 +91,8 @@ def test_colors_differ() -> None:
         colors = colors_of(world_size)
         assert len(colors) == world_size
         assert all(one != other for one, other in itertools.pairwise(colors))
+    parts = [np.array([*bytes.fromhex(color[1:])], float) for color in colors_of(8)]
+    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(parts, 2)) > 60
 
 
 def batch_plan(num_groups: int) -> BatchPlan:

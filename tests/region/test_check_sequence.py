@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -315,6 +316,32 @@ def test_lengths_of_one_graph(mesh: DeviceMesh) -> None:
         region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
         with refused if length % 2 else nullcontext(), region:
             run(x).backward()
+
+
+def test_a_mean_behind_an_attention(mesh: DeviceMesh) -> None:
+    model, x = Model(), torch.randn(BATCH, 2 * LENGTH + 1, WIDTH)
+    region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
+    with pytest.raises(cp_inductor.SequenceMixed, match="unequally long"), region:
+        compile_here(lambda x: model.attend(x).mean())(x).backward()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x[..., : LENGTH + 1, :],
+        lambda x: x[:, -LENGTH - 1 :],
+        lambda x: x.split(LENGTH + 1, 1)[0],
+    ],
+)
+@pytest.mark.parametrize("prepare", [lambda run: run, compile_here])
+def test_a_part_that_is_longer_than_a_shard(
+    mesh: DeviceMesh, run: Callable[[Tensor], Tensor], prepare: Callable[[Any], Any]
+) -> None:
+    """It is all of a shard, and a part of the sequence."""
+    x = torch.randn(BATCH, 2 * LENGTH, WIDTH)
+    region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
+    with pytest.raises(cp_inductor.SequenceMixed, match=r"slice|split|part of"), region:
+        prepare(lambda x: run(project(x)).square().sum())(x).backward()
 
 
 def test_a_dim_that_is_named(mesh: DeviceMesh) -> None:

@@ -578,6 +578,23 @@ def judge_on_rank(programs: Sequence[Program], seconds: float = DEADLINE_S) -> l
 
 def judge(program: Program) -> Verdict:
     """Run a program on all ranks, and say what became of it."""
+    verdict = judge_on_ranks(program)
+    if verdict.kind == "WRONG" and program.way in COMPILED and is_miscompiled(program):
+        return Verdict("ERROR", f"torch compiles it so on one process: {verdict.why}")
+    return verdict
+
+
+def is_miscompiled(program: Program) -> bool:
+    """Whether torch's own compiler makes other numbers of it on one process."""
+    compile_one = partial(torch.compile, backend="aot_eager", dynamic=False)
+    try:
+        found = step(program, make_model(program), make_batches(program), compile_one)
+    except Exception:
+        return False  # which is no excuse for other numbers
+    return bool(difference(program, found, on_one_process(program)))
+
+
+def judge_on_ranks(program: Program) -> Verdict:
     try:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
             ranks = run_ranks(program.ranks, judge_on_rank, [program], deadline_s=DEADLINE_S)

@@ -783,7 +783,7 @@ c = m.pick(x, b.labels).sum(1); -F.logsigmoid(0.1 * (c[0] - c[-1]))
 r = (b.weights * b.keep).sum(1); c = m.pick(x, b.labels); \
 c = (c - c.detach()).exp() * ((r - r.mean()) / (r.var() + 1))[:, None]; \
 -((c * b.keep).sum(1) / b.keep.sum(1)).mean()
-f = x.flatten(0, 1); (f.T @ f / len(f) - torch.eye(WIDTH)).square().sum() / 64  # length
+f = x.flatten(0, 1); (f.T @ f / len(f) - torch.eye(WIDTH).to(x)).square().sum() / 64  # length
 F.relu(1 - x.flatten(0, 1).std(0)).mean() + m.loss(x, b.labels)
 -(m.head(x).softmax(-1) * m.head(x).log_softmax(-1)).sum(-1).mean()
 torch.special.entr(m.head(x).softmax(-1).mean((0, 1))).sum()
@@ -871,11 +871,12 @@ F.dropout(ones.unflatten(-1, (2, -1)), 0.5).flatten(2)
 # What is done to the gradient of a parameter p after the backward.
 GRADIENT_WRITES = """
 p.grad.fill_(0.25)   p.grad.add_(1.0)   p.grad.sub_(p.grad.mean())   p.grad.clamp_(-1e-3, 1e-3)
-p.grad.sign_()   p.grad.abs_()   p.grad.nan_to_num_(0.0)   p.grad.mul_((p.detach() > 0).to(p.dtype))
+p.grad.round_(decimals=9).sign_()   p.grad.abs_()   p.grad.nan_to_num_(0.0)
+p.grad.mul_((p.detach() > 0).to(p.dtype))
 p.grad.mul_(2.5)   p.grad.div_(p.grad.norm())   p.grad[0] = 0.5   p.grad[0] += 1.0
 p.grad[:2].zero_()   p.grad.copy_(p.grad.abs())   p.grad.copy_(p.detach())
 p.grad.view(-1)[:3].mul_(0.0)   p.grad.t().add_(1.0)   p.grad.data.add_(0.5)
-p.grad.detach().clamp_(min=0)   p.grad = p.grad + 1.0   p.grad = p.grad.sign() * 0.1
+p.grad.detach().clamp_(min=0)   p.grad = p.grad + 1.0   p.grad = p.grad.round(decimals=9).sign()
 p.grad = p.grad / p.grad.abs().max().item()   p.grad *= float(p.grad.norm() > 0.1)
 p.grad.mul_(min(1.0, 1.0 / (p.grad.norm().item() + 1e-6)))   p.grad.lerp_(p.detach(), 0.3)
 p.grad.addcmul_(p.detach(), p.detach())   p.grad.masked_fill_(p.grad < 0, 0.0)

@@ -279,6 +279,12 @@ def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
     settings = with_axes(settings)
     resume = settings.pop("resume", None)
     own_loss = settings.pop("own_loss", False)
+    adapters = None
+    if settings.pop("adapters", False):
+        import peft
+
+        linear = ["q_proj", "v_proj"]
+        adapters = peft.LoraConfig(r=4, target_modules=linear, init_lora_weights="gaussian")
     given = {
         **ARGUMENTS,
         "bf16": False,
@@ -297,9 +303,13 @@ def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
         eval_dataset=rows,
         processing_class=letters(),
         compute_loss_func=squares if own_loss else None,
+        peft_config=adapters,
     )
     assert trainer.args.packing is given["packing"]
-    return Result(*_run(trainer, folder, resume))
+    result = Result(*_run(trainer, folder, resume))
+    is_compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert is_compiled or dist.get_world_size() == 1
+    return result
 
 
 def texts() -> list[dict[str, list[int]]]:

@@ -61,13 +61,16 @@ def test_packed_documents(tmp_path: Path) -> None:
         {"label_smoothing_factor": 0.1},
         {"own_loss": True},
         {"own_loss": True, "average_tokens_across_devices": False},
+        {"adapters": True, "sizes": {"num_hidden_layers": 1}},
     ],
     ids=[
         *("padded", "wrapped", "dft", "averages", "tied", "evaluation", "smoothed"),
-        *("own loss", "own loss, averages"),
+        *("own loss", "own loss, averages", "adapters"),
     ],
 )
 def test_settings(settings: Mapping[str, Any], tmp_path: Path) -> None:
+    if "adapters" in settings:
+        pytest.importorskip("peft")
     check_ranks(tmp_path, {**COMPILED, **settings})
 
 

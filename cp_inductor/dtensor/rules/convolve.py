@@ -8,8 +8,9 @@
 torch's own handler (read in 2.13) convolves each rank's part alone, or exchanges borders where it
 can, and calls the result whole. Its shape and its numbers are wrong, without an error. This handler
 gathers first, which is right for every stride, padding and length, and where channels are sharded,
-which torch's handler does not take. It leaves all other convolutions to torch's handler: those over
-a sharded batch or replicated tensors.
+which torch's handler does not take. In a backward it places the gradient like the input, which
+torch's handler takes for granted. It leaves all other convolutions to torch's handler: those over a
+sharded batch or replicated tensors.
 It is registered once a model is distributed or a backend of this library is loaded; until then,
 DTensor's table of handlers is unchanged.
 """
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.wrap import wrap_parts
@@ -50,7 +51,11 @@ class _Handler:
     def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
         bound = bind_arguments(op, args, kwargs)
         given = bound["input"]
-        if not isinstance(given, DTensor) or not any(map(_is_gathered, given.placements)):
+        if not isinstance(given, DTensor):
+            return self.before(op, args, kwargs)
+        of_output = bound.get("grad_output", given)
+        is_alike = isinstance(of_output, DTensor) and of_output.placements == given.placements
+        if is_alike and not any(map(_is_gathered, given.placements)):
             return self.before(op, args, kwargs)
         if given.device_mesh.get_coordinate() is None:
             return self.before(op, args, kwargs)
@@ -58,7 +63,11 @@ class _Handler:
 
 
 def _is_gathered(placement: Placement) -> bool:
-    return isinstance(placement, Shard) and placement.dim != BATCH_DIM
+    return placement.is_partial() or (placement.is_shard() and not _is_of_batch(placement))
+
+
+def _is_of_batch(placement: Any) -> bool:
+    return getattr(placement, "dim", None) == BATCH_DIM
 
 
 def _forward(op: torch._ops.OpOverload, bound: dict[str, Any], given: DTensor) -> DTensor:
@@ -76,7 +85,7 @@ def _backward(
 ) -> tuple[DTensor | None, ...]:
     of_input, *of_weights = op(**_gathered(bound, given))
     # If the batch is sharded, the gradient of a weight is a part of the sum. Otherwise it is whole.
-    parts = [Partial() if place == Shard(0) else Replicate() for place in given.placements]
+    parts = [Partial() if _is_of_batch(place) else Replicate() for place in given.placements]
     wrapped = [
         None if grad is None else DTensor.from_local(grad, given.device_mesh, parts)
         for grad in of_weights
@@ -98,7 +107,7 @@ def _gathered(bound: dict[str, Any], given: DTensor) -> dict[str, Any]:
 
 
 def _places_of_batch(given: DTensor) -> list[Placement]:
-    return [place if place == Shard(0) else Replicate() for place in given.placements]
+    return [place if _is_of_batch(place) else Replicate() for place in given.placements]
 
 
 def _part_of(out: Tensor, given: DTensor) -> DTensor:

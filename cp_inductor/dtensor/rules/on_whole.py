@@ -17,9 +17,9 @@ An op that draws random numbers takes those of the first rank. If a size depends
 of x[mask] does, every rank gets the size of the whole.
 
 Some rules of torch (read in 2.13) are wrong, and are not used: rules that would write to a copy;
-rules for indices that are masks, for pixels in dims with uneven shards, for gradients of a table
-that are divided by how often a row was looked up, and for ops that change shapes in place. Other
-rules claim strides that the results do not have.
+rules for indices that are masks, for reductions over an empty list of dims, for pixels in dims with
+uneven shards, for gradients of a table that are divided by how often a row was looked up, and for
+ops that change shapes in place. Other rules claim strides that the results do not have.
 
 The functions are registered once a model is distributed or a backend of this library is loaded.
 """
@@ -82,6 +82,8 @@ NAMES = {
     aten.__rshift__.Scalar: aten.bitwise_right_shift.Tensor_Scalar,
     aten.__rshift__.Tensor: aten.bitwise_right_shift.Tensor,
 }
+# No dims are all dims to other reductions, as in the backward of x.amax(), and none to DTensor.
+KEEP_ALL_OF_NO_DIMS = (aten.any.dims, aten.all.dims)
 # Their handlers in torch search among the largest elements of all ranks.
 FOUND_ALONG = (aten.argmax.default, aten.argmin.default)
 # Ops that move data between ranks are no functions of whole tensors.
@@ -126,9 +128,19 @@ class _OfPlainShards:
 def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = bind_arguments(op, args, kwargs)
     tensor, offset = bound["self"], bound["storage_offset"]
-    is_same = tensor.size() == tuple(bound["size"]) and tensor.stride() == tuple(bound["stride"])
+    # The stride of a dim of size 1 says nothing.
+    strides = zip(tensor.size(), tensor.stride(), bound["stride"], strict=False)
+    is_same = tensor.size() == tuple(bound["size"])
+    is_same = is_same and all(size == 1 or own == asked for size, own, asked in strides)
     if is_same and (offset is None or tensor.storage_offset() == offset):
         return aten.alias.default(tensor)
+    part = tensor.to_local()
+    if (
+        all(place.is_replicate() for place in tensor.placements)
+        and part.stride() == tensor.stride()
+    ):
+        view = op(part, *args[1:], **kwargs)
+        return as_view(op, args, kwargs, replicated(view, tensor.device_mesh))
     raise UnsupportedPlacement(
         site=f"{op} ({user_line()})",
         expected="views that ranks can take of their parts",
@@ -150,7 +162,16 @@ def _under_its_name(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _is_misjudged(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
     if op in INDEXED:
         return any(_is_mask(index) for index in args[1])
-    return op in PIXELS or op in LAID_LIKE_INPUT or torch.Tag.inplace_view in op.tags
+    is_known = op in PIXELS or op in LAID_LIKE_INPUT or torch.Tag.inplace_view in op.tags
+    return is_known or _place_of_no_dims(op, args) is not None
+
+
+def _place_of_no_dims(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> int | None:
+    """Return which argument of a reduction is an empty list of dims; None if none is."""
+    if torch.Tag.reduction not in op.tags or op in KEEP_ALL_OF_NO_DIMS:
+        return None
+    named = zip(op._schema.arguments, args, strict=False)
+    return next((i for i, (it, dims) in enumerate(named) if it.name == "dim" and dims == []), None)
 
 
 def _is_mask(index: object) -> bool:
@@ -161,6 +182,10 @@ def run_on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     """Compute an op on whole tensors. DTensor's error may be the one that is being handled."""
     if torch.Tag.inplace_view in op.tags:
         return _change_shape(op, args, kwargs)
+    no_dims = _place_of_no_dims(op, args)
+    if no_dims is not None:
+        all_dims = [*range(args[0].ndim)]
+        return op(*args[:no_dims], all_dims, *args[no_dims + 1 :], **kwargs)
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
     if not _is_computable(op, given):
         _raise_again(op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -40,9 +41,20 @@ def _moved(call: OpCall, given: Shards, tensor: Tensor, out: Tensor) -> Shards:
     move = _MOVES.get(call.op)
     moved = given.dim if move is None else move(call, given.dim)
     size = given.outer * given.length * given.inner
-    if moved is None or numbers(out.shape)[moved] != size:
+    if (
+        moved is None
+        or numbers(out.shape)[moved] != size
+        or _is_bound_beyond(call, given.dim, size)
+    ):
         raise Mixes(f"{call.op}, which takes a part of the sequence, or repeats it")
     return replace(given, dim=moved)
+
+
+def _is_bound_beyond(call: OpCall, dim: int, size: int) -> bool:
+    """Whether a slice or split ends beyond this rank's tokens, where those of others may be."""
+    asked = [call.bound.get(name) for name in ("start", "end", "split_size")]
+    bounds = [abs(number(one)) for one in asked if one is not None]
+    return any(size < bound < sys.maxsize for bound in bounds) and dim in call.dims()
 
 
 def _turn(call: OpCall, dim: int) -> int:

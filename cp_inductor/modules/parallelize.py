@@ -44,7 +44,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 SITE = "parallelize"
 # Of a parallelized model: the options of its class, and the forward that the object had of its own.
-OPTIONS, OWN_FORWARD = "_cp_options", "_cp_forward"
+OPTIONS, OWN_FORWARD, BATCHES = "_cp_options", "_cp_forward", "_cp_batches"
 
 
 def parallelize(
@@ -195,6 +195,7 @@ def _entrance(cls: Any, batches: WholeBatches, options: tuple[Any, ...]) -> type
 
     methods = {"forward": forward} | ({"generate": generate} if hasattr(cls, "generate") else {})
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, OPTIONS: options}
+    names |= {BATCHES: batches}
     made: type[nn.Module] = type(cls.__name__, (cls,), {**names, **methods})
     return made
 
@@ -257,6 +258,16 @@ def _begin_trace(model: nn.Module) -> None:
         )
     _adopt(model)
     replicate_plain_tensors(True)  # until the trace ends
+
+
+def _mark_lengths(frame: Mapping[str, Any]) -> None:
+    """Mark the lengths of a batch of which Dynamo traces the forward of a model once more."""
+    batches: WholeBatches | None = getattr(type(frame.get("self")), BATCHES, None)
+    if batches is not None:
+        batches.mark_lengths(frame.get("args", ()), frame.get("kwargs", {}))
+
+
+traces.before_again.append(_mark_lengths)
 
 
 def _adopt(model: nn.Module) -> None:

@@ -55,12 +55,7 @@ class WholeBatches:
 
     def cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
         """Return the arguments of a call, of which plain tensors are DTensors, or stay whole."""
-        more = [f"argument {number}" for number in range(len(self.names), len(args))]
-        names = [*self.names, *more][: len(args)]
-        named = [*zip(names, args, strict=True), *kwargs.items()]
-        leaves = [leaf for name, value in named for leaf in _leaves(name, value)]
-        dims = [(tensor, self._dim(name, tensor, ())) for name, tensor in leaves]
-        lengths = [tensor.shape[dim] for tensor, dim in dims if dim is not None]
+        named, leaves, lengths = self._read(args, kwargs)
 
         def place(name: str, tensor: Tensor) -> Any:
             return self._placed(tensor, self._dim(name, tensor, lengths))
@@ -68,6 +63,30 @@ class WholeBatches:
         placed = [_mapped(place, name, value) for name, value in named]
         _say(self.site, tuple((name, self._dim(name, one, lengths)) for name, one in leaves))
         return placed[: len(args)], dict(zip(kwargs, placed[len(args) :], strict=True))
+
+    def mark_lengths(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Let Dynamo take the lengths of a batch for symbols, and nothing else.
+
+        It takes sizes that change for symbols, unless dynamic=False. The number of sequences must
+        stay a number: DTensor (torch 2.13) has no views of tensors in which it is a symbol.
+        """
+        _, leaves, lengths = self._read(args, kwargs)
+        for name, tensor in leaves:
+            dim = self._dim(name, tensor, lengths)
+            if dim is not None:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+                torch._dynamo.mark_static(tensor, [n for n in range(tensor.ndim) if n != dim])
+
+    def _read(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[tuple[str, Any]], list[tuple[str, Tensor]], list[int]]:
+        """Return the arguments and their tensors, with names, and the lengths of sequences."""
+        more = [f"argument {number}" for number in range(len(self.names), len(args))]
+        names = [*self.names, *more][: len(args)]
+        named = [*zip(names, args, strict=True), *kwargs.items()]
+        leaves = [leaf for name, value in named for leaf in _leaves(name, value)]
+        dims = [(tensor, self._dim(name, tensor, ())) for name, tensor in leaves]
+        return named, leaves, [tensor.shape[dim] for tensor, dim in dims if dim is not None]
 
     def make_whole(self, output: Any) -> Any:
         """Return results of which those without tokens are plain and whole."""

@@ -130,7 +130,7 @@ def test_a_data_set_without_a_length(settings: Mapping[str, Any], tmp_path: Path
 @pytest.mark.long
 @pytest.mark.parametrize("settings", [{}, {"fsdp": True}], ids=["replicated", "FSDP2"])
 def test_packed_batches_of_many_lengths(settings: Mapping[str, Any], tmp_path: Path) -> None:
-    """A graph for each of two lengths, and one each for all that divide by two and all others."""
+    """A graph for the first length, and one each for all that divide by two and all others."""
     name, settings = "Llama, flattened", {**COMPILED, **settings, "num_train_epochs": 2}
     settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     (expected,) = run_ranks(1, train, name, str(tmp_path / "one"), settings)
@@ -138,7 +138,7 @@ def test_packed_batches_of_many_lengths(settings: Mapping[str, Any], tmp_path: P
         2, train_and_count_graphs, name, str(tmp_path / "two"), settings
     ):
         check_same(result, expected)
-        assert graphs == 4
+        assert graphs == 3
 
 
 def sharded(batches: int, **settings: Any) -> dict[str, Any]:

@@ -24,14 +24,9 @@ from cp_inductor.plan import Grid, Recipe, forward_plan
 from cp_inductor.run.attention import Attention
 from cp_inductor.source import source_hash
 from cp_inductor.torch_private.groups import group_of
-from cp_inductor.trust.ledger import Entry
+from cp_inductor.trust.record import Entry
 
 UNKNOWN = "not known before the graph runs"
-
-SAME_PROGRAM = (
-    "run one program on all ranks that share a sequence: train() or eval() on all of them, the same"
-    " weights frozen, the same numbers in the code; or set config.check_agreement = False"
-)
 
 # How many claims are kept: more attentions than a model has, at several lengths each.
 NUM_KEPT = 1024
@@ -42,24 +37,24 @@ NUM_DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """How a rank describes one attention, or a whole graph.
+    """How a rank describes one attention.
 
     Attributes:
         kind: the part that is compared once.
         fields: everything that must be equal on all ranks, the kind included.
-        is_of_graph: whether it describes all attentions of a graph together.
+        program: fields of the whole graph, if this attention speaks for it.
     """
 
     kind: str
     fields: tuple[tuple[str, str], ...]
-    is_of_graph: bool = False
+    program: tuple[tuple[str, str], ...] = ()
 
     def entry(self, site: str, has_grad: bool | None) -> Entry:
-        """Return the ledger's entry. `has_grad` is None where the caller cannot know it."""
+        """Return the event that this is run. `has_grad` is None where the caller cannot know it."""
         known = {} if has_grad is None else {"gradients": "on" if has_grad else "off"}
-        follow = ("plan", "stages", "chunks", "strategy", "program")
-        remedy = SAME_PROGRAM if self.is_of_graph else ""
-        return Entry(site, {**dict(self.fields), **known}, follow, remedy)
+        fields = {**dict(self.fields), **known, **dict(self.program)}
+        follow = ("plan", "stages", "chunks", "strategy", *dict(self.program))
+        return Entry(site, fields, follow, kind=f"{self.kind} {has_grad}")
 
 
 def claim_attention(

@@ -110,7 +110,7 @@ class Agreed:
             What the other ranks have said of the first, if all were waited for.
         """
         self._forget_epoch()
-        is_new = bool(begins)
+        is_new = False
         is_early = self.log.record.trails[ATTENTIONS].count < FIRST_EVENTS
         entries = []
         for claim, site in claims:
@@ -123,7 +123,7 @@ class Agreed:
         if begins:
             entries[0] = replace(entries[0], begins=begins)
         try:
-            return self.log.come(entries, is_new=is_new, is_early=is_early)
+            return self.log.come(entries, is_new=is_new, is_early=is_early, for_all=bool(begins))
         except BaseException:
             self.last.clear()
             raise

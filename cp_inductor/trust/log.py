@@ -152,6 +152,7 @@ class Log:
         *,
         is_new: bool,
         is_early: bool = False,
+        for_all: bool = False,
         is_whole: bool = False,
     ) -> list[Entry]:
         """Come to events, the first of them now.
@@ -159,8 +160,10 @@ class Log:
         Args:
             entries: the events.
             name: of the trail.
-            is_new: wait for all ranks; otherwise an exchange that fails will say why.
+            is_new: wait for all ranks. What is not new is sure to be run: if a rank has ended, an
+                exchange will fail, and that error will say why.
             is_early: wait for the next rank of the group.
+            for_all: wait for all ranks, although it is not new.
             is_whole: wait until the others have come to all events, not only to the first.
 
         Returns:
@@ -182,13 +185,14 @@ class Log:
             self.add(name, entries)
             if self.comparing is None:
                 self.comparing = _Comparing(self)
-            if not is_new and not is_early:
+            if not (is_new or is_early or for_all):
                 trail.run_on()
                 return []
             needed = trail.count if is_whole else first
             try:
                 with self.waiting(site, is_settling=True):
-                    records = self._settle(name, needed, site, is_new=is_new)
+                    positions = self.others if is_new or for_all else self.next
+                    records = self._settle(name, needed, site, positions, is_new=is_new)
             except (RanksDisagree, ProcessGroupError):
                 raise
             except BaseException:  # interrupted by hand: it will come again
@@ -215,7 +219,7 @@ class Log:
             # What the others have made of the refusal before: they begin anew, or have refused too.
             count = self.record.trails[ATTENTIONS].count
             with suppress(ProcessGroupError), self.waiting("a refusal", is_settling=True):
-                self._settle(ATTENTIONS, count, "a refusal", is_new=True)
+                self._settle(ATTENTIONS, count, "a refusal", self.others, is_new=True)
         self.add(ATTENTIONS, [Entry(reason, {"what": "a refusal"}, kind=REFUSED)])
         self.has_refused = True
         with suppress(DistError, RuntimeError):  # the refusal is raised in any case
@@ -236,7 +240,7 @@ class Log:
     # --- Waiting and comparing ---------------------------------------------------------------
 
     def _settle(
-        self, name: str, needed: int, site: str, *, is_new: bool
+        self, name: str, needed: int, site: str, waiting: Sequence[int], *, is_new: bool
     ) -> dict[int, Record] | None:
         """Wait until other ranks have come to an event, and compare.
 
@@ -248,7 +252,7 @@ class Log:
         started, delay = time.monotonic(), SHORTEST_WAIT_S
         deadline, look_at = started + self.timeout_s, started + self.look_every_s
         epoch, is_hopeless = self.record.epoch, None if is_new else self._is_one_gone
-        waiting, records = (self.others if is_new else self.next), dict[int, Record]()
+        records = dict[int, Record]()
         difference: tuple[str, int] | None = None
         gone: Mapping[int, str] = {}
         while True:

@@ -38,6 +38,7 @@ from cp_inductor.dtensor.rules.dropout import seed_of_shard
 from cp_inductor.dtensor.rules.loss import correct_losses
 from cp_inductor.dtensor.rules.own_parts import parts_as_data
 from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers
+from cp_inductor.graph.collectives import list_collectives
 from cp_inductor.passes.pipeline import Lowering, PostGrad, Stage, lower, run_passes
 from cp_inductor.passes.settings import Settings, read_settings
 from cp_inductor.region.flex_bias import bias_of_scores
@@ -162,7 +163,7 @@ def _compile_aot_eager(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 ) -> Callable[..., Any]:
     captured = Captured.of(gm, settings)
-    how: dict[str, Any] = {"settings": settings, "place_of": {}}
+    how: dict[str, Any] = {"settings": settings, "place_of": {}, "captured": captured}
     compilers = {
         f"{role}_compiler": partial(_interpret_lowered, kind=kind, **how)
         for role, kind in (("fw", "forward"), ("bw", "backward"), ("inference", "inference"))
@@ -253,7 +254,7 @@ def _compile_lowered(
     is_of_rank = captured.is_of_rank
     is_lowered_first = is_of_rank or inner_compile is not compile_fx_inner
     if settings.enabled and is_lowered_first:
-        lower(lowering)
+        _lower(lowering, captured)
     # A backward may be compiled later, when it is first called, on any thread.
     with ExitStack() as around:
         around.enter_context(one_compile_at_a_time())
@@ -267,8 +268,14 @@ def _compile_lowered(
             around.enter_context(hints_forgotten(gm))
             around.enter_context(compiled_once())
         if settings.enabled and not is_lowered_first:
-            around.enter_context(changed_before_code(gm, partial(lower, lowering)))
+            around.enter_context(changed_before_code(gm, partial(_lower, lowering, captured)))
         return inner_compile(gm, example_inputs, **kwargs)
+
+
+def _lower(lowering: Lowering, captured: Captured) -> None:
+    """Lower a graph, and note for the other ranks what it starts."""
+    lower(lowering)
+    captured.collectives[lowering.kind] = list_collectives(lowering.gm)
 
 
 def kind_of(kwargs: Mapping[str, Any]) -> str:
@@ -285,11 +292,12 @@ def _interpret_lowered(
     kind: str,
     settings: Settings,
     place_of: dict[Any, int],
+    captured: Captured,
 ) -> Callable[..., Any]:
     if settings.enabled:
         lowering = Lowering(gm, kind, settings.scheduling, {}, settings.check_agreement, place_of)
         run_passes(Stage.NUMBER, lowering)
-        lower(lowering)
+        _lower(lowering, captured)
         run_passes(Stage.INTERPRET, lowering)
     return make_boxed_func(gm.forward)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,12 +21,15 @@ from typing import Any
 
 import sympy
 import torch
+import torch.distributed as dist
 from torch import SymInt, Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import SequenceWarning
+from cp_inductor.graph.collectives import Collective
 from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.run.attention import Attention
+from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.modes import without_modes
 from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.trust.agreement import (
@@ -73,6 +76,7 @@ def agreed_graph(
     planned: Sequence[Planned],
     inputs: Sequence[fx.Node],
     how: Mapping[str, str],
+    collectives: Mapping[str, Sequence[Collective]],
     *,
     whole: Mapping[str, str] | None,
     shards: Mapping[int, tuple[str, int]],
@@ -83,6 +87,8 @@ def agreed_graph(
         planned: the attentions of the graph, in the order in which they run.
         inputs: the placeholders of the graph, with their example values.
         how: options and flags that the order of exchanges depends on, or who computes attentions.
+        collectives: what its lowered graphs start, by their kinds, as far as that is known when it
+            is called.
         whole: if the graph is all that is compiled of the model, on every rank: what is known of
             its program, see `describe_program`. It is compared, and how many attentions there are,
             and in which order.
@@ -91,7 +97,7 @@ def agreed_graph(
     Returns:
         From the arguments of a call to a context manager, which raises RanksDisagree.
     """
-    claims = _ClaimsOfGraph(planned, inputs, how, whole)
+    claims = _ClaimsOfGraph(planned, inputs, how, collectives, whole)
     kind = (
         f"beginnings of {digest(repr([kind_of(p.attention, p.dtype) for p in planned]).encode())}"
     )
@@ -132,9 +138,11 @@ class _ClaimsOfGraph:
         planned: Sequence[Planned],
         inputs: Sequence[fx.Node],
         how: Mapping[str, str],
+        collectives: Mapping[str, Sequence[Collective]],
         whole: Mapping[str, str] | None,
     ) -> None:
-        self.planned, self.how, self.whole = planned, tuple(how.items()), whole
+        self.planned, self.how = planned, tuple(how.items())
+        self.collectives, self.whole = collectives, whole
         # Now: what is found out of a symbol while a backward is compiled is true of that call.
         self.sizes = [tuple(map(size_expression, one.sizes)) for one in planned]
         symbols = {symbol for sizes in self.sizes for size in sizes for symbol in size.free_symbols}
@@ -147,7 +155,8 @@ class _ClaimsOfGraph:
     def of_call(self, group_name: str, args: Sequence[Any]) -> list[tuple[Claim, str]]:
         """Return the claims to a group, each with its site."""
         values = tuple(source(args) for source in self.sources.values())
-        key = (group_name, *values)
+        # A backward may be lowered when it is first called.
+        key = (group_name, *values, *self.collectives)
         if key not in self.known:
             by_symbol = dict(zip(self.sources, map(sympy.Integer, values), strict=True))
             self.known[key] = self._make(group_name, by_symbol)
@@ -167,9 +176,29 @@ class _ClaimsOfGraph:
             # The first speaks for the graph. Where its attention differs, too, that says more.
             order = digest(repr([claim.kind for claim, _ in claims]).encode())
             whole = {"attentions": str(len(claims)), "their order": order, **self.whole}
+            for kind, started in self.collectives.items():
+                direction = "backward" if kind == "backward" else "forward"
+                whole |= _describe_collectives(direction, started, group_name)
             first, site = claims[0]
             claims[0] = replace(first, program=tuple(whole.items())), site
         return claims
+
+
+def _describe_collectives(
+    direction: str, started: Sequence[Collective], group_name: str
+) -> Iterator[tuple[str, str]]:
+    """Say what a graph starts, in which order and how large, as far as all ranks know it alike."""
+    # The names of other groups differ between ranks, and so may the sizes of what they reduce.
+    own = [one.group_name == group_name for one in started]
+    among = [dist.get_world_size(group_of(one.group_name)) for one in started]
+    order = [(one.op, *rest) for one, *rest in zip(started, own, among, strict=True)]
+    counts = Counter(one.op for one in started).items()
+    numbers = ", ".join(f"{count} {op}" for op, count in counts) or "none"
+    yield f"collectives of its {direction}", f"{numbers}, in order {digest(repr(order).encode())},"
+    sizes = [one.shape for one, is_own in zip(started, own, strict=True) if is_own]
+    # A rank that compiles alone may have sizes as symbols, and leaves this out.
+    if None not in sizes:
+        yield f"sizes of these in its {direction}", f"in order {digest(repr(sizes).encode())}"
 
 
 def _beginnings(shards: Mapping[int, tuple[str, int]], args: Sequence[Any]) -> dict[str, str]:

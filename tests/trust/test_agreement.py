@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
@@ -368,6 +369,32 @@ def test_models_that_differ() -> None:
         assert_told_alike(list(messages), part)
     # The user's line is named.
     assert "attention (graphs.py:" in results[0][0]
+
+
+def check_collectives() -> list[str]:
+    """One rank's graph sums once more, or sums something larger; its attentions are the same."""
+    mesh, is_odd, said = world_mesh(), dist.get_rank() == ODD, []
+    shards = [shard(t, dist.get_rank(), dist.get_world_size()) for t in make_qkv(14)[:3]]
+    for more, width in ((is_odd, 1), (False, 2 - is_odd)):
+        torch._dynamo.reset()
+
+        def attend(*qkv: Tensor, more: bool = more, width: int = width) -> Tensor:
+            out = attend_causal(*qkv)
+            sums = all_reduce(out.flatten()[:width], "sum", mesh)
+            return out + (all_reduce(sums, "sum", mesh) if more else sums).sum()
+
+        options = {"mesh": mesh, "check_sequence": False}
+        compiled = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options=options)
+        said.append(refusal_of(lambda compiled=compiled: compiled(*shards)))
+    return said
+
+
+def test_ranks_whose_graphs_start_other_collectives() -> None:
+    """They are told before the first one starts: there they would wait for each other."""
+    counts, sizes = zip(*run_ranks(2, check_collectives, deadline_s=120), strict=True)
+    both = "2 all_to_all_single of float32, {} all_reduce of float32, in order"
+    assert_told_alike(list(counts), f"collectives of its forward: {both.format(1)}", "2 all_redu")
+    assert_told_alike(list(sizes), "got sizes of these in its forward: in order ")
 
 
 def check_a_rank_that_does_not_come() -> str:

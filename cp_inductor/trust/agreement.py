@@ -42,7 +42,14 @@ from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.groups import group_of, group_with_store
 from cp_inductor.trust.bounded_store import BoundedStore
-from cp_inductor.trust.claims import Claim, claim_attention, digest, kind_of, tables_to_note
+from cp_inductor.trust.claims import (
+    Claim,
+    claim_attention,
+    digest,
+    entry_of,
+    kind_of,
+    tables_to_note,
+)
 from cp_inductor.trust.log import Log
 from cp_inductor.trust.record import ATTENTIONS, BATCHES, TABLES, Entry
 
@@ -109,12 +116,16 @@ class Agreed:
         Returns:
             What the other ranks have said of the first, if all were waited for.
         """
-        self._forget_epoch()
+        self.log.rejoin(claims[0][1])
+        if self.epoch != self.log.record.epoch:  # ranks have given up since the last attention
+            self.epoch = self.log.record.epoch
+            self.last.clear()
+            self.known.clear()
         is_new = False
         is_early = self.log.record.trails[ATTENTIONS].count < FIRST_EVENTS
         entries = []
         for claim, site in claims:
-            entry = claim.entry(site, has_grad)
+            entry = entry_of(claim, site, has_grad)
             is_new |= self.last.get((entry.kind, bool(claim.program))) != claim
             is_early |= (self.before, entry.kind) not in self.known
             self.known.add((self.before, entry.kind))
@@ -127,13 +138,6 @@ class Agreed:
         except BaseException:
             self.last.clear()
             raise
-
-    def _forget_epoch(self) -> None:
-        """Compare everything anew, if ranks have given up since the last attention."""
-        if self.epoch != self.log.record.epoch:
-            self.epoch = self.log.record.epoch
-            self.last.clear()
-            self.known.clear()
 
     def note(self, tables: Sequence[Tensor], kind: str, site: str, *, has_seed: bool) -> None:
         """Note what the tables of an attention are, if they are to be compared in this run.
@@ -325,6 +329,7 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
     flat = flat[:: 1 + flat.numel() // MOST_OF_BATCH].contiguous()
     first = ", ".join(map(str, flat[:4].tolist()))
     numbers = f"{shape} numbers with {first}, ..., digest {describe_table(flat).split()[-1]}"
+    group.log.rejoin("a batch")
     number = group.log.record.trails[BATCHES].count + 1
     fields = {"what": "a batch", f"batch {number}": numbers.removesuffix(",")}
     group.log.add(BATCHES, [Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)])

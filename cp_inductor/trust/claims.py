@@ -49,12 +49,14 @@ class Claim:
     fields: tuple[tuple[str, str], ...]
     program: tuple[tuple[str, str], ...] = ()
 
-    def entry(self, site: str, has_grad: bool | None) -> Entry:
-        """Return the event that this is run. `has_grad` is None where the caller cannot know it."""
-        known = {} if has_grad is None else {"gradients": "on" if has_grad else "off"}
-        fields = {**dict(self.fields), **known, **dict(self.program)}
-        follow = ("plan", "stages", "chunks", "strategy", *dict(self.program))
-        return Entry(site, fields, follow, kind=f"{self.kind} {has_grad}")
+
+@lru_cache(maxsize=NUM_KEPT)
+def entry_of(claim: Claim, site: str, has_grad: bool | None) -> Entry:
+    """Return the event that an attention is run. `has_grad` is None where nobody knows it."""
+    known = {} if has_grad is None else {"gradients": "on" if has_grad else "off"}
+    fields = {**dict(claim.fields), **known, **dict(claim.program)}
+    follow = ("plan", "stages", "chunks", "strategy", *dict(claim.program))
+    return Entry(site, fields, follow, kind=f"{claim.kind} {has_grad}")
 
 
 def claim_attention(

@@ -39,11 +39,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import NoReturn
 from weakref import WeakSet, ref
 
 from torch.distributed import DistError
 
-from cp_inductor.errors import ProcessGroupError, RanksDisagree, SequenceWarning
+from cp_inductor.errors import CPError, ProcessGroupError, RanksDisagree, SequenceWarning
 from cp_inductor.trust.bounded_store import (
     AT_EXIT_S,
     LOOK_EVERY_S,
@@ -174,37 +175,31 @@ class Log:
             ProcessGroupError: the store does not answer.
         """
         site = entries[0].site
-        while True:
-            if self.cause is not None:
-                self._give_up(site)
-                is_new = True
-                continue
-            is_new |= self.has_refused
-            trail = self.record.trails[name]
-            first = trail.count + 1
-            self.add(name, entries)
-            if self.comparing is None:
-                self.comparing = _Comparing(self)
-            if not (is_new or is_early or for_all):
-                trail.run_on()
-                return []
+        self.rejoin(site)
+        if self.cause is not None:
+            self._give_up(site)
+        trail = self.record.trails[name]
+        first = trail.count + 1
+        self.add(name, entries)
+        if self.comparing is None:
+            self.comparing = _Comparing(self)
+        if not (is_new or is_early or for_all):
+            trail.run_on()
+            return []
+        try:
             needed = trail.count if is_whole else first
-            try:
-                with self.waiting(site, is_settling=True):
-                    positions = self.others if is_new or for_all else self.next
-                    records = self._settle(name, needed, site, positions, is_new=is_new)
-            except (RanksDisagree, ProcessGroupError):
-                raise
-            except BaseException:  # interrupted by hand: it will come again
-                with self.lock:
-                    trail.take_back(len(entries))
-                raise
-            if records is not None:
-                trail.settle()
-                self.has_refused &= not is_new
-                told = [record.trails[name].entry_at(first) for record in records.values()]
-                return [entry for entry in told if entry is not None]
-            is_new = True
+            positions = self.others if is_new or for_all else self.next
+            with self.waiting(site, is_settling=True):
+                records = self._settle(name, needed, site, positions, is_new=is_new)
+        except (RanksDisagree, ProcessGroupError):
+            raise
+        except BaseException:  # interrupted by hand: it will come again
+            with self.lock:
+                trail.take_back(len(entries))
+            raise
+        trail.settle()
+        told = [record.trails[name].entry_at(first) for record in records.values()]
+        return [entry for entry in told if entry is not None]
 
     def add(self, name: str, entries: Sequence[Entry]) -> None:
         """Note events, without comparing anything now."""
@@ -215,15 +210,22 @@ class Log:
 
     def refuse(self, reason: str) -> None:
         """Let the others know that this rank refuses what may be their next attention."""
-        if self.has_refused:
-            # What the others have made of the refusal before: they begin anew, or have refused too.
-            count = self.record.trails[ATTENTIONS].count
-            with suppress(ProcessGroupError), self.waiting("a refusal", is_settling=True):
-                self._settle(ATTENTIONS, count, "a refusal", self.others, is_new=True)
+        self.rejoin("a refusal")
         self.add(ATTENTIONS, [Entry(reason, {"what": "a refusal"}, kind=REFUSED)])
         self.has_refused = True
         with suppress(DistError, RuntimeError):  # the refusal is raised in any case
             self.ask(self.exchange)
+
+    def rejoin(self, site: str) -> None:
+        """After a refusal, wait for what the others make of it: they give up, or refuse as well.
+
+        If they give up, this rank begins anew with them.
+        """
+        if self.has_refused:
+            count = self.record.trails[ATTENTIONS].count
+            with suppress(CPError), self.waiting(site, is_settling=True):
+                self._settle(ATTENTIONS, count, site, self.others, is_new=True)
+            self.has_refused = False
 
     @contextmanager
     def waiting(self, where: str, *, is_settling: bool = False) -> Iterator[None]:
@@ -241,13 +243,12 @@ class Log:
 
     def _settle(
         self, name: str, needed: int, site: str, waiting: Sequence[int], *, is_new: bool
-    ) -> dict[int, Record] | None:
+    ) -> dict[int, Record]:
         """Wait until other ranks have come to an event, and compare.
 
         Returns:
-            Their records, by position; None if this rank has begun anew. If it is not new, and a
-            process has ended or the store does not answer, nothing is compared: the exchange fails
-            with an error that says so.
+            Their records, by position. If it is not new, and a process has ended or the store does
+            not answer, nothing is compared: the exchange fails with an error that says so.
         """
         started, delay = time.monotonic(), SHORTEST_WAIT_S
         deadline, look_at = started + self.timeout_s, started + self.look_every_s
@@ -264,7 +265,6 @@ class Log:
                 return records
             if self.cause is not None:
                 self._give_up(site)
-                return None
             if difference is None:
                 difference = self._difference(records.values())
                 if difference is not None:  # the error names what all have
@@ -293,7 +293,6 @@ class Log:
         except DistError as error:
             raise self._store_error(site, error) from error
         self._give_up(site)
-        return None
 
     def _count(self, name: str, record: Record | None) -> int:
         """Return to how many events of this epoch another rank has come."""
@@ -366,13 +365,12 @@ class Log:
             " compiling takes longer, raise the timeout of init_process_group",
         )
 
-    def _give_up(self, site: str) -> None:
-        """Begin anew because of the cause; raise it, unless this rank has refused already."""
-        cause, had_refused = self.cause, self.has_refused
+    def _give_up(self, site: str) -> NoReturn:
+        """Begin anew, and raise, because of the cause."""
+        cause = self.cause
         assert cause is not None
         self.begin_anew(cause)
-        if not had_refused:
-            raise self.error(cause, site)
+        raise self.error(cause, site)
 
     def error(self, cause: Cause, site: str) -> RanksDisagree:
         """Return the error about a cause."""
@@ -389,7 +387,7 @@ class Log:
         """Forget all events, as every rank does that raises, and wait until the others do."""
         with self.lock:
             self.record.epoch, self.record.trails = self.record.epoch + 1, new_trails()
-            self.is_told, self.has_refused = False, False
+            self.is_told = False
         deadline, delay = time.monotonic() + PATIENCE_S, SHORTEST_WAIT_S
         waiting = [at for at in cause.seen_by if at != self.rank and self.record.is_waiting]
         with suppress(DistError, RuntimeError):

@@ -552,14 +552,15 @@ def test_ranks_go_on_after_a_refusal(form: str) -> None:
 
 
 def check_a_rank_that_refuses_and_goes_on() -> list[str]:
-    """In the second of three calls that are alike, one rank has a wrong mask."""
+    """In the second of four calls that are alike, one rank has a wrong mask."""
     mesh, length = impatient_mesh(4.0), 4
     tensors = [shard(t, dist.get_rank(), dist.get_world_size()) for t in make_qkv(2 * length)[:3]]
     said = []
-    for call in range(3):
+    for call in range(4):
         mask = torch.ones(length, length, dtype=torch.bool)
         how = {"attn_mask": mask} if call == 1 and dist.get_rank() == ODD else {"is_causal": True}
-        with cp_inductor.context_parallel(mesh):
+        batch = torch.full((1, 2 * length), call)
+        with cp_inductor.context_parallel(mesh, buffers=[batch], buffer_seq_dims=[1]):
             try:
                 F.scaled_dot_product_attention(*tensors, **how)
                 said.append("nothing")
@@ -578,7 +579,7 @@ def test_what_a_rank_calls_after_a_refusal_of_its_own_is_not_taken_for_what_othe
     # The other rank came to its second attention, and learns that this rank did not.
     assert others[1].startswith("RanksDisagree: ")
     assert "expected an attn_mask over the whole sequence" in others[1]
-    assert refusing[2] == others[2] == "nothing"
+    assert refusing[2:] == others[2:] == ["nothing"] * 2
 
 
 def check_switched_off() -> str:

@@ -121,12 +121,15 @@ class Agreed:
             self.epoch = self.log.record.epoch
             self.last.clear()
             self.known.clear()
-        is_new = False
+        is_new, for_all = False, bool(begins)
         is_early = self.log.record.trails[ATTENTIONS].count < FIRST_EVENTS
         entries = []
         for claim, site in claims:
             entry = entry_of(claim, site, has_grad)
-            is_new |= self.last.get((entry.kind, bool(claim.program))) != claim
+            last = self.last.get((entry.kind, bool(claim.program)))
+            is_new |= last is None or last.fields != claim.fields
+            # What its backward starts may be known later.
+            for_all |= last is not None and last.program != claim.program
             is_early |= (self.before, entry.kind) not in self.known
             self.known.add((self.before, entry.kind))
             self.last[entry.kind, bool(claim.program)], self.before = claim, entry.kind
@@ -134,7 +137,7 @@ class Agreed:
         if begins:
             entries[0] = replace(entries[0], begins=begins)
         try:
-            return self.log.come(entries, is_new=is_new, is_early=is_early, for_all=bool(begins))
+            return self.log.come(entries, is_new=is_new, is_early=is_early, for_all=for_all)
         except BaseException:
             self.last.clear()
             raise

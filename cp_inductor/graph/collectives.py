@@ -36,10 +36,6 @@ def is_start(node: fx.Node) -> bool:
     return is_collective(node) and node.target is not WAIT
 
 
-# Ranks of a pipeline differ in these.
-_OF_TWO_RANKS = ("isend", "irecv", "batch_p2p_ops")
-
-
 @dataclass(frozen=True, slots=True)
 class Collective:
     """What a graph starts among the ranks of a group.
@@ -56,24 +52,29 @@ class Collective:
 
 
 def list_collectives(gm: fx.GraphModule) -> tuple[Collective, ...]:
-    """Return what a graph starts, in order, but for what one rank sends to one other."""
-    starts = [node for graph in graphs_of(gm) for node in graph.nodes if is_start(node)]
-    return tuple(
-        _describe(n) for n in starts if n.target.__name__.split(".")[0] not in _OF_TWO_RANKS
-    )
+    """Return what a graph starts among all ranks of groups, in order.
 
-
-def _describe(node: fx.Node) -> Collective:
-    target: Any = node.target
-    names = [argument.name for argument in target._schema.arguments]
-    group: Any = node.kwargs.get("group_name") or node.args[names.index("group_name")]
-    value = node.meta["val"]
-    tensors: list[Tensor] = list(value) if isinstance(value, (list, tuple)) else [value]
-    # Plans say what ranks send each other in an all-to-all, where it differs between them.
-    sizes = () if target in STARTS else tuple(size for tensor in tensors for size in tensor.shape)
-    dtype = str(tensors[0].dtype).removeprefix("torch.")
-    return Collective(
-        f"{target.__name__.partition('.')[0]} of {dtype}",
-        sizes if all(isinstance(size, int) for size in sizes) else None,
-        group if isinstance(group, str) else group.group_name,
-    )
+    Not what one rank sends to one other, as in a pipeline, where ranks differ.
+    """
+    found = []
+    for node in (node for graph in graphs_of(gm) for node in graph.nodes if is_start(node)):
+        target: Any = node.target
+        names = [argument.name for argument in target._schema.arguments]
+        if "group_name" not in names or {"tag", "tag_list"} & {*names}:
+            continue
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        group, value = given["group_name"], node.meta["val"]
+        tensors: list[Tensor] = list(value) if isinstance(value, (list, tuple)) else [value]
+        # Plans say what ranks send each other in an all-to-all, where it differs between them.
+        own = () if target in STARTS else tensors
+        sizes = tuple(size for tensor in own for size in tensor.shape)
+        is_static = all(isinstance(size, int) for size in sizes)
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        found.append(
+            Collective(
+                f"{target.__name__.partition('.')[0]} of {dtype}",
+                sizes if is_static else None,
+                group if isinstance(group, str) else group.group_name,
+            )
+        )
+    return tuple(found)

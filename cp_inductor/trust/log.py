@@ -502,24 +502,23 @@ class Log:
     def hosts(self) -> tuple[int, ...]:
         """Return the host of each rank, numbered as they appear; () if a rank did not come.
 
-        Every rank returns the same: plans depend on it. Whoever sees all names, or has waited for
-        too long, tries to write the answer, and the first to do so decides for all.
+        Every rank returns the same: plans depend on it. Whoever comes last, or has waited for too
+        long, tries to write the answer, and the first to do so decides for all.
 
         Raises:
             DistError: the store does not answer.
         """
         deadline = time.monotonic() + min(HOSTS_S, self.timeout_s / 2)
         self.ask(self.exchange)
-        while not self.ask(partial(self.store.check, ["hosts"])):
-            records = self.ask(partial(self.read, self.others))
-            records[self.rank] = self.record
-            hosts = [record.host for _, record in sorted(records.items())]
-            is_whole = len(hosts) == len(self.ranks)
-            if is_whole or time.monotonic() > deadline:
+        if not self.ask(partial(self.store.check, ["hosts"])):
+            if self.ask(partial(self.store.add, "arrived", 1)) == len(self.ranks):
+                records = self.ask(partial(self.read, range(len(self.ranks))))
+                hosts = [record.host for record in records.values()]
                 numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-                answer = json.dumps([numbers[host] for host in hosts] if is_whole else [])
-                self.ask(partial(self.store.set_first, "hosts", answer))
-            else:
+                self._answer_hosts([numbers[host] for host in hosts])
+            while not self.ask(partial(self.store.check, ["hosts"])):
+                if time.monotonic() > deadline:
+                    self._answer_hosts([])
                 time.sleep(min(0.5, 0.005 + len(self.ranks) / 2000))  # all ranks ask one store
         decided = tuple(json.loads(self.ask(partial(self.store.get, "hosts"))))
         if not decided:
@@ -532,6 +531,9 @@ class Log:
                 stacklevel=2,
             )
         return decided
+
+    def _answer_hosts(self, numbers: Sequence[int]) -> None:
+        self.ask(partial(self.store.set_first, "hosts", json.dumps(numbers)))
 
     # --- The other ranks ---------------------------------------------------------------------
 

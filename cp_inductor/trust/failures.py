@@ -124,11 +124,9 @@ def failure(group_name: str, step: Step, reason: BaseException, waited_s: float)
     """
     asked = time.monotonic()
     log = log_of(group_name)
-    cause = None if log is None else log.find_cause()
-    if log is not None and cause is not None:
-        log.begin_anew(cause)
-        return log.error(cause, step.site)
-    found = {} if log is None else _ask(log, step)
+    found = {} if log is None or log.find_cause() else _ask(log, step)
+    if log is not None and log.cause is not None:  # others may have seen it meanwhile
+        return log.give_up(step.site)
     gone = [rank for rank, one in found.items() if one.is_missing and one.is_known]
     # A rank that merely waits has not noticed the failure yet.
     missing = sorted(gone or (rank for rank, one in found.items() if one.is_missing))
@@ -169,6 +167,8 @@ def _ask(log: Log, step: Step) -> dict[int, Fate]:
                     failed = {log.ranks[at]: one.failed for at, one in records.items()}
                 except RuntimeError:  # the store has ended, but processes can still be looked at
                     has_store = False
+            if log.cause is not None:
+                return
             for rank, fate in log.fates().items():
                 if failed.get(rank):
                     found[rank] = Fate(f"it failed as well, in {failed[rank]}", False, True)

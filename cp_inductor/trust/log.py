@@ -39,7 +39,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import NoReturn
 from weakref import WeakSet, ref
 
 from torch.distributed import DistError
@@ -177,7 +176,7 @@ class Log:
         site = entries[0].site
         self.rejoin(site)
         if self.cause is not None:
-            self._give_up(site)
+            raise self.give_up(site)
         trail = self.record.trails[name]
         first = trail.count + 1
         self.add(name, entries)
@@ -255,7 +254,6 @@ class Log:
         epoch, is_hopeless = self.record.epoch, None if is_new else self._is_one_gone
         records = dict[int, Record]()
         difference: tuple[str, int] | None = None
-        gone: Mapping[int, str] = {}
         while True:
             try:
                 records |= self.ask(partial(self.exchange, waiting), is_hopeless)
@@ -264,35 +262,36 @@ class Log:
                     raise self._store_error(site, error) from error
                 return records
             if self.cause is not None:
-                self._give_up(site)
+                raise self.give_up(site)
             if difference is None:
                 difference = self._difference(records.values())
                 if difference is not None:  # the error names what all have
                     (name, needed), waiting = difference, self.others
                     deadline = min(deadline, time.monotonic() + PATIENCE_S)
             waiting = [at for at in waiting if self._count(name, records.get(at)) < needed]
-            if not waiting:
-                break
-            if time.monotonic() > look_at:
-                is_over = any(records[at].is_over for at in waiting if at in records)
-                gone = {} if is_over else self.look()
+            missing = [at for at in waiting if at in records and records[at].is_over]
+            if not missing and time.monotonic() > look_at:
+                gone = self.look()
                 if gone and not is_new and difference is None:
                     return records
-                if is_over or any(self.ranks[at] in gone for at in waiting):
-                    break
+                missing = [at for at in waiting if self.ranks[at] in gone]
                 look_at = time.monotonic() + self.look_every_s
-            if time.monotonic() > deadline:
+            if missing or not waiting or time.monotonic() > deadline:
                 break
             time.sleep(delay)
             delay = min(2 * delay, LONGEST_WAIT_S)
         if difference is None and not waiting:
             return records
-        cause = self._describe(*difference, records) if difference else self._miss(waiting, site)
+        cause = (
+            self._describe(*difference, records)
+            if difference
+            else self._miss(missing or waiting, site)
+        )
         try:
             self.ask(partial(self._decide, cause, epoch))
         except DistError as error:
             raise self._store_error(site, error) from error
-        self._give_up(site)
+        raise self.give_up(site)
 
     def _count(self, name: str, record: Record | None) -> int:
         """Return to how many events of this epoch another rank has come."""
@@ -365,15 +364,11 @@ class Log:
             " compiling takes longer, raise the timeout of init_process_group",
         )
 
-    def _give_up(self, site: str) -> NoReturn:
-        """Begin anew, and raise, because of the cause."""
+    def give_up(self, site: str) -> RanksDisagree:
+        """Begin anew because of the cause; return the error about it."""
         cause = self.cause
         assert cause is not None
-        self.begin_anew(cause)
-        raise self.error(cause, site)
-
-    def error(self, cause: Cause, site: str) -> RanksDisagree:
-        """Return the error about a cause."""
+        self._begin_anew(cause)
         expected, got = cause.expected, cause.got
         if not cause.is_shared and cause.rank != self.ranks[self.rank]:
             expected = f"{self._name(range(len(self.ranks)))} to run the same"
@@ -383,7 +378,7 @@ class Log:
             )
         return RanksDisagree(site=site, expected=expected, got=got, remedy=cause.remedy)
 
-    def begin_anew(self, cause: Cause) -> None:
+    def _begin_anew(self, cause: Cause) -> None:
         """Forget all events, as every rank does that raises, and wait until the others do."""
         with self.lock:
             self.record.epoch, self.record.trails = self.record.epoch + 1, new_trails()

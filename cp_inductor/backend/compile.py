@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -27,6 +26,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 
+from cp_inductor.backend.cache_key import cache_key, cache_key_of_all
 from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.backend.progress import compile_announced
@@ -131,7 +131,7 @@ def compile_through_inductor(
         The compiled function.
     """
     captured = Captured.of(gm, settings)
-    post_grad = PostGrad(_cache_key(settings))
+    post_grad = PostGrad(cache_key(settings))
     patches = _inductor_patches(settings, mode, post_grad)
     lowered = partial(
         _compile_lowered,
@@ -216,18 +216,6 @@ def _tell_whole_logits(projection: fx.Node, reason: str) -> None:
     )
 
 
-def _cache_key(settings: Settings) -> str:
-    """Return what the generated code depends on besides the graph that Inductor hashes."""
-    rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    return repr((rank, settings.axis, _cache_key_of_all(settings)))
-
-
-def _cache_key_of_all(settings: Settings) -> str:
-    """Return the same for graphs that say themselves what in them depends on the rank."""
-    asked_for = (settings.enabled, settings.plan_options, settings.scheduling)
-    return repr((source_hash(), *asked_for, settings.check_agreement))
-
-
 def _compile_lowered(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -250,7 +238,7 @@ def _compile_lowered(
     lowering = Lowering(gm, kind_of(kwargs), *how)
     if settings.enabled:
         run_passes(Stage.NUMBER, lowering)
-    key_of_all = _cache_key_of_all(settings)
+    key_of_all = cache_key_of_all(settings)
     is_of_rank = captured.is_of_rank
     is_lowered_first = is_of_rank or inner_compile is not compile_fx_inner
     if settings.enabled and is_lowered_first:

@@ -41,7 +41,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from weakref import WeakSet, ref
 
-from torch.distributed import DistError
+from torch.distributed import DistError, PrefixStore
 
 from cp_inductor.errors import CPError, ProcessGroupError, RanksDisagree, SequenceWarning
 from cp_inductor.trust.bounded_store import (
@@ -126,7 +126,7 @@ class Log:
         self.rank, self.ranks, self.timeout_s = rank, tuple(ranks), timeout_s
         self.others = [at for at in range(len(ranks)) if at != rank]
         self.next = [(rank + 1) % len(ranks)]
-        self.root, self.store = store, store.under("cp_inductor")
+        self.root, self.store = store, PrefixStore("cp_inductor", store.store)
         self.record = Record(describe_process(), host or socket.gethostname())
         self.processes: dict[int, str] = {}
         self.lock, self.exchanging = threading.Lock(), threading.Lock()
@@ -435,7 +435,7 @@ class Log:
                 # A store may outlive a group and serve another group of the same name. All ranks
                 # of the first group have joined before any rank of the second does.
                 self.incarnation = (self.store.add("joined", 1) - 1) // len(self.ranks)
-                self.store = self.store.under(str(self.incarnation))
+                self.store = PrefixStore(str(self.incarnation), self.store)
             with self.lock:
                 epoch, text, self.is_told = self.record.epoch, self.record.format(), True
             if text != self.written:
@@ -461,7 +461,7 @@ class Log:
 
     def _decide(self, cause: Cause, epoch: int) -> None:
         """Leave a cause for all ranks, unless one of them has left another."""
-        self.store.set_first(f"cause/{epoch}", json.dumps(asdict(cause)))
+        self.store.compare_set(f"cause/{epoch}", "", json.dumps(asdict(cause)))
         self._read_cause(epoch)
 
     def compare(self) -> None:
@@ -528,7 +528,7 @@ class Log:
         return decided
 
     def _answer_hosts(self, numbers: Sequence[int]) -> None:
-        self.ask(partial(self.store.set_first, "hosts", json.dumps(numbers)))
+        self.ask(partial(self.store.compare_set, "hosts", "", json.dumps(numbers)))
 
     # --- The other ranks ---------------------------------------------------------------------
 

@@ -263,10 +263,7 @@ class StoppedStore(dist.Store):
 
 def test_a_store_that_does_not_answer_is_named_within_the_timeout() -> None:
     stopped = StoppedStore()
-    bounded = BoundedStore(dist.HashStore(), 0.2)
-    bounded.store = stopped
-    with mock.patch.object(bounded, "under", return_value=bounded):
-        log = Log(bounded, 0, RANKS, 0.2)
+    log = Log(BoundedStore(stopped, 0.2), 0, RANKS, 0.2)
     assert stopped.asked == 1, "who introduces itself goes on"
     with pytest.raises(ProcessGroupError, match=r"here: .* got no answer for 0\.2 s; find"):
         say_all(log, [[entry()]])

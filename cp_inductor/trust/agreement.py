@@ -51,6 +51,7 @@ from cp_inductor.trust.claims import (
     tables_to_note,
 )
 from cp_inductor.trust.log import Log
+from cp_inductor.trust.notes import exchange_hosts, swap
 from cp_inductor.trust.record import ATTENTIONS, BATCHES, TABLES, Entry
 
 # Tables are compared in this many runs of each kind of attention: about the layers of a model.
@@ -346,7 +347,7 @@ def swap_notes(group_name: str, name: str, text: str, patience_s: float) -> list
         None if some have not left one within the patience; none in groups of one rank.
     """
     group = agreed_of(group_name)
-    return [] if group is None else group.log.swap(name, text, patience_s)
+    return [] if group is None else swap(group.log, name, text, patience_s)
 
 
 def hosts_of(group_name: str) -> tuple[int, ...]:
@@ -359,7 +360,7 @@ def hosts_of(group_name: str) -> tuple[int, ...]:
         DistError: the store does not answer.
     """
     group = agreed_of(group_name)
-    return (0,) if group is None else group.log.hosts()
+    return (0,) if group is None else exchange_hosts(group.log)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -20,6 +21,9 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 # How often a rank that waits looks whether an answer may still come.
 LOOK_EVERY_S = 0.3
+
+# How often `within` looks.
+INTERVAL_S = 0.05
 
 # For how long, at most, a process that ends waits for its threads that ask the store.
 AT_EXIT_S = 1.0
@@ -59,6 +63,27 @@ def _end_threads() -> None:
     for thread in list(_threads):
         if thread.is_alive():
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def within(
+    call: Callable[[], None],
+    limit_s: float,
+    is_enough: Callable[[], bool] = lambda: False,
+    rest_s: float = 2 * INTERVAL_S,
+) -> None:
+    """Call what asks a store in a thread; go on after a time, or a while after it is enough."""
+
+    def run() -> None:
+        with suppress(RuntimeError):  # a store that has ended
+            call()
+
+    asking = Asking(target=run, daemon=True)
+    asking.start()
+    deadline = time.monotonic() + limit_s
+    while asking.is_alive() and time.monotonic() < deadline:
+        asking.join(INTERVAL_S)
+        if is_enough():
+            deadline = min(deadline, time.monotonic() + rest_s)
 
 
 class BoundedStore:

@@ -35,7 +35,8 @@ from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.receive import StepFailed
 from cp_inductor.trust.agreement import log_of, waiting_in
-from cp_inductor.trust.log import Log, within
+from cp_inductor.trust.bounded_store import within
+from cp_inductor.trust.log import Log
 from cp_inductor.trust.processes import Fate
 from cp_inductor.trust.profiler_ranges import count_ops, named_ranges
 from cp_inductor.trust.record import name_ranks

@@ -21,38 +21,29 @@ Ranks may come to different numbers of events at a time: one rank may run a grap
 another runs in two parts. So a rank waits only until all others have come to the first of its
 events. Whichever of two ranks comes to an event later compares it. Neither runs it before that.
 
-The thread also prints where all ranks are, when its rank has waited for `REPORT_AFTER_S`.
-
 Assumes: ranks that run the same program come to the same events in the same order.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import socket
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from weakref import WeakSet, ref
 
 from torch.distributed import DistError, PrefixStore
 
-from cp_inductor.errors import CPError, ProcessGroupError, RanksDisagree, SequenceWarning
-from cp_inductor.trust.bounded_store import (
-    AT_EXIT_S,
-    LOOK_EVERY_S,
-    Answer,
-    Asking,
-    BoundedStore,
-)
+from cp_inductor.errors import CPError, ProcessGroupError, RanksDisagree
+from cp_inductor.trust.bounded_store import LOOK_EVERY_S, Answer, BoundedStore, within
+from cp_inductor.trust.cause import Cause, cause_of_absence, cause_of_difference
+from cp_inductor.trust.comparing import Comparing
 from cp_inductor.trust.processes import Fate, describe_process, look_at
-from cp_inductor.trust.record import ATTENTIONS, REFUSED, Entry, Record, name_ranks, new_trails
+from cp_inductor.trust.record import ATTENTIONS, Entry, Record, name_ranks, new_trails, refusal
 
 # A rank that waits looks at growing intervals: others may be about to come, or compile for minutes.
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.05
@@ -60,48 +51,15 @@ SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.05
 # How often the thread looks; the part per rank keeps the store fast enough for a thousand ranks.
 INTERVAL_S, INTERVAL_PER_RANK_S = 0.05, 0.003
 
+# A rank says after this time that it waits, and then again at intervals that grow by a factor.
+REPORT_AFTER_S, REPORT_GROWTH = 10.0, 3
+
 # How long a rank that has seen a difference waits for the others to see it: the store goes away
 # with the rank that holds it.
 PATIENCE_S = 10.0
 
 # For how long a rank asks what has become of the others, which may wait for each other.
 LOOK_S = 1.0
-
-# How long a rank waits for the hosts of the others. It may be the only one that plans.
-HOSTS_S = 30.0
-
-# A rank says after this time that it waits, and then again at intervals that grow by a factor.
-REPORT_AFTER_S, REPORT_GROWTH = 10.0, 3
-
-# An error names no more fields than this: one mistake shows in several.
-MOST_NAMED = 4
-
-REMEDY = (
-    "run one program on all ranks that share a sequence: the same model, batches, input shapes,"
-    " options, flags and versions, train() or eval() on all of them, the same weights frozen; shard"
-    " a sequence as torch.chunk does; if its length does not divide by the ranks, name it in"
-    " options['seq_len'], by a buffer of context_parallel, or by the shape of the DTensor"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """Why ranks give up, as the first of them has seen it.
-
-    Attributes:
-        rank: the global rank of that first one.
-        site, expected, got, remedy: of its error.
-        seen_by: positions of ranks that wait, and will raise as soon as they see this.
-        is_shared: all ranks raise this as it is; otherwise the others quote it.
-    """
-
-    rank: int
-    site: str
-    expected: str
-    got: str
-    remedy: str
-    seen_by: Sequence[int] = ()
-    is_shared: bool = False
 
 
 class Log:
@@ -134,7 +92,8 @@ class Log:
         self.causes: dict[int, Cause] = {}  # by epoch
         self.has_refused = False  # and it is not known what the others have made of it
         self.look_every_s = max(LOOK_EVERY_S, INTERVAL_PER_RANK_S * len(ranks))
-        self.comparing: _Comparing | None = None
+        self.comparing: Comparing | None = None
+        self.reported, self.report_after_s = 0.0, REPORT_AFTER_S
         with suppress(DistError):  # the next caller that needs the store says where
             self.ask(self.exchange)
 
@@ -181,7 +140,8 @@ class Log:
         first = trail.count + 1
         self.add(name, entries)
         if self.comparing is None:
-            self.comparing = _Comparing(self)
+            interval_s = max(INTERVAL_S, INTERVAL_PER_RANK_S * len(self.ranks))
+            self.comparing = Comparing(self.compare_beside, self.end, interval_s)
         if not (is_new or is_early or for_all):
             trail.run_on()
             return []
@@ -210,7 +170,7 @@ class Log:
     def refuse(self, reason: str) -> None:
         """Let the others know that this rank refuses what may be their next attention."""
         self.rejoin("a refusal")
-        self.add(ATTENTIONS, [Entry(reason, {"what": "a refusal"}, kind=REFUSED)])
+        self.add(ATTENTIONS, [refusal(reason)])
         self.has_refused = True
         with suppress(DistError, RuntimeError):  # the refusal is raised in any case
             self.ask(self.exchange)
@@ -282,11 +242,13 @@ class Log:
             delay = min(2 * delay, LONGEST_WAIT_S)
         if difference is None and not waiting:
             return records
-        cause = (
-            self._describe(*difference, records)
-            if difference
-            else self._miss(missing or waiting, site)
-        )
+        if difference is not None:
+            cause = self._cause_of(*difference, records)
+        else:
+            missing = missing or waiting
+            cause = cause_of_absence(
+                missing, self._what_became_of(missing), site, self.rank, self.ranks, self.timeout_s
+            )
         try:
             self.ask(partial(self._decide, cause, epoch))
         except DistError as error:
@@ -309,59 +271,11 @@ class Log:
                     return name, min(differing)
         return None
 
-    def _describe(self, name: str, number: int, records: Mapping[int, Record]) -> Cause:
-        """Return the cause that an event differs: each value with the ranks that have it."""
-        here = {at: one for at, one in records.items() if one.epoch == self.record.epoch}
-        here = dict(sorted({**here, self.rank: self.record}.items()))
-        entries = {at: record.trails[name].entry_at(number) for at, record in here.items()}
-        known = {at: entry for at, entry in entries.items() if entry is not None}
-        own = known.get(self.rank, Entry(f"event {number}", {}))
-        refusing = [at for at, entry in known.items() if entry.fields.get("what") == "a refusal"]
-        remedy = own.remedy or REMEDY
-        if refusing:
-            who = self._name(refusing[:1])
-            got = f"{who}, which refuses to: {known[refusing[0]].site}"
-            remedy = f"see the error on {who}"
-        else:
-            got = self._differing(known) or f"{name} that differ from number {number} on"
-        return Cause(
-            self.ranks[self.rank],
-            own.site,
-            f"{self._name(range(len(self.ranks)))} to run the same",
-            got,
-            remedy,
-            () if refusing else [at for at, record in here.items() if record.is_waiting],
-            is_shared=True,
-        )
-
-    def _differing(self, entries: Mapping[int, Entry]) -> str:
-        names = list(dict.fromkeys(name for entry in entries.values() for name in entry.fields))
-        differing = []
-        for name in names:
-            positions: dict[str, list[int]] = {}
-            for at, entry in entries.items():
-                if name in entry.fields:
-                    positions.setdefault(entry.fields[name], []).append(at)
-            if len(positions) > 1:
-                values = ", ".join(
-                    f"{value} on {self._name(at)}" for value, at in positions.items()
-                )
-                differing.append((name, f"{name}: {values}"))
-        consequences = {name for entry in entries.values() for name in entry.consequences}
-        causes = [text for name, text in differing if name not in consequences]
-        return "; ".join((causes or [text for _, text in differing])[:MOST_NAMED])
-
-    def _miss(self, waiting: Sequence[int], site: str) -> Cause:
-        """Return the cause that some ranks do not come."""
-        who = self._name(waiting)
-        return Cause(
-            self.ranks[self.rank],
-            site,
-            f"{self._name(range(len(self.ranks)))} to arrive within {self.timeout_s:g} s",
-            f"nothing from {who}{self._what_became_of(waiting)}",
-            f"see the log of {who}: an error may have been raised there, another model or batch"
-            " run, an attention run that was agreed on before, or check_agreement=False set; if"
-            " compiling takes longer, raise the timeout of init_process_group",
+    def _cause_of(self, name: str, number: int, records: Mapping[int, Record]) -> Cause:
+        """Return the cause that an event differs."""
+        here = {at: record for at, record in records.items() if record.epoch == self.record.epoch}
+        return cause_of_difference(
+            name, number, {**here, self.rank: self.record}, self.rank, self.ranks
         )
 
     def give_up(self, site: str) -> RanksDisagree:
@@ -371,7 +285,7 @@ class Log:
         self._begin_anew(cause)
         expected, got = cause.expected, cause.got
         if not cause.is_shared and cause.rank != self.ranks[self.rank]:
-            expected = f"{self._name(range(len(self.ranks)))} to run the same"
+            expected = f"{name_ranks(self.ranks)} to run the same"
             got = (
                 f"rank {cause.rank}, which has given up, because rank {cause.rank} at {cause.site}"
                 f" expected {cause.expected}, got {cause.got}"
@@ -471,64 +385,7 @@ class Log:
             return  # who waits judges
         difference = self._difference(records.values())
         if difference is not None:
-            self._decide(self._describe(*difference, self.read(self.others)), epoch)
-
-    def swap(self, name: str, text: str, patience_s: float) -> list[str] | None:
-        """Leave a text under a name, and return those of all other ranks.
-
-        Returns:
-            None if some have not left one within the patience, or the store does not answer.
-        """
-        found: dict[int, str] = {}
-
-        def ask() -> None:
-            deadline = time.monotonic() + patience_s
-            self.exchange()
-            self.store.set(f"{name}/{self.rank}", text)
-            while len(found) < len(self.others) and time.monotonic() < deadline:
-                for at in self.others:
-                    if at not in found and self.store.check([f"{name}/{at}"]):
-                        found[at] = self.store.get(f"{name}/{at}").decode()
-                time.sleep(SHORTEST_WAIT_S)
-
-        within(ask, patience_s)
-        return list(found.values()) if len(found) == len(self.others) else None
-
-    def hosts(self) -> tuple[int, ...]:
-        """Return the host of each rank, numbered as they appear; () if a rank did not come.
-
-        Every rank returns the same: plans depend on it. Whoever comes last, or has waited for too
-        long, tries to write the answer, and the first to do so decides for all.
-
-        Raises:
-            DistError: the store does not answer.
-        """
-        deadline = time.monotonic() + min(HOSTS_S, self.timeout_s / 2)
-        self.ask(self.exchange)
-        if not self.ask(partial(self.store.check, ["hosts"])):
-            if self.ask(partial(self.store.add, "arrived", 1)) == len(self.ranks):
-                records = self.ask(partial(self.read, range(len(self.ranks))))
-                hosts = [record.host for record in records.values()]
-                numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-                self._answer_hosts([numbers[host] for host in hosts])
-            while not self.ask(partial(self.store.check, ["hosts"])):
-                if time.monotonic() > deadline:
-                    self._answer_hosts([])
-                time.sleep(min(0.5, 0.005 + len(self.ranks) / 2000))  # all ranks ask one store
-        decided = tuple(json.loads(self.ask(partial(self.store.get, "hosts"))))
-        if not decided:
-            warnings.warn(
-                f"not all of {name_ranks(self.ranks)} have said within {HOSTS_S:g} s on which host"
-                " they run; plans take the usual number of ranks for a node. Compile on all ranks"
-                ' at the same time, or name the machine, as in options={"machine":'
-                ' "8xh100:nvlink4 x ib400"}',
-                SequenceWarning,
-                stacklevel=2,
-            )
-        return decided
-
-    def _answer_hosts(self, numbers: Sequence[int]) -> None:
-        self.ask(partial(self.store.compare_set, "hosts", "", json.dumps(numbers)))
+            self._decide(self._cause_of(*difference, self.read(self.others)), epoch)
 
     # --- The other ranks ---------------------------------------------------------------------
 
@@ -568,10 +425,27 @@ class Log:
         text = "; ".join(f"rank {rank}: {told[rank]}" for rank in ranks)
         return f" ({text})" if text else ""
 
-    def _name(self, positions: Sequence[int]) -> str:
-        return name_ranks([self.ranks[at] for at in positions])
+    # --- Beside the program ------------------------------------------------------------------
 
-    def report(self) -> str:
+    def compare_beside(self) -> None:
+        """Compare, and print where all ranks are if this one has waited for long."""
+        record = self.record
+        if record.inside or not self.is_told:
+            self.compare()
+        if not record.inside or record.since != self.reported:
+            self.reported, self.report_after_s = record.since, REPORT_AFTER_S
+        elif time.time() - self.reported > self.report_after_s:
+            self.report_after_s *= REPORT_GROWTH
+            text = self._report()
+            if text:
+                print(text, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Tell the others that this rank's program is over."""
+        self.record.is_over = True
+        self.exchange()
+
+    def _report(self) -> str:
         """Say where all ranks are, if this one waits for another; else ""."""
         records, own = self.read(self.others), self.record
         count = own.trails[ATTENTIONS].count
@@ -583,78 +457,5 @@ class Log:
         told = self.where() | {self.ranks[self.rank]: own.describe()}
         nothing = "has come to no attention yet"
         lines = [f"  rank {rank}: {told.get(rank, nothing)}" for rank in self.ranks]
-        who = self._name([self.rank])
-        return "\n".join([f"cp_inductor: {who} waits for others of its group", *lines])
-
-
-def within(
-    call: Callable[[], None],
-    limit_s: float,
-    is_enough: Callable[[], bool] = lambda: False,
-    rest_s: float = 2 * INTERVAL_S,
-) -> None:
-    """Call what asks the store in a thread; go on after a time, or a while after it is enough."""
-
-    def run() -> None:
-        with suppress(RuntimeError):  # a store that has ended
-            call()
-
-    asking = Asking(target=run, daemon=True)
-    asking.start()
-    deadline = time.monotonic() + limit_s
-    while asking.is_alive() and time.monotonic() < deadline:
-        asking.join(INTERVAL_S)
-        if is_enough():
-            deadline = min(deadline, time.monotonic() + rest_s)
-
-
-class _Comparing(Asking):
-    """Compares beside the program, and says who waits."""
-
-    def __init__(self, log: Log) -> None:
-        super().__init__(name="cp_inductor_log", daemon=True)
-        self.log = ref(log)
-        self.interval_s = max(INTERVAL_S, INTERVAL_PER_RANK_S * len(log.ranks))
-        self.stopping = threading.Event()
-        self.seen, self.due = 0.0, REPORT_AFTER_S
-        _comparing.add(self)
-        self.start()
-
-    def run(self) -> None:
-        with suppress(DistError, RuntimeError):  # the group is gone
-            while not self.stopping.wait(self.interval_s):
-                log = self.log()
-                if log is None:
-                    return
-                self._look(log)
-                del log
-        log = self.log()
-        if log is not None:
-            with suppress(DistError, RuntimeError):
-                log.record.is_over = True
-                log.exchange()
-
-    def _look(self, log: Log) -> None:
-        record = log.record
-        if record.inside or not log.is_told:
-            log.compare()
-        if not record.inside or record.since != self.seen:
-            self.seen, self.due = record.since, REPORT_AFTER_S
-        elif time.time() - self.seen > self.due:
-            self.due *= REPORT_GROWTH
-            text = log.report()
-            if text:
-                print(text, file=sys.stderr, flush=True)
-
-
-_comparing: WeakSet[_Comparing] = WeakSet()
-
-
-@atexit.register
-def stop_comparing() -> None:
-    """End the threads, which say that this rank's program is over."""
-    for thread in list(_comparing):
-        thread.stopping.set()
-    for thread in list(_comparing):
-        thread.join(AT_EXIT_S)
-        _comparing.discard(thread)
+        title = f"cp_inductor: rank {self.ranks[self.rank]} waits for others of its group"
+        return "\n".join([title, *lines])

@@ -24,8 +24,6 @@ MOST_TOLD, MOST_IN_FULL = 512, 16
 # So many bytes of a digest are compared.
 DIGEST_BYTES = 4
 
-REFUSED = "refused"
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -53,6 +51,16 @@ class Entry:
     def differs(self, other: Entry) -> bool:
         """Whether any field that both have is unequal."""
         return any(other.fields.get(name, value) != value for name, value in self.fields.items())
+
+
+def refusal(reason: str) -> Entry:
+    """Return the event that a rank refuses what may be its next attention."""
+    return Entry(reason, {"what": "a refusal"}, kind="refused")
+
+
+def is_refusal(entry: Entry) -> bool:
+    """Whether an event is a refusal, whose reason is its site."""
+    return entry.fields.get("what") == "a refusal"
 
 
 class Trail:

@@ -6,6 +6,7 @@ And ranks that are not: whoever compiles late, again, in parts or not at all is 
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -411,7 +412,7 @@ def test_a_rank_that_does_not_come() -> None:
         assert "aten::_scaled_dot_product_flash_attention_for_cpu on DTensors: " in message
         assert "expected ranks 0, 1 and 2 to arrive within 1 s, got nothing from rank 1" in message
         assert "raise the timeout of init_process_group" in message
-    assert "given up, because rank 0 at aten::_scaled_dot_product_flash" in odd
+    assert re.search("given up, because rank [02] at aten::_scaled_dot_product_flash", odd)
 
 
 def check_ranks_that_leave_in_turn() -> str:

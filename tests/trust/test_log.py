@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+import cp_inductor.trust.cause
 import cp_inductor.trust.log
 from cp_inductor.errors import ProcessGroupError, RanksDisagree
 from cp_inductor.trust.bounded_store import BoundedStore
@@ -79,7 +80,7 @@ def test_a_difference_is_raised_on_every_rank_alike(is_whole: bool) -> None:
     assert all(isinstance(result, RanksDisagree) for result in results)
     assert {str(result) for result in results} == {
         "here: expected ranks 4, 7 and 9 to run the same, got size: two on ranks 4 and 9, three on"
-        f" rank 7; plan: two on ranks 4 and 9, other on rank 7; {cp_inductor.trust.log.REMEDY}"
+        f" rank 7; plan: two on ranks 4 and 9, other on rank 7; {cp_inductor.trust.cause.REMEDY}"
     }
 
 

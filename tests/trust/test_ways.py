@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
 from cp_inductor import RanksDisagree
-from cp_inductor.trust import agreement, log
+from cp_inductor.trust import agreement, comparing, log
 from cp_inductor.trust.agreement import forget_agreements
 from cp_inductor.trust.record import DIGEST_BYTES, MOST_TOLD, Entry, Trail
 from tests.support.ranks import run_ranks, world_mesh
@@ -218,7 +218,7 @@ def leave_no_thread() -> int:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     attend_in_region(mesh, 0)
     dist.barrier()
-    watches = list(log._comparing)
+    watches = list(comparing._comparing)
     assert any(watch.is_alive() for watch in watches)
     forget_agreements()
     deadline = time.monotonic() + 5

@@ -202,23 +202,18 @@ _graph = _Graph()
 
 
 @contextmanager
-def graph_called() -> Iterator[None]:
-    """Run a compiled graph inside, in which ops cannot see whether gradients are on."""
-    before, _graph.has_grad = _graph.has_grad, torch.is_grad_enabled()
+def graph_called(*, is_compared: bool = False) -> Iterator[None]:
+    """Run a compiled graph inside, in which ops cannot see whether gradients are on.
+
+    Args:
+        is_compared: its attentions were compared, so that ops in it need not.
+    """
+    before = _graph.has_grad, _graph.is_compared
+    _graph.has_grad, _graph.is_compared = torch.is_grad_enabled(), is_compared
     try:
         yield
     finally:
-        _graph.has_grad = before
-
-
-@contextmanager
-def graph_compared() -> Iterator[None]:
-    """Run a graph inside whose attentions were compared: ops in it need not."""
-    before, _graph.is_compared = _graph.is_compared, True
-    try:
-        yield
-    finally:
-        _graph.is_compared = before
+        _graph.has_grad, _graph.is_compared = before
 
 
 # The default group of the process that forked this one, if any. Its groups do not work here.

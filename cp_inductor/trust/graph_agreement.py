@@ -37,7 +37,7 @@ from cp_inductor.trust.agreement import (
     agreed_of,
     beginning_of,
     describe_table,
-    graph_compared,
+    graph_called,
     waiting_in,
 )
 from cp_inductor.trust.claims import Claim, claim_attention, digest, kind_of
@@ -117,7 +117,7 @@ def agreed_graph(
                     _warn_of_alike(begins, others)
         before, _running.call = _running.call, _GraphCall()
         try:
-            with graph_compared(), ExitStack() as around:
+            with graph_called(is_compared=True), ExitStack() as around:
                 for group_name in claims.group_names:
                     around.enter_context(waiting_in(group_name, claims.name))
                 yield

@@ -31,7 +31,8 @@ from cp_inductor.region.modes import note_compiled
 from cp_inductor.torch_private.dynamo import is_capturing_whole
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.trust.agreement import graph_called
-from cp_inductor.trust.graph_agreement import Planned, agreed_graph, describe_program
+from cp_inductor.trust.graph_agreement import Planned, agreed_graph
+from cp_inductor.trust.graph_fields import describe_program
 from cp_inductor.trust.unreduced import watch_gradients
 
 

@@ -51,7 +51,6 @@ from cp_inductor.trust.claims import (
     tables_to_note,
 )
 from cp_inductor.trust.log import Log
-from cp_inductor.trust.notes import exchange_hosts, swap
 from cp_inductor.trust.record import ATTENTIONS, BATCHES, TABLES, Entry
 
 # Tables are compared in this many runs of each kind of attention: about the layers of a model.
@@ -333,29 +332,6 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
     fields = {"what": "a batch", f"batch {number}": numbers.removesuffix(",")}
     group.log.add(BATCHES, [Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)])
     group.log.record.trails[BATCHES].run_on()
-
-
-def swap_notes(group_name: str, name: str, text: str, patience_s: float) -> list[str] | None:
-    """Leave a text for the other ranks of a group, and return theirs.
-
-    Returns:
-        None if some have not left one within the patience; none in groups of one rank.
-    """
-    group = agreed_of(group_name)
-    return [] if group is None else swap(group.log, name, text, patience_s)
-
-
-def hosts_of(group_name: str) -> tuple[int, ...]:
-    """Return the host of each rank of a group, numbered as they appear; () if a rank did not come.
-
-    Every rank of the group returns the same.
-
-    Raises:
-        ProcessGroupError: this process was forked from the one that has made the group.
-        DistError: the store does not answer.
-    """
-    group = agreed_of(group_name)
-    return (0,) if group is None else exchange_hosts(group.log)
 
 
 @contextmanager

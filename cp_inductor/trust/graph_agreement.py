@@ -11,8 +11,6 @@ like the tables of masks.
 from __future__ import annotations
 
 import threading
-import warnings
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,27 +19,25 @@ from typing import Any
 
 import sympy
 import torch
-import torch.distributed as dist
 from torch import SymInt, Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from cp_inductor.errors import SequenceWarning
 from cp_inductor.graph.collectives import Collective
-from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.run.attention import Attention
-from cp_inductor.torch_private.groups import group_of
-from cp_inductor.torch_private.modes import without_modes
 from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.trust.agreement import (
     Agreed,
     agreed_of,
     beginning_of,
-    describe_table,
     graph_called,
     waiting_in,
 )
 from cp_inductor.trust.claims import Claim, claim_attention, digest, kind_of
-from cp_inductor.trust.record import Entry
+from cp_inductor.trust.graph_fields import (
+    describe_beginnings,
+    describe_collectives,
+    warn_of_alike,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +63,6 @@ class Planned:
 # In so many runs of a graph, with gradients and without, the beginnings of inputs are compared: a
 # program may cut one batch and not the next.
 FIRST_RUNS = 2
-
-# So many tokens of a shard are compared, and a power of two: of 5 and of 4 tokens, 4.
-MOST_TOKENS = 16
 
 
 def agreed_graph(
@@ -111,10 +104,10 @@ def agreed_graph(
                 run = f"{kind} {has_grad}"
                 group.num_runs[run] += 1
                 is_turn = shards and group.num_runs[run] <= FIRST_RUNS
-                begins = _beginnings(shards, args) if is_turn else {}
+                begins = describe_beginnings(shards, args) if is_turn else {}
                 others = group.agree(claims.of_call(group_name, args), has_grad, begins)
                 if begins and len(others) == len(group.log.others) and group.log.rank == 0:
-                    _warn_of_alike(begins, others)
+                    warn_of_alike(begins, others)
         before, _running.call = _running.call, _GraphCall()
         try:
             with graph_called(is_compared=True), ExitStack() as around:
@@ -178,133 +171,10 @@ class _ClaimsOfGraph:
             whole = {"attentions": str(len(claims)), "their order": order, **self.whole}
             for kind, started in self.collectives.items():
                 direction = "backward" if kind == "backward" else "forward"
-                whole |= _describe_collectives(direction, started, group_name)
+                whole |= describe_collectives(direction, started, group_name)
             first, site = claims[0]
             claims[0] = replace(first, program=tuple(whole.items())), site
         return claims
-
-
-def _describe_collectives(
-    direction: str, started: Sequence[Collective], group_name: str
-) -> Iterator[tuple[str, str]]:
-    """Say what a graph starts, in which order and how large, as far as all ranks know it alike."""
-    # The names of other groups differ between ranks, and so may the sizes of what they reduce.
-    own = [one.group_name == group_name for one in started]
-    among = [dist.get_world_size(group_of(one.group_name)) for one in started]
-    order = [(one.op, *rest) for one, *rest in zip(started, own, among, strict=True)]
-    counts = Counter(one.op for one in started).items()
-    numbers = ", ".join(f"{count} {op}" for op, count in counts) or "none"
-    yield f"collectives of its {direction}", f"{numbers}, in order {digest(repr(order).encode())},"
-    sizes = [one.shape for one, is_own in zip(started, own, strict=True) if is_own]
-    # A rank that compiles alone may have sizes as symbols, and leaves this out.
-    if None not in sizes:
-        yield f"sizes of these in its {direction}", f"in order {digest(repr(sizes).encode())}"
-
-
-def _beginnings(shards: Mapping[int, tuple[str, int]], args: Sequence[Any]) -> dict[str, str]:
-    """Return digests of what inputs begin with, by name, where each rank is to have its own.
-
-    Nothing about a plain tensor says that it is a shard. A batch that nobody has cut, and positions
-    that each rank counts from 0, fit the graph as well as shards do, and make other numbers. Masks
-    of True and numbers that are all equal, such as padding, tell nothing and are left out.
-    """
-    # Regions, and modes of the user, are not to see what is read here.
-    with torch._C.DisableTorchFunction(), without_modes(), torch.no_grad():
-        texts = {name: _beginning(args[at], dim) for at, (name, dim) in shards.items()}
-    return {name: text for name, text in texts.items() if text}
-
-
-def _beginning(value: Any, dim: int) -> str:
-    """Return a digest of a shard's first tokens; nothing if they tell nothing."""
-    if type(value) is not Tensor or value.dtype == torch.bool or not value.numel():
-        return ""
-    if value.is_meta or (value.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return ""
-    length = min(MOST_TOKENS, 1 << (value.shape[dim].bit_length() - 1))
-    some = beginning_of(value.narrow(dim, 0, length))
-    if some.numel() == 1 or bool((some == some.flatten()[0]).all()):
-        return ""
-    return digest(describe_table(some).encode())
-
-
-def _warn_of_alike(begins: Mapping[str, str], others: Sequence[Entry]) -> None:
-    """Warn of inputs that begin alike on all ranks."""
-    names = [n for n, own in begins.items() if all(other.begins.get(n) == own for other in others)]
-    if not names:
-        return
-    begin = "input {} begins" if len(names) == 1 else "inputs {} begin"
-    warnings.warn(
-        f'options={{"mesh": ...}}: {begin.format(", ".join(names))} with the same numbers on all'
-        f" {len(others) + 1} ranks. Each rank is to pass its own part of the sequence, as"
-        " torch.chunk cuts it, and positions count from the start of the whole sequence. Where"
-        " ranks really have the same tokens, filter this SequenceWarning",
-        SequenceWarning,
-        stacklevel=2,
-    )
-
-
-def describe_program(gm: fx.GraphModule) -> dict[str, str]:
-    """Return fields that must be equal on all ranks; none if ranks may run other programs.
-
-        dropout(x, 0.1, True) * 2   =>   calls of dropout: 1 as 5be1, calls of mul: 1 as 03ac
-
-    Over DTensors all ranks run one program. A rank that runs another one, such as a model in eval()
-    among models in train(), or one whose weights are frozen, fits the attentions of the others, and
-    computes other numbers, or waits for a backward in vain.
-
-    The order of calls is left out: it may come from a set, whose order differs by process. So are
-    whole numbers, and what is computed of sizes: a rank that compiles alone may have sizes as
-    symbols. A graph that takes DTensors apart, or makes them of a rank's own tensors, is left out.
-
-    Args:
-        gm: from Dynamo, before any pass.
-    """
-    values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
-    sharded = [value for value in values if isinstance(value, DTensor)]
-    lines = defaultdict[str, list[str]](list)
-    for node in (node for graph in graphs_of(gm) for node in graph.nodes):
-        if node.op in ("call_function", "call_method") and _has_tensor(node):
-            name = getattr(node.target, "__name__", type(node.target).__name__)
-            name = node.target if isinstance(node.target, str) else name
-            lines[name].append(_words((node.args, node.kwargs)))
-    if not sharded or any(own in name for name in lines for own in OF_A_RANK):
-        return {}
-    fields = {
-        "inputs that require gradients": str(sum(value.requires_grad for value in sharded)),
-        **{f"calls of {n}": f"{len(lines[n])} as {_digest(lines[n])}" for n in sorted(lines)},
-    }
-    needed = [f"{value.ndim} {value.dtype} {value.requires_grad}" for value in sharded]
-    # A field that a rank leaves out is not compared, but this one is.
-    return fields | {"program": _digest([*needed, *fields])}
-
-
-# What they return, or take, is each rank's own.
-OF_A_RANK = ("to_local", "from_local")
-
-
-def _digest(lines: Sequence[str]) -> str:
-    return digest("\n".join(sorted(lines)).encode())
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, fx.Node):
-        return _has_tensor(value.meta.get("example_value"))
-    if isinstance(value, (list, tuple)):
-        return any(map(_has_tensor, value))
-    return isinstance(value, Tensor)
-
-
-def _words(value: Any) -> str:
-    """Write the flags and fractions that a call is given; of the rest only that it is there."""
-    if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_words, value))})"
-    if isinstance(value, Mapping):
-        return f"({', '.join(f'{key}={_words(item)}' for key, item in value.items())})"
-    if isinstance(value, str):
-        return value.partition(":")[0]  # "cuda:1" is the device of a rank
-    if value is None or isinstance(value, (bool, float, torch.dtype)):
-        return repr(value)
-    return "tensor" if _has_tensor(value) else "."
 
 
 def _value(size: sympy.Expr, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | None:

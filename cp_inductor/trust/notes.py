@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from cp_inductor.errors import SequenceWarning
+from cp_inductor.trust.agreement import agreed_of
 from cp_inductor.trust.bounded_store import within
 from cp_inductor.trust.log import Log
 from cp_inductor.trust.record import name_ranks
@@ -20,13 +21,17 @@ INTERVAL_S = 0.005
 HOSTS_S = 30.0
 
 
-def swap(log: Log, name: str, text: str, patience_s: float) -> list[str] | None:
-    """Leave a text under a name, and return those of all other ranks.
+def swap_notes(group_name: str, name: str, text: str, patience_s: float) -> list[str] | None:
+    """Leave a text for the other ranks of a group, and return theirs.
 
     Returns:
-        None if some have not left one within the patience, or the store does not answer.
+        None if some have not left one within the patience, or the store does not answer; none in
+        groups of one rank.
     """
-    found: dict[int, str] = {}
+    group, found = agreed_of(group_name), dict[int, str]()
+    if group is None:
+        return []
+    log = group.log
 
     def ask() -> None:
         deadline = time.monotonic() + patience_s
@@ -40,6 +45,17 @@ def swap(log: Log, name: str, text: str, patience_s: float) -> list[str] | None:
 
     within(ask, patience_s)
     return list(found.values()) if len(found) == len(log.others) else None
+
+
+def hosts_of(group_name: str) -> tuple[int, ...]:
+    """Return the host of each rank of a group; see `exchange_hosts`.
+
+    Raises:
+        ProcessGroupError: this process was forked from the one that has made the group.
+        DistError: the store does not answer.
+    """
+    group = agreed_of(group_name)
+    return (0,) if group is None else exchange_hosts(group.log)
 
 
 def exchange_hosts(log: Log) -> tuple[int, ...]:

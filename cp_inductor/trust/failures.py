@@ -23,7 +23,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,24 +157,13 @@ def _ask(log: Log, step: Step) -> dict[int, Fate]:
         return any(fate.is_known and fate.is_missing for fate in list(found.values()))
 
     def ask() -> None:
-        has_store, deadline = True, time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         log.record.failed = f"{step.text}, {step.site}"
-        found.update(log.fates())
-        while True:
-            failed = {}
-            if has_store:
-                try:
-                    records = log.exchange(log.others)
-                    failed = {log.ranks[at]: one.failed for at, one in records.items()}
-                except RuntimeError:  # the store has ended, but processes can still be looked at
-                    has_store = False
-            if log.cause is not None:
-                return
-            for rank, fate in log.fates().items():
-                if failed.get(rank):
-                    found[rank] = Fate(f"it failed as well, in {failed[rank]}", False, True)
-                elif rank not in found or not found[rank].is_known:
-                    found[rank] = fate
+        while log.cause is None:
+            found.update(log.fates())  # which may be all that the store of a stopped process tells
+            with suppress(RuntimeError):  # the store has ended; processes can still be seen
+                log.exchange(log.others)
+            found.update(log.fates())
             if has_culprit():
                 deadline = min(deadline, time.monotonic() + PATIENCE_ONCE_KNOWN_S)
             if all(fate.is_known for fate in found.values()) or time.monotonic() > deadline:

@@ -42,8 +42,16 @@ from cp_inductor.errors import CPError, ProcessGroupError, RanksDisagree
 from cp_inductor.trust.bounded_store import LOOK_EVERY_S, Answer, BoundedStore, within
 from cp_inductor.trust.cause import Cause, cause_of_absence, cause_of_difference
 from cp_inductor.trust.comparing import Comparing
-from cp_inductor.trust.processes import Fate, describe_process, look_at
-from cp_inductor.trust.record import ATTENTIONS, Entry, Record, name_ranks, new_trails, refusal
+from cp_inductor.trust.processes import Fate, describe_process
+from cp_inductor.trust.record import (
+    ATTENTIONS,
+    Entry,
+    Record,
+    fate_of,
+    name_ranks,
+    new_trails,
+    refusal,
+)
 
 # A rank that waits looks at growing intervals: others may be about to come, or compile for minutes.
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.05
@@ -86,7 +94,7 @@ class Log:
         self.next = [(rank + 1) % len(ranks)]
         self.root, self.store = store, PrefixStore("cp_inductor", store.store)
         self.record = Record(describe_process(), host or socket.gethostname())
-        self.processes: dict[int, str] = {}
+        self.records: dict[int, Record] = {}  # of others, as they were read last
         self.lock, self.exchanging = threading.Lock(), threading.Lock()
         self.is_told, self.written, self.incarnation = False, "", -1
         self.causes: dict[int, Cause] = {}  # by epoch
@@ -365,7 +373,7 @@ class Log:
             keys = {at: key for at, key in keys.items() if self.store.check([key])}
         texts = self.store.multi_get(list(keys.values())) if keys else []
         records = {at: Record.parse(text) for at, text in zip(keys, texts, strict=True)}
-        self.processes |= {at: record.process for at, record in records.items()}
+        self.records |= records
         return records
 
     def _read_cause(self, epoch: int) -> None:
@@ -390,33 +398,33 @@ class Log:
     # --- The other ranks ---------------------------------------------------------------------
 
     def fates(self) -> dict[int, Fate]:
-        """Say how the processes of the others are, by global rank."""
-        return {self.ranks[at]: look_at(self.processes.get(at)) for at in self.others}
+        """Say what has become of the others, by global rank, as far as it is known by now."""
+        return {self.ranks[at]: fate_of(self.records.get(at)) for at in self.others}
 
     def look(self) -> dict[int, str]:
         """Return what has become of other ranks that do not run as usual, by global rank."""
         found: dict[int, str] = {}
 
+        def note() -> None:
+            found.update({rank: fate.text for rank, fate in self.fates().items() if fate.is_known})
+
         def ask() -> None:
-            found.update({rank: one.text for rank, one in self.fates().items() if one.is_known})
-            records = self.read(self.others)
-            found.update({rank: one.text for rank, one in self.fates().items() if one.is_known})
-            failed = {self.ranks[at]: one.failed for at, one in records.items() if one.failed}
-            found.update({rank: f"it failed in {step}" for rank, step in failed.items()})
+            note()
+            self.read(self.others)
+            note()
 
         # The store may be that of a process that is stopped, and never answer.
         within(ask, LOOK_S, lambda: bool(found))
         return dict(found)
 
     def where(self) -> dict[int, str]:
-        """Return where other ranks are, or what became of them, by global rank."""
-        gone, records = self.look(), dict[int, Record]()
-        with suppress(DistError, RuntimeError):
-            records = self.ask(lambda: self.read(self.others))
-        for at, record in records.items():
-            rank = self.ranks[at]
-            gone[rank] = record.describe() + (f", {gone[rank]}" if rank in gone else "")
-        return gone
+        """Return where other ranks are, or were last, and what became of them, by global rank."""
+        gone = self.look()
+        told = {self.ranks[at]: record.describe() for at, record in self.records.items()}
+        told.pop(self.ranks[self.rank], None)
+        return told | {
+            rank: f"{told[rank]}, {text}" if rank in told else text for rank, text in gone.items()
+        }
 
     def _what_became_of(self, positions: Sequence[int]) -> str:
         """Say, in parentheses, what has become of ranks, as far as that is known."""

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cp_inductor.trust.processes import Fate, look_at
+
 # So many events are told by their digests, and so many that nobody waits for in full. No rank is
 # further ahead of another.
 MOST_TOLD, MOST_IN_FULL = 512, 16
@@ -202,6 +204,13 @@ class Record:
             return f"in {self.inside}, since {waited:.0f} s, after {trail.count - 1} others"
         last = f", the last: {trail.entries[-1].site}" if trail.entries else ""
         return f"outside of any attention, since {waited:.0f} s, after {done}{last}"
+
+
+def fate_of(record: Record | None) -> Fate:
+    """Say what has become of a rank, given what it told last."""
+    if record is not None and record.failed:
+        return Fate(f"it failed as well, in {record.failed}", False, True)
+    return look_at(None if record is None else record.process)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

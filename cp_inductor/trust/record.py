@@ -23,8 +23,8 @@ from cp_inductor.trust.processes import Fate, look_at
 # further ahead of another.
 MOST_TOLD, MOST_IN_FULL = 512, 16
 
-# So many bytes of a digest are compared.
-DIGEST_BYTES = 4
+# So many bytes of a digest are compared, written in hexadecimal digits.
+DIGEST_BYTES, NUM_DIGITS = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,7 @@ class Trail:
     """The events of one sort that a rank has come to, counted from 1."""
 
     def __init__(self) -> None:
-        self.count, self.digest = 0, b""
-        self.digests: deque[str] = deque(maxlen=MOST_TOLD)
+        self.count, self.digest, self.digests = 0, b"", ""
         self.entries: deque[Entry] = deque(maxlen=MOST_TOLD)
         # Events up to the settlement before last are not told in full.
         self.settled = self.num_dropped = 0
@@ -79,17 +78,16 @@ class Trail:
         """Add an event."""
         text = self.digest + entry.kind.encode()
         self.digest = hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
+        self.digests = (self.digests + self.digest.hex())[-MOST_TOLD * NUM_DIGITS :]
         self.count += 1
-        self.digests.append(self.digest.hex())
         self.entries.append(entry)
 
     def take_back(self, count: int) -> None:
         """Take back the last events, as if this rank had not come to them."""
         for _ in range(count):
-            self.digests.pop()
             self.entries.pop()
-        self.count -= count
-        self.digest = bytes.fromhex(self.digests[-1]) if self.digests else b""
+        self.count, self.digests = self.count - count, self.digests[: -count * NUM_DIGITS]
+        self.digest = bytes.fromhex(self.digests[-NUM_DIGITS:])
 
     def settle(self) -> None:
         """Note that all events were compared: others may still have to compare the last few."""
@@ -107,15 +105,14 @@ class Trail:
         for entry in entries:
             text = (tuple(entry.fields.items()), entry.consequences, tuple(entry.begins.items()))
             events.append((entry.site, texts.setdefault(text, len(texts))))
-        digests = "".join(self.digests)
-        return {"count": self.count, "digests": digests, "events": events, "texts": list(texts)}
+        told = {"count": self.count, "digests": self.digests}
+        return {**told, "events": events, "texts": list(texts)}
 
     @staticmethod
     def parse(told: Mapping[str, Any]) -> Trail:
         """Return the trail of another rank."""
-        trail, size = Trail(), 2 * DIGEST_BYTES
-        trail.count, digests = told["count"], told["digests"]
-        trail.digests.extend(digests[at : at + size] for at in range(0, len(digests), size))
+        trail = Trail()
+        trail.count, trail.digests = told["count"], told["digests"]
         for site, number in told["events"]:
             fields, names, begins = told["texts"][number]
             trail.entries.append(Entry(site, dict(fields), tuple(names), begins=dict(begins)))
@@ -128,20 +125,27 @@ class Trail:
 
     def digest_at(self, number: int) -> str | None:
         """Return the digest after an event; None if it is not told."""
-        at = number - self.count - 1
-        return self.digests[at] if -len(self.digests) <= at < 0 else None
+        at = NUM_DIGITS * (number - self.count - 1)
+        told = self.digests[at : at + NUM_DIGITS or None]
+        return told if -len(self.digests) <= at < 0 else None
 
     def first_difference(self, other: Trail) -> int | None:
         """Return the first event in which two trails differ."""
         stop = min(self.count, other.count)
-        for number in range(max(1, stop - MOST_TOLD + 1), stop + 1):
+        start = max(trail.count - len(trail.entries) for trail in (self, other))
+        if self._goes_apart(other, stop):
+            start = stop - MOST_TOLD
+        for number in range(max(0, start) + 1, stop + 1):
             own, theirs = self.entry_at(number), other.entry_at(number)
             if own is not None and theirs is not None and own.differs(theirs):
                 return number
-            digests = self.digest_at(number), other.digest_at(number)
-            if None not in digests and digests[0] != digests[1]:
+            if self._goes_apart(other, number):
                 return number
         return None
+
+    def _goes_apart(self, other: Trail, number: int) -> bool:
+        digests = self.digest_at(number), other.digest_at(number)
+        return None not in digests and digests[0] != digests[1]
 
 
 # Batches first: attentions follow from them.

@@ -21,7 +21,7 @@ import cp_inductor
 from cp_inductor import RanksDisagree
 from cp_inductor.trust import agreement, comparing, log
 from cp_inductor.trust.agreement import forget_agreements
-from cp_inductor.trust.record import DIGEST_BYTES, MOST_TOLD, Entry, Trail
+from cp_inductor.trust.record import MOST_TOLD, NUM_DIGITS, Entry, Trail
 from tests.support.ranks import run_ranks, world_mesh
 
 
@@ -202,7 +202,7 @@ def test_trails_that_part_are_told_apart() -> None:
     assert last is not None and last.site == f"event {told.count - 1}"
     assert told.entry_at(1) is None  # long ago
     assert ahead.first_difference(told) is None and told.first_difference(one) is None
-    assert len(one.told()["digests"]) == MOST_TOLD * 2 * DIGEST_BYTES
+    assert len(one.told()["digests"]) == MOST_TOLD * NUM_DIGITS
 
 
 def test_what_is_taken_back_was_never_there() -> None:

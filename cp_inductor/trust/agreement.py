@@ -352,7 +352,7 @@ def log_of(group_name: str) -> Log | None:
 
 @contextmanager
 def agreed(
-    this: Attention,
+    attention: Attention,
     query: Tensor,
     key: Tensor,
     extras: Sequence[Tensor] = (),
@@ -363,7 +363,7 @@ def agreed(
     """Run an attention inside, once all ranks are about to run the same.
 
     Args:
-        this: the attention.
+        attention: which.
         query, key: (B, H, S, D), (B, G, T, D), this rank's shards.
         extras: what it reads beside them.
         site: for errors.
@@ -374,19 +374,19 @@ def agreed(
     """
     is_run = type(query) in (Tensor, nn.Parameter) and query.device.type != "meta"
     # What the batch decides is compared where the batch is planned.
-    is_run = is_run and config.check_agreement and not this.is_per_batch
-    group = agreed_of(this.group_name) if is_run else None
+    is_run = is_run and config.check_agreement and not attention.is_per_batch
+    group = agreed_of(attention.group_name) if is_run else None
     if group is None:
         yield
         return
     sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
     if has_grad is not None or not _graph.is_compared:
         has_grad = _graph.has_grad if has_grad is None else has_grad
-        group.agree([(claim_attention(this, query.dtype, sizes), site)], has_grad)
-    tables = [extras[place] for place in tables_to_note(this)]
+        group.agree([(claim_attention(attention, query.dtype, sizes), site)], has_grad)
+    tables = [extras[place] for place in tables_to_note(attention)]
     if tables:
-        kind = kind_of(this, query.dtype)
-        group.note(tables, kind, site, has_seed=this.dropout_p > 0)
+        kind = kind_of(attention, query.dtype)
+        group.note(tables, kind, site, has_seed=attention.dropout_p > 0)
     with group.log.waiting(site):
         yield
     group.compare_tables()

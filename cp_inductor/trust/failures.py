@@ -44,7 +44,7 @@ from cp_inductor.trust.record import name_ranks
 # How long a rank looks for what has become of the others, which notice a failure at their next
 # exchange.
 PATIENCE_S = 3.0
-# The same, once a rank is found that has ended or stopped.
+# The same, once a rank is known that has ended or stopped.
 PATIENCE_ONCE_KNOWN_S = 1.0
 INTERVAL_S = 0.05
 
@@ -70,11 +70,11 @@ def step_of(site: str, direction: str, number: int, num_steps: int) -> Step:
 
 
 @contextmanager
-def named_steps(this: Attention, direction: str, site: str) -> Iterator[None]:
+def named_steps(attention: Attention, direction: str, site: str) -> Iterator[None]:
     """Name an exchange that fails inside, in eager.
 
     Args:
-        this: the attention.
+        attention: the attention.
         direction: "forward" or "backward".
         site: of the attention.
 
@@ -84,14 +84,14 @@ def named_steps(this: Attention, direction: str, site: str) -> Iterator[None]:
     """
     started = time.monotonic()
     try:
-        where = waiting_in(this.group_name, f"the {direction} of {site}")
+        where = waiting_in(attention.group_name, f"the {direction} of {site}")
         with where, named_ranges(count_ops(site, direction)):
             yield
     except StepFailed as error:
-        plan = (forward_plan if direction == "forward" else backward_plan)(this.recipe)
+        plan = (forward_plan if direction == "forward" else backward_plan)(attention.recipe)
         step = step_of(site, direction, error.number, len(plan.exchanges))
         reason = error.__cause__ or error
-        raise failure(this.group_name, step, reason, time.monotonic() - started) from reason
+        raise failure(attention.group_name, step, reason, time.monotonic() - started) from reason
 
 
 def user_line() -> str:
@@ -125,14 +125,14 @@ def failure(group_name: str, step: Step, reason: BaseException, waited_s: float)
     """
     asked = time.monotonic()
     log = log_of(group_name)
-    found = {} if log is None or log.find_cause() else _ask(log, step)
+    fates = {} if log is None or log.find_cause() else _ask(log, step)
     if log is not None and log.cause is not None:  # others may have seen it meanwhile
         return log.give_up(step.site)
-    gone = [rank for rank, one in found.items() if one.is_missing and one.is_known]
+    gone = [rank for rank, fate in fates.items() if fate.is_missing and fate.is_known]
     # A rank that merely waits has not noticed the failure yet.
-    missing = sorted(gone or (rank for rank, one in found.items() if one.is_missing))
-    ranks = sorted({*found, dist.get_rank()}) if dist.is_initialized() else []
-    told = "; ".join(f"rank {rank}: {one.text}" for rank, one in sorted(found.items()))
+    missing = sorted(gone or (rank for rank, fate in fates.items() if fate.is_missing))
+    ranks = sorted({*fates, dist.get_rank()}) if dist.is_initialized() else []
+    told = "; ".join(f"rank {rank}: {fate.text}" for rank, fate in sorted(fates.items()))
     said = " ".join(str(reason).split())
     told = f"{told}; its error: {said}" if told else said
     whose = f"log of {name_ranks(missing)}" if missing else "logs of the other ranks"
@@ -151,26 +151,26 @@ def failure(group_name: str, step: Step, reason: BaseException, waited_s: float)
 
 def _ask(log: Log, step: Step) -> dict[int, Fate]:
     """Tell that a step has failed here; return what is known of others, by global rank."""
-    found: dict[int, Fate] = {}
+    fates: dict[int, Fate] = {}
 
     def has_culprit() -> bool:
-        return any(fate.is_known and fate.is_missing for fate in list(found.values()))
+        return any(fate.is_known and fate.is_missing for fate in list(fates.values()))
 
     def ask() -> None:
         deadline = time.monotonic() + PATIENCE_S
         log.record.failed = f"{step.text}, {step.site}"
         while log.cause is None:
-            found.update(log.fates())  # which may be all that the store of a stopped process tells
+            fates.update(log.fates())  # which may be all that the store of a stopped process tells
             with suppress(RuntimeError):  # the store has ended; processes can still be seen
                 log.exchange(log.others)
-            found.update(log.fates())
+            fates.update(log.fates())
             if has_culprit():
                 deadline = min(deadline, time.monotonic() + PATIENCE_ONCE_KNOWN_S)
-            if all(fate.is_known for fate in found.values()) or time.monotonic() > deadline:
+            if all(fate.is_known for fate in fates.values()) or time.monotonic() > deadline:
                 return
             time.sleep(INTERVAL_S)
 
     # The store may be that of the rank that has stopped, and never answer.
     within(ask, PATIENCE_S + 1, has_culprit, PATIENCE_ONCE_KNOWN_S + INTERVAL_S)
     nothing = Fate("nothing is known of it, because the store does not answer", False, False)
-    return {log.ranks[at]: found.get(log.ranks[at], nothing) for at in log.others}
+    return {log.ranks[at]: fates.get(log.ranks[at], nothing) for at in log.others}

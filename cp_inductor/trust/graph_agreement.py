@@ -68,7 +68,7 @@ FIRST_RUNS = 2
 def agreed_graph(
     planned: Sequence[Planned],
     inputs: Sequence[fx.Node],
-    how: Mapping[str, str],
+    flags: Mapping[str, str],
     collectives: Mapping[str, Sequence[Collective]],
     *,
     whole: Mapping[str, str] | None,
@@ -79,7 +79,7 @@ def agreed_graph(
     Args:
         planned: the attentions of the graph, in the order in which they run.
         inputs: the placeholders of the graph, with their example values.
-        how: options and flags that the order of exchanges depends on, or who computes attentions.
+        flags: options and flags that the order of exchanges depends on, or who computes attentions.
         collectives: what its lowered graphs start, by their kinds, as far as that is known when it
             is called.
         whole: if the graph is all that is compiled of the model, on every rank: what is known of
@@ -90,7 +90,7 @@ def agreed_graph(
     Returns:
         From the arguments of a call to a context manager, which raises RanksDisagree.
     """
-    claims = _ClaimsOfGraph(planned, inputs, how, collectives, whole)
+    claims = _ClaimsOfGraph(planned, inputs, flags, collectives, whole)
     kind = (
         f"beginnings of {digest(repr([kind_of(p.attention, p.dtype) for p in planned]).encode())}"
     )
@@ -130,18 +130,20 @@ class _ClaimsOfGraph:
         self,
         planned: Sequence[Planned],
         inputs: Sequence[fx.Node],
-        how: Mapping[str, str],
+        flags: Mapping[str, str],
         collectives: Mapping[str, Sequence[Collective]],
         whole: Mapping[str, str] | None,
     ) -> None:
-        self.planned, self.how = planned, tuple(how.items())
+        self.planned, self.flags = planned, tuple(flags.items())
         self.collectives, self.whole = collectives, whole
         # Now: what is found out of a symbol while a backward is compiled is true of that call.
-        self.sizes = [tuple(map(size_expression, one.sizes)) for one in planned]
+        self.sizes = [tuple(map(size_expression, captured.sizes)) for captured in planned]
         symbols = {symbol for sizes in self.sizes for size in sizes for symbol in size.free_symbols}
-        found = {symbol: _source_of(symbol, inputs) for symbol in symbols}
-        self.sources = {symbol: source for symbol, source in found.items() if source is not None}
-        self.group_names = tuple(dict.fromkeys(one.attention.group_name for one in planned))
+        sources = {symbol: _source_of(symbol, inputs) for symbol in symbols}
+        self.sources = {symbol: source for symbol, source in sources.items() if source is not None}
+        self.group_names = tuple(
+            dict.fromkeys(captured.attention.group_name for captured in planned)
+        )
         self.known: dict[tuple[Any, ...], list[tuple[Claim, str]]] = {}
         self.name = f"a graph of {len(planned)} attention{'s' * (len(planned) != 1)}"
 
@@ -159,12 +161,12 @@ class _ClaimsOfGraph:
         self, group_name: str, values: Mapping[sympy.Symbol, sympy.Integer]
     ) -> list[tuple[Claim, str]]:
         claims = []
-        for one, expressions in zip(self.planned, self.sizes, strict=True):
-            if one.attention.group_name == group_name:
+        for captured, expressions in zip(self.planned, self.sizes, strict=True):
+            if captured.attention.group_name == group_name:
                 sizes = [_value(expression, values) for expression in expressions]
-                claim = claim_attention(one.attention, one.dtype, sizes, one.heads)
-                fields = (*claim.fields, *self.how)
-                claims.append((replace(claim, fields=fields), one.site))
+                claim = claim_attention(captured.attention, captured.dtype, sizes, captured.heads)
+                fields = (*claim.fields, *self.flags)
+                claims.append((replace(claim, fields=fields), captured.site))
         if self.whole is not None:
             # The first speaks for the graph. Where its attention differs, too, that says more.
             order = digest(repr([claim.kind for claim, _ in claims]).encode())

@@ -30,13 +30,13 @@ def describe_collectives(
 ) -> Iterator[tuple[str, str]]:
     """Say what a graph starts, in which order and how large, as far as all ranks know it alike."""
     # The names of other groups differ between ranks, and so may the sizes of what they reduce.
-    own = [one.group_name == group_name for one in started]
-    among = [dist.get_world_size(group_of(one.group_name)) for one in started]
-    order = [(one.op, *rest) for one, *rest in zip(started, own, among, strict=True)]
-    counts = Counter(one.op for one in started).items()
+    own = [collective.group_name == group_name for collective in started]
+    among = [dist.get_world_size(group_of(collective.group_name)) for collective in started]
+    order = [(collective.op, *rest) for collective, *rest in zip(started, own, among, strict=True)]
+    counts = Counter(collective.op for collective in started).items()
     numbers = ", ".join(f"{count} {op}" for op, count in counts) or "none"
     yield f"collectives of its {direction}", f"{numbers}, in order {digest(repr(order).encode())},"
-    sizes = [one.shape for one, is_own in zip(started, own, strict=True) if is_own]
+    sizes = [collective.shape for collective, is_own in zip(started, own, strict=True) if is_own]
     # A rank that compiles alone may have sizes as symbols, and leaves this out.
     if None not in sizes:
         yield f"sizes of these in its {direction}", f"in order {digest(repr(sizes).encode())}"

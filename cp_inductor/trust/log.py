@@ -403,10 +403,10 @@ class Log:
 
     def look(self) -> dict[int, str]:
         """Return what has become of other ranks that do not run as usual, by global rank."""
-        found: dict[int, str] = {}
+        gone: dict[int, str] = {}
 
         def note() -> None:
-            found.update({rank: fate.text for rank, fate in self.fates().items() if fate.is_known})
+            gone.update({rank: fate.text for rank, fate in self.fates().items() if fate.is_known})
 
         def ask() -> None:
             note()
@@ -414,8 +414,8 @@ class Log:
             note()
 
         # The store may be that of a process that is stopped, and never answer.
-        within(ask, LOOK_S, lambda: bool(found))
-        return dict(found)
+        within(ask, LOOK_S, lambda: bool(gone))
+        return dict(gone)
 
     def where(self) -> dict[int, str]:
         """Return where other ranks are, or were last, and what became of them, by global rank."""

@@ -28,7 +28,7 @@ def swap_notes(group_name: str, name: str, text: str, patience_s: float) -> list
         None if some have not left one within the patience, or the store does not answer; none in
         groups of one rank.
     """
-    group, found = agreed_of(group_name), dict[int, str]()
+    group, texts = agreed_of(group_name), dict[int, str]()
     if group is None:
         return []
     log = group.log
@@ -37,14 +37,14 @@ def swap_notes(group_name: str, name: str, text: str, patience_s: float) -> list
         deadline = time.monotonic() + patience_s
         log.exchange()
         log.store.set(f"{name}/{log.rank}", text)
-        while len(found) < len(log.others) and time.monotonic() < deadline:
+        while len(texts) < len(log.others) and time.monotonic() < deadline:
             for at in log.others:
-                if at not in found and log.store.check([f"{name}/{at}"]):
-                    found[at] = log.store.get(f"{name}/{at}").decode()
+                if at not in texts and log.store.check([f"{name}/{at}"]):
+                    texts[at] = log.store.get(f"{name}/{at}").decode()
             time.sleep(INTERVAL_S)
 
     within(ask, patience_s)
-    return list(found.values()) if len(found) == len(log.others) else None
+    return list(texts.values()) if len(texts) == len(log.others) else None
 
 
 def hosts_of(group_name: str) -> tuple[int, ...]:

@@ -244,6 +244,7 @@ def attend(mesh: DeviceMesh, form: str, run: Any) -> list[float]:
 
 
 def check_reset(form: str) -> tuple[list[list[float]], dict[str, int]]:
+    cp_inductor.reset()  # of groups of tests before
     mesh = world_mesh()
     run: Any = None
     if form != EAGER:

@@ -85,8 +85,13 @@ class WholeBatches:
         names = [*self.names, *more][: len(args)]
         named = [*zip(names, args, strict=True), *kwargs.items()]
         leaves = [leaf for name, value in named for leaf in _leaves(name, value)]
-        dims = [(tensor, self._dim(name, tensor, ())) for name, tensor in leaves]
-        return named, leaves, [tensor.shape[dim] for tensor, dim in dims if dim is not None]
+        lengths: list[int] = []
+        for name, tensor in leaves:
+            dim = self._dim(name, tensor, ())
+            # Symbols that are compared become one, from here on: the graphs of all ranks are alike.
+            if dim is not None and not any(tensor.shape[dim] == length for length in lengths):
+                lengths.append(tensor.shape[dim])
+        return named, leaves, lengths
 
     def make_whole(self, output: Any) -> Any:
         """Return results of which those without tokens are plain and whole."""

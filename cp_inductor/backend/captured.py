@@ -32,7 +32,7 @@ from cp_inductor.torch_private.dynamo import is_capturing_whole
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.trust.agreement import graph_called
 from cp_inductor.trust.graph_agreement import Planned, agreed_graph
-from cp_inductor.trust.graph_fields import describe_program
+from cp_inductor.trust.graph_fields import batches_of, describe_program
 from cp_inductor.trust.unreduced import watch_gradients
 
 
@@ -65,6 +65,7 @@ class Captured:
             CPError: an attention is sharded along the sequence and cannot be rewritten.
         """
         whole = describe_program(gm) if is_capturing_whole() else None
+        batches = batches_of(gm)
         captured = capture(gm, settings)
         planned = tuple(list_attentions(gm))
         agree: Callable[[Sequence[Any]], Any] = nullcontext
@@ -78,7 +79,13 @@ class Captured:
                 "memory budget": str(settings.scheduling.memory_budget_bytes),
             }
             agree = agreed_graph(
-                planned, inputs, how, collectives, whole=whole, shards=shards_of(gm)
+                planned,
+                inputs,
+                how,
+                collectives,
+                whole=whole,
+                shards=shards_of(gm),
+                batches=batches,
             )
         return Captured(
             captured.kept, captured.has_attention, agree, planned, captured.types, collectives

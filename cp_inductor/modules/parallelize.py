@@ -29,9 +29,16 @@ from torch.distributed.tensor import DTensor
 from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.rules.loss import correct_losses_along
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
+from cp_inductor.kept import cache
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.own_tokens import run_on_own_tokens
-from cp_inductor.modules.reading import Reading, computing, read_as_dtensors, reading_of
+from cp_inductor.modules.reading import (
+    READING,
+    Reading,
+    computing,
+    read_as_dtensors,
+    reading_of,
+)
 from cp_inductor.modules.same_model import agree_on_model
 from cp_inductor.modules.sharded_weights import ShardedWeights
 from cp_inductor.modules.tokenwise import run_on_shards
@@ -45,6 +52,7 @@ Module = TypeVar("Module", bound=nn.Module)
 SITE = "parallelize"
 # Of a parallelized model: the options of its class, and the forward that the object had of its own.
 OPTIONS, OWN_FORWARD, BATCHES = "_cp_options", "_cp_forward", "_cp_batches"
+_numbers = itertools.count()
 
 
 def parallelize(
@@ -111,6 +119,7 @@ def parallelize(
         RanksDisagree: the model of another rank has other modules or tensors. Nothing is changed.
     """
     _check_arguments(model, mesh, seq_dims, outputs, gradients)
+    mesh = _first_equal(mesh)
     stored = ShardedWeights(weights) if isinstance(weights, DeviceMesh) else weights
     options = (mesh, tuple((seq_dims or {}).items()), outputs, stored, gradients)
     before = getattr(type(model), OPTIONS, None)
@@ -156,6 +165,12 @@ def parallelize(
     return model
 
 
+@cache
+def _first_equal(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the first of equal meshes: DTensor's caches (torch 2.13) know that one alone."""
+    return mesh
+
+
 def _words(options: tuple[Any, ...]) -> str:
     mesh, seq_dims, outputs, weights, gradients = options
     return f"mesh={mesh}, seq_dims={dict(seq_dims)}, {outputs=}, {weights=}, {gradients=}"
@@ -194,8 +209,10 @@ def _entrance(cls: Any, batches: WholeBatches, options: tuple[Any, ...]) -> type
             here.is_running = before
 
     methods = {"forward": forward} | ({"generate": generate} if hasattr(cls, "generate") else {})
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, OPTIONS: options}
-    names |= {BATCHES: batches}
+    # Dynamo counts what it has compiled, and gives up, by code.
+    forward.__code__ = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    names |= {OPTIONS: options, BATCHES: batches, READING: getattr(cls, READING)}
     made: type[nn.Module] = type(cls.__name__, (cls,), {**names, **methods})
     return made
 
@@ -261,13 +278,13 @@ def _begin_trace(model: nn.Module) -> None:
 
 
 def _mark_lengths(frame: Mapping[str, Any]) -> None:
-    """Mark the lengths of a batch of which Dynamo traces the forward of a model once more."""
+    """Mark the lengths of a batch for which Dynamo is about to trace the forward of a model."""
     batches: WholeBatches | None = getattr(type(frame.get("self")), BATCHES, None)
     if batches is not None:
         batches.mark_lengths(frame.get("args", ()), frame.get("kwargs", {}))
 
 
-traces.before_again.append(_mark_lengths)
+traces.before.append(_mark_lengths)
 
 
 def _adopt(model: nn.Module) -> None:

@@ -28,7 +28,7 @@ from cp_inductor.kept import cache
 from cp_inductor.torch_private.checkpoint import is_recomputing
 
 # What classes made here have beside their methods: how their tensors are read, and a mixin.
-_READING, _MIXIN = "_cp_reading", "_cp_mixin"
+READING, _MIXIN = "_cp_reading", "_cp_mixin"
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +164,7 @@ def read_locally(module: nn.Module, mixin: type[nn.Module]) -> None:
 
 def reading_of(module: nn.Module) -> Reading | None:
     """Return how a module reads its tensors; None if it is of no parallelized model."""
-    reading: Reading | None = getattr(type(module), _READING, None)
+    reading: Reading | None = getattr(type(module), READING, None)
     return reading
 
 
@@ -208,7 +208,7 @@ def _subclass(
         "__setattr__": set_attribute,
         "__reduce_ex__": reduce,
         "__deepcopy__": copy_deeply,
-        _READING: reading,
+        READING: reading,
         _MIXIN: mixin or getattr(cls, _MIXIN, None),
     }
     bases = (cls,) if mixin is None else (mixin, cls)
@@ -220,7 +220,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module had before any of this, as which it is pickled."""
     classes: tuple[Any, ...] = type(module).__mro__
     return next(
-        cls for cls in classes if _READING not in vars(cls) and not issubclass(cls, ReadsLocally)
+        cls for cls in classes if READING not in vars(cls) and not issubclass(cls, ReadsLocally)
     )
 
 

@@ -45,6 +45,7 @@ class WholeBatches:
         names: of the arguments of the model's forward, by position.
         seq_dims: the dims of tokens of some arguments, by their names; None has one whole.
         are_outputs_whole: whether results with tokens are made whole.
+        lengths: that were compiled.
     """
 
     site: str
@@ -52,6 +53,7 @@ class WholeBatches:
     names: tuple[str, ...]
     seq_dims: Mapping[str, int | None] = field(default_factory=dict)
     are_outputs_whole: bool = False
+    lengths: set[tuple[int, ...]] = field(default_factory=set)
 
     def cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
         """Return the arguments of a call, of which plain tensors are DTensors, or stay whole."""
@@ -65,13 +67,14 @@ class WholeBatches:
         return placed[: len(args)], dict(zip(kwargs, placed[len(args) :], strict=True))
 
     def mark_lengths(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Let Dynamo take the lengths of a batch for symbols, and nothing else.
+        """Let Dynamo take lengths for symbols, and nothing else, from the second ones on.
 
-        It takes sizes that change for symbols, unless dynamic=False. The number of sequences must
-        stay a number: DTensor (torch 2.13) has no views of tensors in which it is a symbol.
+        It takes all sizes that change for symbols, unless dynamic=False. The number of sequences
+        must stay a number: DTensor (torch 2.13) has no views of tensors in which it is a symbol.
         """
         _, leaves, lengths = self._read(args, kwargs)
-        for name, tensor in leaves:
+        self.lengths.add(tuple(lengths))
+        for name, tensor in leaves if len(self.lengths) > 1 else ():
             dim = self._dim(name, tensor, lengths)
             if dim is not None:
                 torch._dynamo.maybe_mark_dynamic(tensor, dim)

@@ -51,8 +51,8 @@ class Traces:
     def __init__(self, *states: State) -> None:
         self._states = states
         self._names: list[tuple[Any, NameOf]] = []
-        # Are called with the local variables of a frame that is about to be traced once more.
-        self.before_again: list[Callable[[Mapping[str, Any]], None]] = []
+        # Are called with the local variables of a frame that is about to be traced.
+        self.before: list[Callable[[Mapping[str, Any]], None]] = []
         self._thread: int | None = None
 
     @property
@@ -74,8 +74,8 @@ class Traces:
         """Trace a frame; these are the arguments of `_compile`."""
         innermost = innermost_backend(arguments["compiler_fn"])
         name = next((name for known, name in self._names if known is innermost), None)
-        if name is not None and arguments["cache_entry"] is not None:
-            for prepare in self.before_again:
+        if name is not None:
+            for prepare in self.before:
                 prepare(arguments["locals"])
         try:
             with self.switched(name is not None):

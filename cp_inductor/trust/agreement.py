@@ -41,6 +41,7 @@ from cp_inductor.kept import on_reset
 from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.groups import group_of, group_with_store
+from cp_inductor.torch_private.modes import is_transformed
 from cp_inductor.trust.bounded_store import BoundedStore
 from cp_inductor.trust.claims import (
     Claim,
@@ -316,6 +317,7 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
         or tensor.is_floating_point()
         or tensor.is_complex()
         or torch.compiler.is_compiling()
+        or is_transformed(tensor)
         or not config.check_agreement
     ):
         return

@@ -30,6 +30,7 @@ from cp_inductor.trust.agreement import (
     agreed_of,
     beginning_of,
     graph_called,
+    note_batch,
     waiting_in,
 )
 from cp_inductor.trust.claims import Claim, claim_attention, digest, kind_of
@@ -73,6 +74,7 @@ def agreed_graph(
     *,
     whole: Mapping[str, str] | None,
     shards: Mapping[int, tuple[str, int]],
+    batches: Mapping[int, str],
 ) -> Callable[[Sequence[Any]], Any]:
     """Return what makes the context that a compiled graph is called in.
 
@@ -86,6 +88,7 @@ def agreed_graph(
             its program, see `describe_program`. It is compared, and how many attentions there are,
             and in which order.
         shards: the plain inputs that are shards: by place, their name and sequence dim.
+        batches: those that every rank has whole: by place, the name of the group.
 
     Returns:
         From the arguments of a call to a context manager, which raises RanksDisagree.
@@ -98,6 +101,8 @@ def agreed_graph(
     @contextmanager
     def agree(args: Sequence[Any]) -> Iterator[None]:
         has_grad = torch.is_grad_enabled()
+        for place, name in batches.items():
+            note_batch(name, args[place])
         for group_name in claims.group_names:
             group = agreed_of(group_name)
             if group is not None:

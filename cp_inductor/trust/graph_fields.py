@@ -103,22 +103,49 @@ def describe_program(gm: fx.GraphModule) -> dict[str, str]:
         gm: from Dynamo, before any pass.
     """
     values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
-    sharded = [value for value in values if isinstance(value, DTensor)]
+    shared = [value for value in values if isinstance(value, DTensor)]
+    shared += _made_whole(gm).values()
     lines = defaultdict[str, list[str]](list)
     for node in (node for graph in graphs_of(gm) for node in graph.nodes):
+        if _is_made_whole(node):
+            continue
         if node.op in ("call_function", "call_method") and _has_tensor(node):
             name = getattr(node.target, "__name__", type(node.target).__name__)
             name = node.target if isinstance(node.target, str) else name
             lines[name].append(_words((node.args, node.kwargs)))
-    if not sharded or any(own in name for name in lines for own in OF_A_RANK):
+    if not shared or any(own in name for name in lines for own in OF_A_RANK):
         return {}
     fields = {
-        "inputs that require gradients": str(sum(value.requires_grad for value in sharded)),
+        "inputs that require gradients": str(sum(value.requires_grad for value in shared)),
         **{f"calls of {n}": f"{len(lines[n])} as {_digest(lines[n])}" for n in sorted(lines)},
     }
-    needed = [f"{value.ndim} {value.dtype} {value.requires_grad}" for value in sharded]
+    needed = [f"{value.ndim} {value.dtype} {value.requires_grad}" for value in shared]
     # A field that a rank leaves out is not compared, but this one is.
     return fields | {"program": _digest([*needed, *fields])}
+
+
+def batches_of(gm: fx.GraphModule) -> dict[int, str]:
+    """Return which plain inputs of a graph every rank has whole, by place: the name of the group.
+
+    Args:
+        gm: from Dynamo. It makes DTensors of them.
+    """
+    groups = {node: made.device_mesh.get_group(0) for node, made in _made_whole(gm).items()}
+    inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
+    return {place: str(groups[node].group_name) for place, node in inputs if node in groups}
+
+
+def _made_whole(gm: fx.GraphModule) -> dict[fx.Node, DTensor]:
+    """Return the plain inputs that are whole on every rank, and the DTensors made of them."""
+    made = (node for node in gm.graph.nodes if _is_made_whole(node))
+    values = {node.args[0]: node.meta["example_value"] for node in made}
+    return {node: value for node, value in values.items() if node.op == "placeholder"}
+
+
+def _is_made_whole(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    is_made = node.op == "call_function" and node.target == DTensor.from_local
+    return is_made and all(place.is_replicate() for place in value.placements)
 
 
 # What they return, or take, is each rank's own.

@@ -210,7 +210,8 @@ def _entrance(cls: Any, batches: WholeBatches, options: tuple[Any, ...]) -> type
 
     methods = {"forward": forward} | ({"generate": generate} if hasattr(cls, "generate") else {})
     # Dynamo counts what it has compiled, and gives up, by code.
-    forward.__code__ = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
+    code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")  # type: ignore[attr-defined]
+    forward.__code__ = code  # type: ignore[attr-defined]
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     names |= {OPTIONS: options, BATCHES: batches, READING: getattr(cls, READING)}
     made: type[nn.Module] = type(cls.__name__, (cls,), {**names, **methods})

@@ -103,7 +103,12 @@ class WholeBatches:
             if not isinstance(tensor, DTensor):
                 return tensor
             has_tokens = not all(p.is_replicate() or p.is_partial() for p in tensor.placements)
-            return tensor if has_tokens and not self.are_outputs_whole else tensor.full_tensor()
+            if has_tokens and not self.are_outputs_whole:
+                return tensor
+            plain: Tensor = tensor.full_tensor()
+            if plain.requires_grad and not torch.compiler.is_compiling():
+                plain.register_hook(_full)  # as eager code may use it beside results with tokens
+            return plain
 
         return _mapped(whole, "", output)
 
@@ -138,6 +143,10 @@ class WholeBatches:
         others: list[Placement] = [Replicate()] * (self.mesh.ndim - 1)
         whole = DTensor.from_local(tensor, self.mesh, [Replicate(), *others], run_check=False)
         return whole if dim is None else whole.redistribute(self.mesh, [Shard(dim), *others])
+
+
+def _full(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:

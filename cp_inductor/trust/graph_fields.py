@@ -143,9 +143,10 @@ def _made_whole(gm: fx.GraphModule) -> dict[fx.Node, DTensor]:
 
 
 def _is_made_whole(node: fx.Node) -> bool:
-    value = node.meta.get("example_value")
-    is_made = node.op == "call_function" and node.target == DTensor.from_local
-    return is_made and all(place.is_replicate() for place in value.placements)
+    if node.op != "call_function" or node.target != DTensor.from_local:
+        return False
+    made: DTensor = node.meta["example_value"]
+    return all(place.is_replicate() for place in made.placements)
 
 
 # What they return, or take, is each rank's own.

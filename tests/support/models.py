@@ -19,8 +19,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor import DTensor
 
 import cp_inductor
 from tests.support.pages import read_part, write_part
@@ -300,12 +299,7 @@ SITES = {
     **dict.fromkeys((f"{name}ForConditionalGeneration" for name in ("T5", "Bart", "Whisper")), 6),
 }
 
-# What is given otherwise than sharded along dim 1: images whole, spectrograms sharded in time.
-PLACES: Mapping[str, Placement] = {
-    **{"pixel_values": Replicate(), "input_features": Shard(2)},
-}
-
-# Modules of models for images that make the tokens, each on every rank: `distribute(whole=)`.
+# Modules of models for images that make the tokens, each on every rank: `parallelize(whole=)`.
 BEGINNINGS = {
     *("ViTEmbeddings", "SiglipVisionEmbeddings", "CLIPVisionEmbeddings", "Dinov2Embeddings"),
     *("BeitEmbeddings", "DeiTEmbeddings"),

@@ -362,6 +362,19 @@ def test_a_dim_that_is_named(mesh: DeviceMesh) -> None:
             cp_inductor.explain(run, x, mesh=mesh, options={"seq_dims": wrong})
 
 
+def test_a_name_that_no_input_has(mesh: DeviceMesh) -> None:
+    def run(x: Tensor, unused: Tensor) -> Tensor:
+        return x * 2
+
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    named = {"mesh": mesh, "seq_dims": {"x": 1, "unused": None}}
+    compile_here(run, options=named, fullgraph=True)(x, x)
+    forget_compiles()
+    named["seq_dims"] = {"X": 1}
+    with pytest.raises(cp_inductor.InvalidArgument, match=r"unused, x, got 'X'"):
+        compile_here(run, options=named, fullgraph=True)(x, x)
+
+
 def test_a_table_as_wide_as_it_is_long(mesh: DeviceMesh) -> None:
     """Its tokens are looked for in dim 1, as those of ids are; the error says so."""
     model = Model()

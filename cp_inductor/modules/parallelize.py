@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.rules import register_rules
@@ -45,6 +46,7 @@ from cp_inductor.modules.tokenwise import run_on_shards
 from cp_inductor.modules.whole import run_known_on_whole, run_on_whole
 from cp_inductor.modules.whole_batches import WholeBatches, names_of
 from cp_inductor.torch_private.dtensor import replicate_plain_tensors
+from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.traces import traces
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -189,14 +191,16 @@ def _entrance(cls: Any, batches: WholeBatches, options: tuple[Any, ...]) -> type
         if here.is_running is not None:  # within another such model, or in `generate`
             return compute(self, *args, **kwargs)
         output = None
-        _begin(self)
+        is_traced = torch.compiler.is_compiling()
+        (_begin_trace if is_traced else _begin)(self)
         here.is_running = True
         try:
             parts, named = batches.cut(args, kwargs)
             output = batches.make_whole(compute(self, *parts, **named))
         finally:
             here.is_running = None
-            _end(output)
+            if not is_traced:  # a trace ends by itself
+                _replicating.end_with(output)
         return output
 
     @wraps(getattr(cls, "generate", forward))
@@ -254,14 +258,15 @@ class _Asker:
 
 
 _replicating = _Replicating()
+run_uncompiled(_Replicating.end_with)
 
 
 def _begin(model: nn.Module) -> None:
-    if torch.compiler.is_compiling():
-        _begin_trace(model)
-    else:
-        _adopt(model)
-        _replicating.begin()
+    _adopt(model)
+    _replicating.begin()
+
+
+run_uncompiled(_begin)  # where a graph break has left the forward to Python
 
 
 # Dynamo calls it while it traces, and raises what it raises.
@@ -294,11 +299,6 @@ def _adopt(model: nn.Module) -> None:
     assert reading is not None
     for module in model.modules():
         read_as_dtensors(module, reading)
-
-
-def _end(output: Any) -> None:
-    if not torch.compiler.is_compiling():  # a trace ends by itself
-        _replicating.end_with(output)
 
 
 def _take_values_of_first(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -367,19 +367,21 @@ def _check(
     for argument, classes in named.items():
         _check_named(model, argument, classes)
     ranks = set(mesh.mesh.flatten().tolist())
+    # fully_shard hands out plain weights while the model runs.
+    are_handed_out = any(isinstance(module, FSDPModule) for module in model.modules())
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if not isinstance(tensor, DTensor) or tensor.device_mesh == mesh:
             continue
         others = tensor.device_mesh.mesh.flatten().tolist()
-        if len(ranks.intersection(others)) > 1:
+        if not are_handed_out or len(ranks.intersection(others)) > 1:
             raise UnsupportedPlacement(
                 site=name,
-                expected=f"a plain tensor, or a DTensor on {mesh.mesh_dim_names} or on an axis"
-                " across it",
-                got=f"a DTensor on {tensor.device_mesh.mesh_dim_names}, which holds some of the"
-                " same ranks",
+                expected=f"a plain tensor, or a DTensor on {mesh.mesh_dim_names}, or fully_shard"
+                " over other ranks",
+                got=f"a DTensor on {tensor.device_mesh.mesh_dim_names}",
                 remedy='pass fully_shard a mesh of other ranks, as in mesh["dp"]; or'
-                ' parallelize(..., gradients="partial") first, and then fully_shard',
+                ' parallelize(..., gradients="partial") first, and then fully_shard; beside tensor'
+                " parallelism use context_parallel (docs/fsdp.md)",
             )
 
 

@@ -45,6 +45,7 @@ from cp_inductor.modules.along_sequence import (
 from cp_inductor.modules.libraries import Recurrence, libraries
 from cp_inductor.modules.reading import (
     ReadsLocally,
+    check_weights,
     computing,
     locally,
     read_locally,
@@ -71,6 +72,7 @@ class OnOwnTokens(OnWhole):
         if other is not None:
             _warn_of_whole(type(self).__name__, other.ndim)
             return super().forward(*args, **kwargs)
+        check_weights(self)
         given = tokens
         # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
         places = [p if p == Shard(0) else Shard(TOKENS) for p in given.placements]

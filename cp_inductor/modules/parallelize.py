@@ -36,9 +36,12 @@ from cp_inductor.modules.own_tokens import run_on_own_tokens
 from cp_inductor.modules.reading import (
     READING,
     Reading,
+    ReadsLocally,
     computing,
     read_as_dtensors,
+    read_locally,
     reading_of,
+    reads_locally,
 )
 from cp_inductor.modules.same_model import agree_on_model
 from cp_inductor.modules.sharded_weights import ShardedWeights
@@ -105,8 +108,8 @@ def parallelize(
             tensors the dim that is as long. It is a matter of speed: numbers do not depend on it.
         outputs: "sharded" returns results with tokens, such as logits, as DTensors; "whole" gathers
             them.
-        weights: 1-D, of the ranks over which parameters are stored in shards, each gathered where it
-            is read: the ranks of the sequence, or these and those with other batches. Parameters
+        weights: 1-D, of the ranks over which parameters are stored in shards, each gathered where
+            it is read: the ranks of the sequence, or these and those with other batches. Parameters
             become DTensors, so build optimizers afterwards; their gradients are summed over all
             these ranks. None leaves parameters as they are.
         gradients: "sum" gives each rank those of all tokens; "partial" those of its own, for
@@ -299,6 +302,10 @@ def _adopt(model: nn.Module) -> None:
     assert reading is not None
     for module in model.modules():
         read_as_dtensors(module, reading)
+        # Such as adapters, in a module that computes on a rank's own tokens.
+        new = [one for one in module.modules() if not reads_locally(one)]
+        for inner in new if reads_locally(module) else ():
+            read_locally(inner, ReadsLocally)
 
 
 def _take_values_of_first(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -42,11 +42,13 @@ from cp_inductor.modules.along_sequence import sharing
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.reading import (
     ReadsLocally,
+    check_weights,
     computing,
     locally,
     read_locally,
     reading_of,
     reads_locally,
+    refuse_plain,
 )
 from cp_inductor.plan.grid import shard_lengths
 
@@ -103,8 +105,10 @@ class OnWhole(ReadsLocally):
             mesh = given[0].device_mesh
         elif reading is not None:
             mesh = reading.mesh
-        else:  # the model runs as on one process
+        else:
+            refuse_plain(self, "a DTensor among the arguments", "plain tensors")
             return super().forward(*args, **kwargs)
+        check_weights(self)
         placements = _placements_of_result(given, mesh, type(self).__name__)
         args, kwargs = pytree.tree_map(gathered, (args, kwargs))
         # A checkpoint may recompute this together with modules that share the sequence.

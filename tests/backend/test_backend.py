@@ -322,21 +322,13 @@ def test_autocast_numerics(is_distributed: bool) -> None:
     assert_shards_close([one.bfloat16() for one in found], expected, torch.bfloat16)
 
 
-def check_disabled(backend: str) -> None:
+@on_ranks(2)
+def test_disabled_computes_the_same() -> None:
     with cp_inductor.config.patch(enabled=False):
         for is_distributed in (True, False):
             torch._dynamo.reset()
-            compile_and_check(backend, is_distributed=is_distributed)
+            compile_and_check("cp_aot_eager", is_distributed=is_distributed)
     assert "starts" not in counters["cp_inductor"]
-
-
-def test_disabled_computes_the_same() -> None:
-    run_ranks(2, check_disabled, "cp_aot_eager")
-
-
-@pytest.mark.slow
-def test_disabled_computes_the_same_through_inductor() -> None:
-    run_ranks(2, check_disabled, "cp_inductor")
 
 
 @pytest.mark.slow

@@ -523,18 +523,3 @@ def test_nothing_is_as_large_as_the_sequence_squared(name: str, world_size: int)
                     assert math.prod(shape) < length * length, node.format_node()
                     # Nor has it a row for every query and a column for every key.
                     assert sum(size >= length for size in shape) < 2, node.format_node()
-
-
-def test_all_ranks_start_the_same_exchanges() -> None:
-    starts = []
-    for rank in range(4):
-        with fake_rank(rank, 4), implicit_replication():
-            mesh = init_device_mesh("cpu", (4,))
-            whole = make_qkv(301, batch=1)
-            leaves = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in whole[:3]]
-            graphs = lowered_graphs(windowed, *leaves)
-            names = ("forward", "backward")
-            starts.append(
-                [str(graphs[name].graph).count("all_to_all_single.def") for name in names]
-            )
-    assert len({str(counts) for counts in starts}) == 1 and all(map(all, starts))

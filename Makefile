@@ -1,5 +1,5 @@
 # make demo     everything from a fresh machine to the main job on local ranks
-# make test     everything from a fresh machine to a passed test suite, a part of its long tail
+# make test     everything from a fresh machine to a passed test suite, all but its long cases
 
 PYTHON ?= python3
 RANKS ?= 2
@@ -10,8 +10,6 @@ TORCHES ?= 2.13.0 2.14.1 2.15.0
 # Halves of the suite, in order, so that cases of a file share what they compile; whoever is done
 # first takes from the other.
 PARALLEL ?= --numprocesses 2 --dist worksteal
-# Which part of the long tail `make test` adds: this commit's, or a number from 0 to 239.
-TAIL ?= commit
 # Where a run leaves its kernels to the next; TESTS_CACHE_DIR= compiles all from cold.
 TESTS_CACHE_DIR ?= $(CURDIR)/build/test-cache
 export TESTS_CACHE_DIR
@@ -50,18 +48,18 @@ venv: .venv/.stamp ## build .venv with the tested versions; nothing to do when i
 demo: $(DEMO)/.stamp ## train on local gloo ranks: make demo RANKS=3 ARGS='--steps 50'
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_text.py $(ARGS)
 
-test: venv ## run the tests, and of the long ones this commit's part: make test TAIL=3
-	$(BIN)/python -m pytest $(PARALLEL) --tail $(TAIL) $(ARGS)
+test: venv ## run the tests, all but the long ones
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not long' $(ARGS)
 
 test-all: venv ## run every test
-	$(BIN)/python -m pytest $(PARALLEL) --tail all $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 check: venv ## format, lint, types, contracts of imports, fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest $(PARALLEL) --tail none -m 'not slow'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not long'
 
 format: venv ## let ruff put things right
 	$(BIN)/ruff format .

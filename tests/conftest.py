@@ -1,6 +1,6 @@
-"""Session-wide set-up: a compile cache of our own, no probing of the CPU's vector units, the tail.
+"""Session-wide set-up: a compile cache of our own, no probing of the CPU's vector units, costs.
 
-tests/support/tail.py describes what runs of the long tail, and what a run says of its costs.
+tests/support/costs.py says which cases are long, and what a run says of its costs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support.costs import cpu_seconds, describe_costs, listed_long
 from tests.support.kept_kernels import prepare_cache
-from tests.support.tail import (
-    cpu_seconds,
-    describe_costs,
-    describe_tail,
-    is_selected,
-    listed_long,
-    parts_of,
-    read_tail,
-)
 
 # Before torch is imported, here and in the processes that inherit the environment. There are as
 # many processes as cores already: none of them needs threads, or a pool of compilers beside it.
@@ -99,48 +91,15 @@ def pytest_unconfigure() -> None:
         _cache.cleanup()
 
 
-# The tail. With pytest-xdist the workers collect and select; the controller, which reads the
-# option before it hands it to them, reports.
-
-_tail_counts = pytest.StashKey[tuple[int, int]]()
 _costs: dict[str, float] = {}
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tail", default="all", help="of the long cases: all, none, commit, 0 to 239")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    try:
-        config.option.tail = read_tail(config.option.tail)
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from None
-
-
-@pytest.hookimpl(tryfirst=True)  # before -k and -m leave out cases: the parts do not depend on it
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before -m leaves out cases
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     listed = listed_long()
     for item in items:
         if item.nodeid in listed:
             item.add_marker(pytest.mark.long)
-    long = {item.nodeid: item for item in items if item.get_closest_marker("long")}
-    parts = parts_of(long)
-    left_out = {case for case in long if not is_selected(config.option.tail, parts[case])}
-    config.hook.pytest_deselected(items=[long[case] for case in left_out])
-    items[:] = [item for item in items if item.nodeid not in left_out]
-    config.stash[_tail_counts] = len(long) - len(left_out), len(long)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput") and _tail_counts in session.config.stash:
-        session.config.workeroutput["tail"] = session.config.stash[_tail_counts]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Learn from one of pytest-xdist's workers, which all collect the same, what was selected."""
-    if "tail" in getattr(node, "workeroutput", {}):
-        node.config.stash[_tail_counts] = tuple(node.workeroutput["tail"])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -161,14 +120,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         )
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not _costs:
         return
     terminalreporter.section("slowest cases, in CPU seconds")
     for line in describe_costs(_costs):
         terminalreporter.write_line(line)
-    if _tail_counts in config.stash:
-        terminalreporter.write_line("")
-        terminalreporter.write_line(describe_tail(config.option.tail, *config.stash[_tail_counts]))

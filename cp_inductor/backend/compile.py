@@ -42,6 +42,7 @@ from cp_inductor.graph.collectives import list_collectives
 from cp_inductor.passes.pipeline import Lowering, PostGrad, Stage, lower, run_passes
 from cp_inductor.passes.settings import Settings, read_settings
 from cp_inductor.region.flex_bias import bias_of_scores
+from cp_inductor.sequence.count_labels import count_labels
 from cp_inductor.source import source_hash
 from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
 from cp_inductor.torch_private.dynamo import one_compile_at_a_time
@@ -189,7 +190,7 @@ def _inductor_patches(settings: Settings, mode: str | None, post_grad: PostGrad)
     name = "post_grad_custom_post_pass"
     custom = append_custom_pass(options.get(name, getattr(inductor_config, name)), post_grad)
     ours = (
-        *(bias_of_scores, document_numbers, from_local_like, local_part),
+        *(bias_of_scores, count_labels, document_numbers, from_local_like, local_part),
         *(note_drawn, seed_of_shard, replicated_like, replicated_numbers),
     )
     cacheable = {

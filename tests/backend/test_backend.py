@@ -26,7 +26,7 @@ import cp_inductor
 from cp_inductor.passes.check_mesh import _warn_of_no_shards
 from tests.support.graphs import attend_causal, attend_full, generate_code, recorded_lowering
 from tests.support.processes import run_python
-from tests.support.ranks import fake_rank, run_ranks, world_mesh
+from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
     assert_shards_close,
@@ -272,7 +272,9 @@ def write_behind(name: str, options: dict[str, Any] | None, mesh: DeviceMesh) ->
     return "differentiated"
 
 
-def check_writes_behind() -> None:
+@on_ranks(2)
+def test_what_is_written_to_behind_the_graph_is_refused_in_its_backward() -> None:
+    """Over DTensors as autograd does it over plain tensors."""
     mesh = world_mesh()
     names = ("q", "k", "v", "out", "a view of out", "nothing")
     # A graph that gives its buffers away can be differentiated once.
@@ -281,12 +283,8 @@ def check_writes_behind() -> None:
         assert {write_behind(name, {"mesh": mesh}, mesh) for name in names} == {"RuntimeError"}
 
 
-def test_what_is_written_to_behind_the_graph_is_refused_in_its_backward() -> None:
-    """Over DTensors as autograd does it over plain tensors."""
-    run_ranks(2, check_writes_behind)
-
-
-def check_nothing_is_kept() -> None:
+@on_ranks(2)
+def test_versions_keep_no_memory() -> None:
     mesh = world_mesh()
     q, k, v = (distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in make_qkv(8)[:3])
     compiled = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
@@ -303,11 +301,9 @@ def check_nothing_is_kept() -> None:
         assert [ref() for ref in held] == [None] * 4
 
 
-def test_versions_keep_no_memory() -> None:
-    run_ranks(2, check_nothing_is_kept)
-
-
-def check_autocast(is_distributed: bool) -> None:
+@pytest.mark.parametrize("is_distributed", [True, False])
+@on_ranks(2)
+def test_autocast_numerics(is_distributed: bool) -> None:
     """Float32 in, bfloat16 inside and out, float32 gradients."""
     rank, world_size, mesh = dist.get_rank(), dist.get_world_size(), world_mesh()
     whole = make_qkv(5 * world_size)
@@ -326,26 +322,13 @@ def check_autocast(is_distributed: bool) -> None:
     assert_shards_close([one.bfloat16() for one in found], expected, torch.bfloat16)
 
 
-@pytest.mark.parametrize("is_distributed", [True, False])
-def test_autocast_numerics(is_distributed: bool) -> None:
-    run_ranks(2, check_autocast, is_distributed)
-
-
-def check_disabled(backend: str) -> None:
+@on_ranks(2)
+def test_disabled_computes_the_same() -> None:
     with cp_inductor.config.patch(enabled=False):
         for is_distributed in (True, False):
             torch._dynamo.reset()
-            compile_and_check(backend, is_distributed=is_distributed)
+            compile_and_check("cp_aot_eager", is_distributed=is_distributed)
     assert "starts" not in counters["cp_inductor"]
-
-
-def test_disabled_computes_the_same() -> None:
-    run_ranks(2, check_disabled, "cp_aot_eager")
-
-
-@pytest.mark.slow
-def test_disabled_computes_the_same_through_inductor() -> None:
-    run_ranks(2, check_disabled, "cp_inductor")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from tests.support.graphs import attend_causal
-from tests.support.ranks import fake_mesh, run_ranks, world_mesh
+from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
 from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
 
 LENGTHS_PER_RANK = (256, 320, 512, 1000)
@@ -62,7 +62,8 @@ def test_inductor(is_distributed: bool) -> None:
     run_ranks(2, check_lengths, "cp_inductor", is_distributed)
 
 
-def check_a_length_that_does_not_divide() -> None:
+@on_ranks(2)
+def test_a_length_that_does_not_divide_is_still_refused() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     compiled = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
     for length in (12, 14, 15):
@@ -74,10 +75,6 @@ def check_a_length_that_does_not_divide() -> None:
                 compiled(*tensors)
         else:
             compiled(*tensors)
-
-
-def test_a_length_that_does_not_divide_is_still_refused() -> None:
-    run_ranks(2, check_a_length_that_does_not_divide)
 
 
 class Heads(nn.Module):

@@ -1,6 +1,6 @@
 """Lengths that change from call to call: one graph for all that divide by the ranks.
 
-More than 90 s of CPU where it is a long case's turn: each case compiles on every rank, up to four.
+More than 90 s of CPU with its long cases: each case compiles on every rank, up to four.
 """
 
 from __future__ import annotations

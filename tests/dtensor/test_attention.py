@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import on_ranks, world_mesh
 
 BATCH, HEADS, QUERIES, KEYS, HEAD_DIM = 3, 12, 13, 11, 8
 TOKENS, WHOLE = Shard(2), Replicate()
@@ -45,7 +45,9 @@ def check(
         torch.testing.assert_close(shard.grad.full_tensor(), tensor.grad)
 
 
-def check_masks() -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_masks() -> None:
     mesh = world_mesh()
     cp_inductor.distribute(nn.Linear(1, 1), mesh)
     whole = inputs(HEADS)
@@ -68,11 +70,8 @@ def check_masks() -> None:
 
 
 @pytest.mark.slow
-def test_masks() -> None:
-    run_ranks(3, check_masks)
-
-
-def check_placements() -> None:
+@on_ranks(4)
+def test_placements_that_differ_and_heads_that_do_not_divide() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "cp"))
     cp_inductor.distribute(nn.Linear(1, 1), mesh)
     heads, batch = Shard(1), Shard(0)
@@ -90,8 +89,3 @@ def check_placements() -> None:
             for tensor, placed in zip(whole, placements, strict=True)
         ]
         check(shards, whole, None, None)
-
-
-@pytest.mark.slow
-def test_placements_that_differ_and_heads_that_do_not_divide() -> None:
-    run_ranks(4, check_placements)

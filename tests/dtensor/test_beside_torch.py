@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import cp_inductor
 from tests.support.combinations import AOT, EAGER, compiled, make_mesh
 from tests.support.processes import run_python
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.reference import attend, make_qkv, shard
 
 # Two ranks make quarters of it that are not round.
@@ -114,7 +114,9 @@ def check_against_float64(
 PERMUTED = "in the order of the ranks, got shards of torch's context parallelism"
 
 
-def check_permuted(form: str) -> None:
+@pytest.mark.parametrize("form", [EAGER, AOT, "aot_eager"])
+@on_ranks(2)
+def test_shards_that_torch_has_permuted_are_refused(form: str) -> None:
     """Shards that torch's balancer may have permuted are refused; those in order are right."""
     mesh = make_mesh(2, names=("cp",))
 
@@ -138,12 +140,8 @@ def check_permuted(form: str) -> None:
                 check_against_float64(make(), mesh, None)
 
 
-@pytest.mark.parametrize("form", [EAGER, AOT, "aot_eager"])
-def test_shards_that_torch_has_permuted_are_refused(form: str) -> None:
-    run_ranks(2, check_permuted, form)
-
-
-def check_elsewhere() -> None:
+@on_ranks(2)
+def test_a_graph_is_not_run_on_permuted_shards() -> None:
     """Flags change behind a forward, or behind a compile."""
     mesh = make_mesh(2, names=("cp",))
     run = compiled(OverDTensors(mesh), AOT)
@@ -159,11 +157,8 @@ def check_elsewhere() -> None:
             run(*pieces)
 
 
-def test_a_graph_is_not_run_on_permuted_shards() -> None:
-    run_ranks(2, check_elsewhere)
-
-
-def check_region() -> None:
+@on_ranks(2)
+def test_a_region_shards_its_own_buffers() -> None:
     """Our context knows that it has cut its buffers into contiguous pieces."""
     mesh = make_mesh(2, names=("cp",))
     query, key, value, _ = make_qkv(LENGTH)
@@ -200,11 +195,8 @@ def check_region() -> None:
             Attention()(*pieces)
 
 
-def test_a_region_shards_its_own_buffers() -> None:
-    run_ranks(2, check_region)
-
-
-def check_unshard() -> None:
+@on_ranks(2)
+def test_unshard_takes_a_load_balancer() -> None:
     mesh = make_mesh(2, names=("cp",))
     unshard = cp_inductor.context_parallel_unshard
     batch = torch.randn(3, LENGTH, 2)
@@ -226,11 +218,9 @@ def check_unshard() -> None:
         assert torch.equal(whole, batch[0])
 
 
-def test_unshard_takes_a_load_balancer() -> None:
-    run_ranks(2, check_unshard)
-
-
-def check_torchs_context(form: str) -> None:
+@pytest.mark.parametrize("form", [EAGER, AOT, "aot_eager"])
+@on_ranks(2)
+def test_torchs_context_is_followed_where_it_permutes_nothing(form: str) -> None:
     """torch's own context around a model: refused if its flag says that buffers are permuted."""
     mesh = make_mesh(2, names=("cp",))
     query, key, value, _ = make_qkv(LENGTH)
@@ -266,11 +256,6 @@ def check_torchs_context(form: str) -> None:
         with cp_inductor.local_attention():
             alone = F.scaled_dot_product_attention(*local)
     torch.testing.assert_close(alone, attend_by_name(*local))
-
-
-@pytest.mark.parametrize("form", [EAGER, AOT, "aot_eager"])
-def test_torchs_context_is_followed_where_it_permutes_nothing(form: str) -> None:
-    run_ranks(2, check_torchs_context, form)
 
 
 LATE_IMPORT = """

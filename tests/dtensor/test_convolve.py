@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import cp_inductor
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 TOLERANCE = 1e-12
 
@@ -95,7 +95,8 @@ def test_compiled() -> None:
     run_ranks(2, check, "odd length", "cp_aot_eager")
 
 
-def check_warning() -> None:
+@on_ranks(2)
+def test_that_it_gathers_is_said() -> None:
     mesh = init_device_mesh("cpu", (2,))
     model = cp_inductor.distribute(nn.Conv1d(4, 4, 3), mesh)
     with warnings.catch_warnings(record=True) as said:
@@ -103,7 +104,3 @@ def check_warning() -> None:
         model(distribute_tensor(torch.ones(2, 4, 9), mesh, [Shard(2)]))
     found = [str(one.message) for one in said if "every rank gathers" in str(one.message)]
     assert len(found) == (1 if dist.get_rank() == 0 else 0)  # the first says it for all
-
-
-def test_that_it_gathers_is_said() -> None:
-    run_ranks(2, check_warning)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_inductor
 from cp_inductor import RanksDisagree
 from cp_inductor.passes import note_draws
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import on_ranks, run_ranks, world_mesh
 
 B, S, D = 3, 7, 4  # S does not divide by the ranks
 TOLERANCE = 1e-12  # float64
@@ -143,7 +143,9 @@ def test_three_ranks_draw_alike_or_are_told() -> None:
     run_ranks(3, check_seeds, drop_path, "cp_aot_eager")
 
 
-def check_inductor() -> None:
+@pytest.mark.long
+@on_ranks(2)
+def test_draws_through_inductor() -> None:
     """Inductor draws other numbers than eager code does, but the same on all ranks."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     x = distribute_tensor(torch.ones(B, S, D), mesh, [Shard(1)]).requires_grad_()
@@ -162,12 +164,8 @@ def check_inductor() -> None:
         assert torch.equal(grad.full_tensor(), out.full_tensor())
 
 
-@pytest.mark.long
-def test_draws_through_inductor() -> None:
-    run_ranks(2, check_inductor)
-
-
-def check_what_is_left_alone() -> None:
+@on_ranks(2)
+def test_draws_over_plain_shards_are_left_alone() -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     cp_inductor.distribute(nn.Linear(2, 2), mesh)
@@ -189,10 +187,6 @@ def check_what_is_left_alone() -> None:
         w = distribute_tensor(torch.ones(D), mesh, [Replicate()])
         drop_path(x, w)
         torch.compile(drop_path, backend="cp_aot_eager", fullgraph=True)(x, w)
-
-
-def test_draws_over_plain_shards_are_left_alone() -> None:
-    run_ranks(2, check_what_is_left_alone)
 
 
 def test_functions_that_draw_are_known() -> None:

@@ -27,7 +27,7 @@ from tests.support.combinations import (
     whole,
 )
 from tests.support.comms import Counts
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 BATCH, LENGTH, VOCABULARY = 2, 11, 13
 REDUCTIONS = ("none", "mean", "sum")
@@ -65,7 +65,9 @@ ELEMENT_LOSSES = (
 )
 
 
-def check_losses_of_elements() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_losses_of_elements() -> None:
     """One of 2 ranks has 6 tokens, the other 5; DTensor's own gradients are twice these."""
     mesh = make_mesh(2, names=("cp",))
     out, _, _ = make_logits()
@@ -87,12 +89,9 @@ def check_losses_of_elements() -> None:
         torch.testing.assert_close(sharded.grad.full_tensor(), leaf.grad, msg=case)
 
 
-@pytest.mark.slow
-def test_losses_of_elements() -> None:
-    run_ranks(2, check_losses_of_elements)
-
-
-def check_losses(form: str) -> None:
+@combination("cross_entropy over a sharded sequence: reductions, weights, shifted labels", *FORMS)
+@on_ranks(3)
+def test_losses(form: str) -> None:
     mesh = make_mesh(3, names=("cp",))
     logits, labels, weight = make_logits()
     cases = list(product(REDUCTIONS, (None, weight), (False, True)))
@@ -134,12 +133,9 @@ def check_losses(form: str) -> None:
         assert is_shifted or set(counts.get_comm_counts()) <= {ALL_REDUCE}, case
 
 
-@combination("cross_entropy over a sharded sequence: reductions, weights, shifted labels", *FORMS)
-def test_losses(form: str) -> None:
-    run_ranks(3, check_losses, form)
-
-
-def check_a_distributed_model() -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_losses_of_a_distributed_model() -> None:
     """No attention, and no `shard`: the model alone says that sequences lie on the mesh."""
     mesh = make_mesh(3, names=("cp",))
     logits, labels, _ = make_logits()
@@ -151,12 +147,9 @@ def check_a_distributed_model() -> None:
     torch.testing.assert_close(whole(actual.detach()), expected.detach())
 
 
-@pytest.mark.slow
-def test_losses_of_a_distributed_model() -> None:
-    run_ranks(3, check_a_distributed_model)
-
-
-def check_vocabulary(form: str) -> None:
+@combination("vocabulary on tp (loss_parallel), sequence on cp, one loss", EAGER, AOT)
+@on_ranks(4)
+def test_vocabulary_and_sequence(form: str) -> None:
     """Sequence on cp, vocabulary on tp; then the sequence alone, which that leaves without us."""
     mesh = make_mesh(2, 2, names=("cp", "tp"))
     logits, labels, weight = make_logits()
@@ -185,11 +178,6 @@ def check_vocabulary(form: str) -> None:
             torch.testing.assert_close(whole(sharded.grad), leaf.grad)
 
 
-@combination("vocabulary on tp (loss_parallel), sequence on cp, one loss", EAGER, AOT)
-def test_vocabulary_and_sequence(form: str) -> None:
-    run_ranks(4, check_vocabulary, form)
-
-
 def mean_of_means(mesh: DeviceMesh, logits: Tensor, labels: Tensor) -> DTensor:
     """Take DTensor's mean of labels of which ranks count unequally many."""
     placements = [Shard(0)] * mesh.ndim
@@ -199,7 +187,8 @@ def mean_of_means(mesh: DeviceMesh, logits: Tensor, labels: Tensor) -> DTensor:
     return loss
 
 
-def check_own_meshes() -> None:
+@on_ranks(2)
+def test_losses_are_ours_where_the_library_is_used() -> None:
     """Where the library is used a mean is one of all tokens, and nowhere else."""
     mesh = make_mesh(2, 1, names=("dp", "cp"))
     axis = init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))
@@ -254,7 +243,3 @@ def check_own_meshes() -> None:
     alone = DeviceMesh("cpu", [0], _init_backend=False)
     if dist.get_rank() == 1:
         assert mean_of_means(alone, logits, labels).to_local().numel() <= 1
-
-
-def test_losses_are_ours_where_the_library_is_used() -> None:
-    run_ranks(2, check_own_meshes)

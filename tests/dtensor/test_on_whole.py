@@ -20,7 +20,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 import cp_inductor
 import cp_inductor.backend
 from cp_inductor import CPError
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import on_ranks, run_ranks, world_mesh
 
 BATCH, LENGTH, WIDTH, CLASSES = 2, 7, 8, 10
 TOLERANCE = 1e-10  # float64, sums of a hundred numbers
@@ -257,7 +257,9 @@ def test_compiled() -> None:
         assert said == []
 
 
-def check_placements() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_sequence_stays_sharded() -> None:
     mesh = world_mesh()
     cp_inductor.distribute(nn.Linear(2, 2), mesh)
     x, ids, mask = (distribute_tensor(one, mesh, [Shard(1)]) for one in inputs())
@@ -275,11 +277,8 @@ def check_placements() -> None:
 
 
 @pytest.mark.slow
-def test_the_sequence_stays_sharded() -> None:
-    run_ranks(2, check_placements)
-
-
-def check_refusals() -> None:
+@on_ranks(2)
+def test_what_is_refused() -> None:
     mesh = world_mesh()
     cp_inductor.distribute(nn.Linear(2, 2), mesh)
     x = distribute_tensor(inputs()[0], mesh, [Shard(1)])
@@ -301,11 +300,8 @@ def check_refusals() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_refused() -> None:
-    run_ranks(2, check_refusals)
-
-
-def check_draws() -> None:
+@on_ranks(2)
+def test_draws_are_those_of_the_first_rank() -> None:
     """Ranks that are seeded otherwise hold parts of what the first one drew."""
     mesh = world_mesh()
     cp_inductor.distribute(nn.Linear(2, 2), mesh)
@@ -316,11 +312,6 @@ def check_draws() -> None:
     assert isinstance(drawn, DTensor)
     assert drawn.placements == (Shard(1),)
     assert torch.equal(drawn.full_tensor(), expected)
-
-
-@pytest.mark.slow
-def test_draws_are_those_of_the_first_rank() -> None:
-    run_ranks(2, check_draws)
 
 
 def check_log() -> list[str]:
@@ -351,7 +342,9 @@ def test_a_gather_is_logged_once() -> None:
     assert other == []
 
 
-def check_input_of_graph() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_outputs_of_linear_layers_go_into_graphs() -> None:
     """A linear layer's output is a view of what torch places as _StridedShard."""
     mesh = world_mesh()
     layer = nn.Linear(WIDTH, WIDTH).double()
@@ -363,18 +356,15 @@ def check_input_of_graph() -> None:
 
 
 @pytest.mark.slow
-def test_outputs_of_linear_layers_go_into_graphs() -> None:
-    run_ranks(2, check_input_of_graph)
-
-
-@pytest.mark.slow
 def test_rows_that_are_looked_up_often_are_counted_on_all_ranks() -> None:
     """DTensor counted each rank's own: gradients were off by their own size."""
     for off in run_ranks(2, table_gradients):
         assert max(off) < TOLERANCE
 
 
-def check_labels_beside_whole_logits() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_flattened_labels_are_gathered_in_graphs() -> None:
     """Labels that are flattened are placed as _StridedShard, which graphs must gather."""
     mesh = world_mesh()
     cp_inductor.distribute(nn.Linear(1, 1), mesh)
@@ -390,11 +380,8 @@ def check_labels_beside_whole_logits() -> None:
 
 
 @pytest.mark.slow
-def test_flattened_labels_are_gathered_in_graphs() -> None:
-    run_ranks(2, check_labels_beside_whole_logits)
-
-
-def check_views_of_other_strides() -> None:
+@on_ranks(2)
+def test_a_view_that_the_local_tensor_does_not_allow_is_a_copy() -> None:
     """A gathered tensor has other strides than DTensor says: what is a view there is none here."""
     mesh = world_mesh()
     cp_inductor.distribute(nn.Linear(1, 1), mesh)
@@ -410,8 +397,3 @@ def check_views_of_other_strides() -> None:
         (normalize(ours) * weights).sum().backward()
     (normalize(theirs) * weights).sum().backward()
     torch.testing.assert_close(whole(ours.grad), theirs.grad)
-
-
-@pytest.mark.slow
-def test_a_view_that_the_local_tensor_does_not_allow_is_a_copy() -> None:
-    run_ranks(2, check_views_of_other_strides)

@@ -8,17 +8,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cp_inductor.backend  # noqa: F401  registers the rules
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
 def test_complex_numbers_stay_sharded(world_size: int) -> None:
-    run_ranks(world_size, _complex_numbers, world_size)
-
-
-def _complex_numbers(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
     first, second = torch.rand(2, 7, 4), torch.rand(2, 7, 4)

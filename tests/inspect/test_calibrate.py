@@ -24,7 +24,7 @@ from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.machine_file import CALIBRATED, read_calibrated, write_calibrated
 from tests.support.graphs import attend_causal
 from tests.support.processes import run_python
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import on_ranks, run_ranks, world_mesh
 from tests.support.reference import (
     assert_shards_close,
     attend_with_grads,
@@ -75,7 +75,9 @@ def test_two_hosts_measure_their_link(tmp_path: Path) -> None:
         assert getattr(device, name) not in (0, getattr(known.device, name))
 
 
-def check_hosts() -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_hosts_in_turn_are_refused() -> None:
     mesh = world_mesh()
     host = "ab"[mesh.get_rank() % 2]
     with (
@@ -83,11 +85,6 @@ def check_hosts() -> None:
         pytest.raises(InvalidArgument, match=r"got ranks on a, b, a; list the ranks"),
     ):
         cp_inductor.calibrate(mesh)
-
-
-@pytest.mark.slow
-def test_hosts_in_turn_are_refused() -> None:
-    run_ranks(3, check_hosts)
 
 
 def test_a_launch_is_not_drowned_by_long_tiles() -> None:

@@ -33,7 +33,6 @@ from cp_inductor import (
 from cp_inductor.inspect.cross_compile import CrossCompiled
 from cp_inductor.tiles.kernel_table import KERNELS
 from tests.support.graphs import attend_causal, generate_code
-from tests.support.models import make
 from tests.support.ranks import fake_mesh, fake_rank, run_ranks, world_mesh
 from tests.support.reference import make_qkv
 from tests.support.wrapper import START, TILE
@@ -275,30 +274,6 @@ def check_is_of_cuda(compiled: CrossCompiled) -> None:
         assert devices == {"cuda"}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
-def test_models_of_hugging_face(name: str) -> None:
-    pytest.importorskip("transformers")
-    model = make(name, num_hidden_layers=1, use_cache=False).bfloat16()
-
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-            logits = self.model(input_ids=ids).logits.flatten(0, 1)
-            return F.cross_entropy(logits.float(), labels.flatten())
-
-    ids = torch.zeros(1, 64, dtype=torch.int64)
-    with implicit_replication():
-        compiled = cross_compile(
-            WithLoss(), (ids, ids), world_size=2, rank=1, placements=[Shard(1)]
-        )
-    assert [*compiled.code] == ["forward", "backward"]
-    check_is_of_cuda(compiled)
-
-
 # --- What comes out ---------------------------------------------------------------------------
 
 
@@ -334,37 +309,21 @@ def test_as_a_real_rank_generates_it() -> None:
         ]
 
 
-@pytest.mark.long
-def test_kernels_of_two_layers_become_machine_code() -> None:
-    compiled = cross_compile(two_layers(), (tokens(),), world_size=4, rank=2)
+@pytest.mark.parametrize(
+    ("target", "name"), [("cuda:sm_80", "sm_80"), ("cuda:sm_90", "sm_90"), ("cuda:b200", "sm_100")]
+)
+def test_kernels_become_machine_code(target: str, name: str) -> None:
+    compiled = cross_compile(attend_causal, (heads(),) * 3, world_size=2, rank=1, target=target)
     kernels = compiled.compile_kernels()
     assert {kernel.graph for kernel in kernels} == {"forward", "backward"}
-    names = {kernel.name for kernel in kernels}
     code = "".join(compiled.code.values())
-    assert len(names) >= 8
-    assert all(f"{name}.run(" in code for name in names)
     for kernel in kernels:
+        assert f"{kernel.name}.run(" in code
         assert kernel.cubin.startswith(b"\x7fELF")
-        assert kernel.architecture == "sm_90"
+        assert kernel.architecture == name
         assert 0 < kernel.registers <= 255
         assert 0 <= kernel.shared_bytes <= 227 * 1024
         assert kernel.spill_bytes == 0
-
-
-@pytest.mark.parametrize(("target", "name"), [("cuda:sm_80", "sm_80"), ("cuda:b200", "sm_100")])
-def test_kernels_of_other_architectures(target: str, name: str) -> None:
-    compiled = cross_compile(attend_causal, (heads(),) * 3, world_size=2, rank=1, target=target)
-    kernels = compiled.compile_kernels()
-    assert kernels
-    assert {kernel.architecture for kernel in kernels} == {name}
-
-
-def test_graphs_are_of_the_target() -> None:
-    graphs = cross_compile(two_layers(), (tokens(),), world_size=2).graphs
-    for gm in graphs.values():
-        gm.graph.lint()
-        values = [node.meta["val"] for node in gm.graph.nodes if "val" in node.meta]
-        assert {value.device.type for value in values if isinstance(value, Tensor)} == {"cuda"}
 
 
 # --- What stays as it was ---------------------------------------------------------------------

@@ -23,7 +23,7 @@ from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall
 from tests.support.graphs import attend_causal, generate_code
 from tests.support.processes import run_python
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_rank, on_ranks
 from tests.support.reference import (
     LAYOUTS,
     TOLERANCE,
@@ -141,22 +141,19 @@ def test_any_layout_and_the_fakes_know(
     assert strides == [significant_strides(fake) for fake in fake_results]
 
 
-def check_op_on_device(name: str, dtype: torch.dtype, head_dim: int) -> None:
-    whole = make_qkv(33, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
-    leaves = [tensor.cuda().requires_grad_() for tensor in whole[:3]]
-    recipe = resolve(Recipe(1, 33, 33, 4, 2, head_dim, dtype.itemsize, "causal"), site="a test")
-    how = (recipe.format(), 0, None, name, dist.group.WORLD.group_name, 0.0, False)
-    torch.library.opcheck(attention, (*leaves, [], *how))
-
-
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("head_dim", [64, 20])
 @pytest.mark.parametrize(
     ("name", "dtype"), [("flash_cuda", torch.bfloat16), ("efficient_cuda", torch.float32)]
 )
+@on_ranks(1)
 def test_opcheck(name: str, dtype: torch.dtype, head_dim: int) -> None:
-    run_ranks(1, check_op_on_device, name, dtype, head_dim)
+    whole = make_qkv(33, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
+    leaves = [tensor.cuda().requires_grad_() for tensor in whole[:3]]
+    recipe = resolve(Recipe(1, 33, 33, 4, 2, head_dim, dtype.itemsize, "causal"), site="a test")
+    how = (recipe.format(), 0, None, name, dist.group.WORLD.group_name, 0.0, False)
+    torch.library.opcheck(attention, (*leaves, [], *how))
 
 
 def run_campaign(results: Path, *args: str) -> str:

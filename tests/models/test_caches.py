@@ -14,10 +14,12 @@ import cp_inductor
 from cp_inductor import UnsupportedPlacement
 from cp_inductor.dtensor.rules.concatenate import skip_empty_in_cat
 from tests.support import models
-from tests.support.ranks import fake_rank, run_ranks, world_mesh
+from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
 
 
-def fill() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_prefill_fills_a_cache_of_shards() -> None:
     """`model(input_ids, labels=...)` with all defaults, of which a cache is one."""
     transformers = pytest.importorskip("transformers")
     mesh, model = world_mesh(), models.make("Llama").double()
@@ -47,11 +49,6 @@ def fill() -> None:
     refused = pytest.raises(UnsupportedPlacement, match="use a cache that grows")
     with implicit_replication(), torch.no_grad(), refused:
         compiled(input_ids=shards, past_key_values=fixed)
-
-
-@pytest.mark.slow
-def test_a_prefill_fills_a_cache_of_shards() -> None:
-    run_ranks(2, fill)
 
 
 def test_cat_with_empty_tensors() -> None:
@@ -108,7 +105,8 @@ def test_a_prompt_that_one_rank_has_padded() -> None:
     run_ranks(2, check_padded)
 
 
-def check_conditions() -> None:
+@on_ranks(3)
+def test_ranks_branch_alike() -> None:
     mesh = world_mesh()
     cp_inductor.distribute(torch.nn.Linear(2, 2), mesh)
     mask = torch.ones(2, 7, dtype=torch.int64)
@@ -125,11 +123,8 @@ def check_conditions() -> None:
     assert int(shards.sum()) == int(mask.sum())  # of which a tensor may be made
 
 
-def test_ranks_branch_alike() -> None:
-    run_ranks(3, check_conditions)
-
-
-def check_draws() -> None:
+@on_ranks(2)
+def test_ranks_draw_what_the_first_draws() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = cp_inductor.distribute(torch.nn.Linear(2, 2), init_device_mesh("cpu", (size,)))
     mesh = model.weight.device_mesh
@@ -142,7 +137,3 @@ def check_draws() -> None:
     own = torch.Generator().manual_seed(rank)
     own_drawn = torch.multinomial(whole, 3, generator=own).to_local()
     assert torch.equal(own_drawn, expected) == (rank == 0)
-
-
-def test_ranks_draw_what_the_first_draws() -> None:
-    run_ranks(2, check_draws)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
@@ -24,6 +23,7 @@ import cp_inductor
 from cp_inductor.tiles.combine import combine
 from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import TileCall
+from tests.support.combinations import compiled, make_batch, make_model
 from tests.support.comms import Counts
 from tests.support.graphs import attend_full
 from tests.support.ranks import fake_rank, run_ranks
@@ -37,7 +37,7 @@ from tests.support.reference import (
 
 NUM_LAYERS = 2
 
-# One of three ranks is neither the first nor the last; what two show is in the long tail.
+# One of three ranks is neither the first nor the last; what two show is long.
 WORLD_SIZES = [pytest.param(2, marks=pytest.mark.long), 3]
 
 
@@ -47,14 +47,6 @@ def world() -> tuple[int, int, DeviceMesh]:
         dist.get_rank(),
         world_size,
         init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",)),
-    )
-
-
-def compiled(function: Any, form: str, **kwargs: Any) -> Any:
-    return (
-        function
-        if form == "eager"
-        else torch.compile(function, backend=form, fullgraph=True, **kwargs)
     )
 
 
@@ -135,7 +127,7 @@ def check_one_encoder_of_dtensors(form: str, dtype: torch.dtype, is_causal: bool
     sharded = distribute_tensor(x, mesh, [Shard(1)])
     if mask is not None:
         mask = distribute_tensor(mask, mesh, [Replicate()])
-    run = compiled(model, form)
+    run = compiled(model, form, fullgraph=True)
     out = run_and_count(lambda: run(sharded, mask=mask, is_causal=is_causal), model, num_layers)
     assert_close(out.to_local(), shard(expected, rank, world_size, 1), dtype)
     check_grads(model, grads, dtype)
@@ -148,7 +140,7 @@ def check_encoder_of_shards(form: str, is_causal: bool) -> None:
     whole_mask = causal_mask(4 * world_size, torch.float32, is_causal)
     expected, grads = expected_of(model, x, mask=whole_mask, is_causal=is_causal)
     mask = causal_mask(4, torch.float32, is_causal)
-    run = compiled(model, form, options={"mesh": mesh})
+    run = compiled(model, form, fullgraph=True, options={"mesh": mesh})
     piece = shard(x, rank, world_size, 1).contiguous()
     out = run_and_count(lambda: run(piece, mask=mask, is_causal=is_causal), model, NUM_LAYERS)
     assert_close(out, shard(expected, rank, world_size, 1), torch.float32)
@@ -169,11 +161,6 @@ def test_encoder_of_shards(world_size: int, is_causal: bool) -> None:
     run_ranks(world_size, check_encoder_of_shards, "cp_aot_eager", is_causal)
 
 
-@pytest.mark.long
-def test_encoder_of_shards_through_inductor() -> None:
-    run_ranks(2, check_encoder_of_shards, "cp_inductor", True)
-
-
 def test_attention_weights_are_refused() -> None:
     attention = nn.MultiheadAttention(16, 2, batch_first=True)
 
@@ -187,54 +174,18 @@ def test_attention_weights_are_refused() -> None:
             run(torch.rand(2, 4, 16))
 
 
-# 2. A decoder of our own
-
-
-class DecoderLayer(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
-        self.norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        query, key, value = (
-            project(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Decoder(nn.Module):
-    def __init__(self, vocabulary: int = 23, dim: int = 24, heads: int = 3) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, dim)
-        self.positions = nn.Embedding(64, dim)
-        self.layers = nn.ModuleList(DecoderLayer(dim, heads) for _ in range(NUM_LAYERS))
-        self.head = nn.Linear(dim, vocabulary)
-
-    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(positions)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+# 2. A decoder
 
 
 def check_decoder(form: str) -> None:
     rank, world_size, mesh = world()
     torch._dynamo.reset()
-    torch.manual_seed(1)
-    model = Decoder()
-    ids = torch.randint(23, (2, 5 * world_size))
-    positions = torch.arange(5 * world_size).expand(2, -1).contiguous()
+    model = make_model()
+    ids, positions, _ = make_batch(2, 5 * world_size)
     expected, grads = expected_of(model, ids, positions)
     model = distribute_module(model, mesh)
     sharded = [distribute_tensor(tensor, mesh, [Shard(1)]) for tensor in (ids, positions)]
-    run = compiled(model, form)
+    run = compiled(model, form, fullgraph=True)
     out = run_and_count(lambda: run(*sharded), model, NUM_LAYERS)
     assert_close(out.to_local(), shard(expected, rank, world_size, 1), torch.float32)
     check_grads(model, grads, torch.float32)
@@ -245,12 +196,6 @@ def check_decoder(form: str) -> None:
 @pytest.mark.parametrize("form", ["eager", "cp_aot_eager"])
 def test_decoder(form: str, world_size: int) -> None:
     run_ranks(world_size, check_decoder, form)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_decoder_through_inductor(world_size: int) -> None:
-    run_ranks(world_size, check_decoder, "cp_inductor")
 
 
 # 3. Different query and context lengths, against attention chunk by chunk
@@ -286,7 +231,7 @@ def check_one_cross_attention(form: str, dtype: torch.dtype) -> None:
         piece.requires_grad_()
     module = nn.Module()
     module.pieces = nn.ParameterList(nn.Parameter(piece) for piece in pieces)
-    run = compiled(attend_full, form, options={"mesh": mesh})
+    run = compiled(attend_full, form, fullgraph=True, options={"mesh": mesh})
     # What is itself a parameter would be the same on every rank.
     out = run_and_count(lambda: run(*(piece * 1 for piece in module.pieces)), module, 1)
     in_chunks = attend_in_chunks(query, key, value, world_size)

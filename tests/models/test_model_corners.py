@@ -1,6 +1,6 @@
 """What models of transformers can do beside a loss: logits of routers, depth that is drawn.
 
-Each beside itself on one process. More than 90 s of CPU where it is a long case's turn: whole
+Each beside itself on one process. More than 90 s of CPU with its long cases: whole
 models, compiled.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from tests.support import models
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import on_ranks, world_mesh
 
 pytest.importorskip("transformers")
 
@@ -72,26 +72,27 @@ def check_close(name: str, actual: Any, expected: Tensor) -> None:
     assert difference <= TOLERANCE * max(1e-3, expected.abs().max().item()), (name, difference)
 
 
-def check_router_logits(backend: str | None) -> None:
+@pytest.mark.slow
+@FORMS
+@pytest.mark.parametrize("name", ["JetMoe", "Mixtral"])
+@on_ranks(2)
+def test_experts_are_balanced_over_all_tokens(name: str, backend: str | None) -> None:
     _, _, found, expected, _ = run_both(
-        "JetMoe", backend, {}, output_router_logits=True, use_cache=False
+        name, backend, {}, output_router_logits=True, use_cache=False
     )
     assert expected.aux_loss > 0.01
     check_close("aux_loss", found.aux_loss, expected.aux_loss)
     check_close("loss", found.loss, expected.loss)
 
 
-@pytest.mark.slow
-@FORMS
-def test_jetmoe_balances_over_all_tokens(backend: str | None) -> None:
-    run_ranks(2, check_router_logits, backend)
-
-
 def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     return distribute_tensor(tensor, mesh, [Replicate()])
 
 
-def check_depth(backend: str | None) -> None:
+@pytest.mark.slow
+@FORMS
+@on_ranks(2)
+def test_stochastic_depth_over_sharded_images(backend: str | None) -> None:
     """Whole residual blocks are dropped, per image: every rank draws the same."""
     sizes = {"drop_path_rate": 0.5}
     model, reference, found, expected, mesh = run_both("BeitModel", backend, sizes)
@@ -109,9 +110,3 @@ def check_depth(backend: str | None) -> None:
     inputs = {key: replicated(value, mesh) for key, value in models.inputs_of(reference).items()}
     with implicit_replication(), pytest.raises(cp_inductor.RanksDisagree, match=r"manual_seed"):
         called(**inputs)
-
-
-@pytest.mark.slow
-@FORMS
-def test_stochastic_depth_over_sharded_images(backend: str | None) -> None:
-    run_ranks(2, check_depth, backend)

@@ -10,6 +10,7 @@ from tests.support.models import (
     HYBRIDS,
     MIXED,
     MODELS,
+    PADDED,
     REFUSED,
     VERDICTS,
     check,
@@ -43,7 +44,9 @@ def test_model(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*sorted(HYBRIDS), "WhisperForConditionalGeneration", "DeiTModel"])
+@pytest.mark.parametrize(
+    "name", [*sorted(HYBRIDS), "Mistral", "WhisperForConditionalGeneration", "DeiTModel"]
+)
 def test_on_three_ranks(name: str) -> None:
     run_ranks(3, check, name)
 
@@ -55,7 +58,18 @@ def test_packed(name: str) -> None:
     if name in MIXED:
         assert not tells_apart(make_reference(name), packed_inputs())
     else:
-        run_ranks(2, check, name, True)
+        run_ranks(2, check, name, "packed")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "Mistral" else pytest.mark.long)
+        for name in PADDED
+    ],
+)
+def test_padded(name: str) -> None:
+    run_ranks(2, check, name, "padded")
 
 
 def test_the_page_names_every_model_and_what_was_said() -> None:

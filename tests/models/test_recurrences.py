@@ -46,7 +46,7 @@ from cp_inductor.modules.recurrences import (
 )
 from tests.support.graphs import lowered_graphs, targets
 from tests.support.models import LENGTH, VOCABULARY, Mixing, make
-from tests.support.ranks import fake_mesh, run_ranks, world_mesh
+from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
 from tests.support.recurrences import TABLE, delta_steps, errors_of_many, mamba2_steps
 
 # Of the largest element: what transformers' own forms lose in float32.
@@ -188,13 +188,6 @@ def test_a_recurrence_of_the_user(backend: str | None) -> None:
 
 
 @pytest.mark.slow
-def test_the_bytes_do_not_depend_on_the_length() -> None:
-    assert run_ranks(3, check_model, 9, (3,), [Shard(1)]) == run_ranks(
-        3, check_model, 90, (3,), [Shard(1)]
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "backend"),
     [
@@ -222,12 +215,6 @@ def test_ranks_of_tensor_parallelism_share_the_tokens_they_all_hold() -> None:
     run_ranks(4, check_model, 7, (2, 2), [Replicate(), Shard(1)])
 
 
-@pytest.mark.long
-def test_ranks_of_tensor_parallelism_compiled() -> None:
-    for length in (2, 9):
-        run_ranks(4, check_model, length, (2, 2), [Shard(1), Replicate()], "cp_aot_eager")
-
-
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +225,10 @@ class Checkpointed(nn.Module):
         return out
 
 
-def check_fsdp(backend: str | None) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [None, pytest.param("cp_aot_eager", marks=pytest.mark.long)])
+@on_ranks(4)
+def test_in_fsdp_and_in_a_checkpoint_of_a_layer(backend: str | None) -> None:
     """FSDP2 of dp on what is distributed on cp, all of it in a checkpoint."""
     cp_inductor.register_recurrence(mean_of_past, share_mean)
     torch.manual_seed(0)
@@ -264,12 +254,6 @@ def check_fsdp(backend: str | None) -> None:
         assert isinstance(one.grad, DTensor)
         error = (replicas * one.grad.full_tensor() - other.grad).abs().max()
         assert error <= 1e-12 * other.grad.abs().max()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", [None, pytest.param("cp_aot_eager", marks=pytest.mark.long)])
-def test_in_fsdp_and_in_a_checkpoint_of_a_layer(backend: str | None) -> None:
-    run_ranks(4, check_fsdp, backend)
 
 
 def test_what_is_not_of_tokens_is_said_to_cost_the_whole() -> None:
@@ -312,16 +296,6 @@ def test_many_ranks_exchange_elements_of_states() -> None:
         assert shared <= max(TOLERANCE, 2 * alone), (name, seed)
     for length in (1, 5):
         run_ranks(4, exchange_always, check_model, length, (4,), [Shard(1)])
-
-
-@pytest.mark.long
-def test_many_ranks_exchange_elements_compiled_and_over_two_axes() -> None:
-    for name in TABLE:
-        shared, alone, seed = run_ranks(5, exchange_always, errors_of_many, name, 10)[0]
-        assert shared <= max(TOLERANCE, 2 * alone), (name, seed)
-    for length in (2, 6, 7):
-        run_ranks(3, exchange_always, check_model, length, (3,), [Shard(1)], "cp_aot_eager")
-    run_ranks(4, exchange_always, check_model, 9, (2, 2), [Shard(1), Replicate()])
 
 
 @pytest.mark.parametrize("is_matrix", [False, True])
@@ -424,7 +398,9 @@ class Masked(nn.Module):
         return tokens + tokens_before(tokens, 1, 1)
 
 
-def check_ends() -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_tokens_before_and_last() -> None:
     import torch.distributed as dist
 
     mesh, rank = world_mesh(), dist.get_rank()
@@ -440,11 +416,6 @@ def check_ends() -> None:
             assert last.equal(padded[-count:]), (length, count)
             if len(own):
                 assert before.equal(padded[first : first + count]), (length, count)
-
-
-@pytest.mark.slow
-def test_tokens_before_and_last() -> None:
-    run_ranks(3, check_ends)
 
 
 def test_on_one_process_there_is_nothing_before() -> None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_inductor
 from cp_inductor import UnsupportedPlacement
 from tests.support.models import make
-from tests.support.ranks import fake_rank, run_ranks, world_mesh
+from tests.support.ranks import fake_rank, on_ranks, world_mesh
 
 # The experts of transformers compute in float32 on the CPU, at most.
 TOLERANCE = 1e-5
@@ -68,7 +68,9 @@ class BySign(nn.Module):
         return done
 
 
-def check_gradients_of_weights_that_a_rank_does_not_need() -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_gradients_of_weights_that_a_rank_does_not_need() -> None:
     """The first rank has tokens for one expert, the second for the other, the third none."""
     reference = nn.Sequential(nn.Linear(8, 8), BySign())
     nn.init.eye_(reference[0].weight)
@@ -86,11 +88,8 @@ def check_gradients_of_weights_that_a_rank_does_not_need() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_of_weights_that_a_rank_does_not_need() -> None:
-    run_ranks(3, check_gradients_of_weights_that_a_rank_does_not_need)
-
-
-def check_experts_that_fsdp_gathers_alone() -> None:
+@on_ranks(2)
+def test_experts_that_fsdp_gathers_alone_and_nobody_calls_are_refused() -> None:
     """Each replica's tokens are for another expert: FSDP would give it half of the other's."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
     model = nn.Sequential(BySign(), nn.Linear(8, 8))
@@ -105,48 +104,8 @@ def check_experts_that_fsdp_gathers_alone() -> None:
         model(both if mesh.get_local_rank("dp") else -both)
 
 
-@pytest.mark.slow
-def test_experts_that_fsdp_gathers_alone_and_nobody_calls_are_refused() -> None:
-    run_ranks(2, check_experts_that_fsdp_gathers_alone)
-
-
-def check_mixture(with_logits: bool) -> None:
-    """A whole Mixtral, of an odd length, with the loss that balances its experts, or without."""
-    pytest.importorskip("transformers")
-    mesh, model = world_mesh(), make("Mixtral")
-    reference = copy.deepcopy(model)
-    ids = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
-    how: dict[str, Any] = {"output_router_logits": with_logits, "use_cache": False}
-    expected = reference(input_ids=ids, labels=ids, **how)
-    expected.loss.backward()
-    cp_inductor.distribute(model, mesh)
-    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
-    shards = distribute_tensor(ids, mesh, [Shard(1)])
-    with implicit_replication():
-        result = compiled(input_ids=shards, labels=shards, **how)
-        result.loss.backward()
-    assert abs(result.loss.item() - expected.loss.item()) < TOLERANCE
-    if with_logits:
-        assert expected.aux_loss > 0.01
-        assert abs(result.aux_loss.item() - expected.aux_loss.item()) < TOLERANCE
-    for (name, p), (_, q) in zip(
-        model.named_parameters(), reference.named_parameters(), strict=True
-    ):
-        difference = (p.grad.full_tensor() - q.grad).abs().max()
-        assert difference <= TOLERANCE * q.grad.abs().max(), (name, difference)
-
-
-@pytest.mark.slow
-def test_mixture_of_experts_with_the_loss_that_balances_them() -> None:
-    run_ranks(2, check_mixture, True)
-
-
-@pytest.mark.long
-def test_mixture_of_experts() -> None:
-    run_ranks(2, check_mixture, False)
-
-
-def check_projections() -> None:
+@on_ranks(2)
+def test_queries_by_experts() -> None:
     """Queries by experts: a module of JetMoE that is called by two methods."""
     pytest.importorskip("transformers")
     modeling = importlib.import_module("transformers.models.jetmoe.modeling_jetmoe")
@@ -173,22 +132,6 @@ def check_projections() -> None:
         assert difference <= TOLERANCE * wanted.abs().max()
 
 
-def test_queries_by_experts() -> None:
-    run_ranks(2, check_projections)
-
-
-def check_own_module() -> None:
-    """In eager and compiled, of sharded tokens and of tokens that all ranks have."""
-    reference = Model().double()
-    x = torch.randn(2, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    leaf = x.clone().requires_grad_()
-    expected = reference(leaf)
-    expected.square().sum().backward()
-    for backend in (None, "cp_aot_eager"):
-        for placement in (Shard(1), Shard(0), Replicate()):
-            check_own_placement(reference, leaf, expected, placement, backend)
-
-
 def check_own_placement(
     reference: nn.Module, leaf: Tensor, expected: Tensor, placement: Placement, backend: str | None
 ) -> None:
@@ -213,8 +156,17 @@ def check_own_placement(
 
 
 @pytest.mark.slow
+@on_ranks(2)
 def test_a_module_of_the_user() -> None:
-    run_ranks(2, check_own_module)
+    """In eager and compiled, of sharded tokens and of tokens that all ranks have."""
+    reference = Model().double()
+    x = torch.randn(2, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    leaf = x.clone().requires_grad_()
+    expected = reference(leaf)
+    expected.square().sum().backward()
+    for backend in (None, "cp_aot_eager"):
+        for placement in (Shard(1), Shard(0), Replicate()):
+            check_own_placement(reference, leaf, expected, placement, backend)
 
 
 def test_modules_keep_their_names_parameters_and_copies() -> None:
@@ -470,7 +422,9 @@ class Checkpointed(SortedScale):
         return (tokens @ self.turn).tanh()
 
 
-def check_checkpoints_inside() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_checkpoints_inside_a_module() -> None:
     mesh = world_mesh()
     x = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1))
     for is_reentrant in (False, True):
@@ -490,11 +444,6 @@ def check_checkpoints_inside() -> None:
             torch.testing.assert_close(out.full_tensor(), expected)
             for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
                 torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
-
-
-@pytest.mark.slow
-def test_checkpoints_inside_a_module() -> None:
-    run_ranks(2, check_checkpoints_inside)
 
 
 def test_plain_tokens_are_refused() -> None:

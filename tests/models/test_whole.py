@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor import UnsupportedPlacement
-from tests.support.ranks import fake_mesh, fake_rank, run_ranks, world_mesh
+from tests.support.ranks import fake_mesh, fake_rank, on_ranks, run_ranks, world_mesh
 
 TOLERANCE = 1e-12
 
@@ -110,7 +110,8 @@ class Patches(nn.Module):
         return torch.cat([self.first.expand(pixels.shape[0], -1, -1), patches], 1)
 
 
-def check_patches() -> None:
+@on_ranks(2)
+def test_a_sequence_that_begins_in_the_module() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Patches(), nn.Linear(6, 6)).double()
     reference = copy.deepcopy(model)
@@ -127,10 +128,6 @@ def check_patches() -> None:
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert isinstance(p.grad, DTensor)
         assert (p.grad.full_tensor() - q.grad).abs().max() <= TOLERANCE * q.grad.abs().max()
-
-
-def test_a_sequence_that_begins_in_the_module() -> None:
-    run_ranks(2, check_patches)
 
 
 def test_modules_keep_their_names_parameters_and_copies() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor.passes.align_attention import align_attention
 from cp_inductor.passes.attentions import SDPA
-from tests.support.ranks import fake_rank, run_ranks, world_mesh
+from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
 
 SHARD, WHOLE = Shard(2), Replicate()
 LENGTH, HEAD_DIM = 13, 8
@@ -174,11 +174,8 @@ def test_keys_travel_before_they_are_repeated(
 
 
 @pytest.mark.slow
+@on_ranks(2)
 def test_repeated_heads_over_dtensors() -> None:
-    run_ranks(2, check_repeated)
-
-
-def check_repeated() -> None:
     query, key, value = inputs(HEAD_DIM)
     run = repeated(by_index, by_index)
     check_distributed((query, key[:, :2], value[:, :2]), (SHARD,) * 3, run)

@@ -32,7 +32,7 @@ from cp_inductor import UnsupportedAttention, flex_gradients_on_cpu
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.torch_private.modes import name_of_function
 from tests.support.graphs import recorded_capture
-from tests.support.ranks import fake_mesh, run_ranks, world_mesh
+from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
 from tests.support.reference import (
     assert_close,
     assert_shards_close,
@@ -256,14 +256,11 @@ def run_cases(backend: str, names: tuple[str, ...] = (), **options: Any) -> None
 SOME = ("windows of heads", "documents", "relative", "softcap, mqa, bfloat16", "a sink")
 
 
-def run_some() -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_numerics_of_some() -> None:
     """By a plan for all batches, which is traced sooner; the models below have plans of batches."""
     run_cases(AOT, SOME, plan="static")
-
-
-@pytest.mark.slow
-def test_numerics_of_some() -> None:
-    run_ranks(3, run_some)
 
 
 @pytest.mark.long
@@ -273,13 +270,10 @@ def test_numerics(world_size: int) -> None:
     run_ranks(world_size, run_cases, AOT)
 
 
-def run_through_inductor() -> None:
-    run_cases("cp_inductor", ("documents", "softcap and bias", "a sink"))
-
-
 @pytest.mark.long
+@on_ranks(2)
 def test_numerics_through_inductor() -> None:
-    run_ranks(2, run_through_inductor)
+    run_cases("cp_inductor", ("documents", "softcap and bias", "a sink"))
 
 
 # --- Models: shared masks, masks made inside, checkpoints, autocast, plain shards ---------------
@@ -312,7 +306,22 @@ class Block(nn.Module):
         return with_sink(out, aux.lse)
 
 
-def run_block(has_checkpoint: bool, how: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "has_checkpoint"),
+    [
+        pytest.param(
+            how,
+            has_checkpoint,
+            id=f"{how}-{'checkpoint' if has_checkpoint else 'plain'}",
+            marks=pytest.mark.long if has_checkpoint or how != "DTensors" else (),
+        )
+        for how in ("DTensors", "region", "mesh")
+        for has_checkpoint in (False, True)
+    ],
+)
+@on_ranks(2)
+def test_layers_share_a_mask_that_is_made_inside(how: str, has_checkpoint: bool) -> None:
     mesh, model = world_mesh(), Block(has_checkpoint)
     whole = make_qkv(36, dtype=torch.float64, num_heads=HEADS, batch=BATCH, head_dim=16)
     rank, world_size = mesh.get_local_rank(), mesh.size()
@@ -334,25 +343,8 @@ def run_block(has_checkpoint: bool, how: str) -> None:
     assert counters["cp_inductor"]["sites_rewritten"] == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "has_checkpoint"),
-    [
-        pytest.param(
-            how,
-            has_checkpoint,
-            id=f"{how}-{'checkpoint' if has_checkpoint else 'plain'}",
-            marks=pytest.mark.long if has_checkpoint or how != "DTensors" else (),
-        )
-        for how in ("DTensors", "region", "mesh")
-        for has_checkpoint in (False, True)
-    ],
-)
-def test_layers_share_a_mask_that_is_made_inside(how: str, has_checkpoint: bool) -> None:
-    run_ranks(2, run_block, has_checkpoint, how)
-
-
-def run_under_autocast() -> None:
+@on_ranks(2)
+def test_autocast() -> None:
     mesh = world_mesh()
     case = Case("autocast", causal, softcap_and_bias, torch.bfloat16)
     with flex_gradients_on_cpu():
@@ -362,10 +354,6 @@ def run_under_autocast() -> None:
     with implicit_replication(), torch.autocast("cpu", torch.bfloat16):
         out = torch.compile(function_of(case), backend=AOT, fullgraph=True)(*leaves)
     assert_close(out.full_tensor(), expected[0], torch.bfloat16, "out")
-
-
-def test_autocast() -> None:
-    run_ranks(2, run_under_autocast)
 
 
 # --- Graphs -----------------------------------------------------------------------------------

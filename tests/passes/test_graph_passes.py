@@ -15,7 +15,7 @@ from cp_inductor.backend.graph_passes import lower_attention, schedule_exchange
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.graph.collectives import STARTS, WAIT
 from cp_inductor.passes.lower_attention import EXPANSIONS
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import on_ranks, run_ranks, world_mesh
 from tests.support.traced_step import assert_sums, count, trace_step
 
 pytestmark = pytest.mark.slow
@@ -74,7 +74,8 @@ def test_an_unknown_option_is_refused() -> None:
         run_pass(gm, ())
 
 
-def bisect() -> None:
+@on_ranks(2)
+def test_the_bisector_leaves_out_passes() -> None:
     """Without any pass that can be spared the numbers are the same, forward and backward."""
     from torch._inductor import compiler_bisector
     from torch._inductor.compiler_bisector import CompilerBisector
@@ -98,7 +99,3 @@ def bisect() -> None:
     torch.testing.assert_close(out.full_tensor(), expected)
     assert x.grad is not None
     torch.testing.assert_close(x.grad.full_tensor(), grad)
-
-
-def test_the_bisector_leaves_out_passes() -> None:
-    run_ranks(2, bisect)

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import on_ranks, world_mesh
 
 BATCH, LENGTH, DIM, WINDOW = 3, 14, 16, 5
 
@@ -29,7 +29,9 @@ class Encoder(nn.Module):
         return self.layer(x, src_mask=is_far, src_key_padding_mask=is_padding)
 
 
-def check_masks() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_masks_over_dtensors() -> None:
     mesh = world_mesh()
     torch.manual_seed(1)
     x = torch.randn(BATCH, LENGTH, DIM, dtype=torch.float64)
@@ -52,8 +54,3 @@ def check_masks() -> None:
     with implicit_replication():
         (report,) = cp_inductor.explain(model, *inputs).attentions
     assert report.facts["mask"].startswith("causal, window 5"), report
-
-
-@pytest.mark.slow
-def test_masks_over_dtensors() -> None:
-    run_ranks(2, check_masks)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor.passes.replay_writes import replay_writes
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 TOLERANCE = 1e-12
 SHAPE = (2, 33, 8)
@@ -204,7 +204,8 @@ def test_through_inductor() -> None:
     run_ranks(2, check, (2,), names_of(token_shift, views_of_views), "cp_inductor")
 
 
-def check_input() -> None:
+@on_ranks(2)
+def test_an_input_holds_what_was_written() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(66, dtype=torch.float64).view(2, 33)
     given = distribute_tensor(whole.clone(), mesh, [Shard(1)])
@@ -214,10 +215,6 @@ def check_input() -> None:
     expected = of_an_input(whole, torch.zeros(()))
     assert torch.equal(out.full_tensor(), expected)
     assert given.placements == (Shard(1),) and torch.equal(given.full_tensor(), whole)
-
-
-def test_an_input_holds_what_was_written() -> None:
-    run_ranks(2, check_input)
 
 
 def graphs_of_pass(function: Callable[..., Any], *inputs: Tensor) -> list[str]:
@@ -236,7 +233,8 @@ def graphs_of_pass(function: Callable[..., Any], *inputs: Tensor) -> list[str]:
     return codes
 
 
-def check_graphs() -> None:
+@on_ranks(2)
+def test_graphs() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plain = torch.zeros(SHAPE)
     given = distribute_tensor(plain, mesh, [Shard(1)])
@@ -259,16 +257,13 @@ def check_graphs() -> None:
         assert len(set(graphs_of_pass(unchanged, value))) == 1
 
 
-def test_graphs() -> None:
-    run_ranks(2, check_graphs)
-
-
 def draws(h: Tensor, c: Tensor) -> Any:
     h[:, 3:5].uniform_()
     return h
 
 
-def check_refused_graph() -> None:
+@on_ranks(2)
+def test_refused_what_draws() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     given = distribute_tensor(torch.zeros(SHAPE), mesh, [Shard(1)])
     run = torch.compile(lambda x: draws(attend(x), x), backend="cp_aot_eager", fullgraph=True)
@@ -276,11 +271,8 @@ def check_refused_graph() -> None:
         run(given)
 
 
-def test_refused_what_draws() -> None:
-    run_ranks(2, check_refused_graph)
-
-
-def check_eager() -> None:
+@on_ranks(2)
+def test_eager_code_refuses_what_would_be_lost() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     cp_inductor.distribute(nn.Linear(2, 2), mesh)
     h = distribute_tensor(torch.zeros(SHAPE), mesh, [Shard(1)])
@@ -300,7 +292,3 @@ def check_eager() -> None:
     whole = torch.ones(SHAPE)
     whole[..., 3:5] += 1
     assert torch.equal(h.full_tensor(), whole)
-
-
-def test_eager_code_refuses_what_would_be_lost() -> None:
-    run_ranks(2, check_eager)

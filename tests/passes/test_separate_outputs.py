@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import on_ranks, world_mesh
 
 
 def tokens_and_first(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -14,7 +14,8 @@ def tokens_and_first(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, tokens[:, 0], tokens.transpose(1, 2)
 
 
-def check() -> None:
+@on_ranks(2)
+def test_views_of_other_outputs() -> None:
     mesh = world_mesh()
     whole = torch.randn(2, 7, 4, dtype=torch.float64).requires_grad_()
     leaf = distribute_tensor(whole.detach(), mesh, [Shard(1)]).requires_grad_()
@@ -30,10 +31,6 @@ def check() -> None:
     with torch.no_grad():
         for actual, wanted in zip(compiled(leaf), expected, strict=True):
             torch.testing.assert_close(actual.full_tensor(), wanted)
-
-
-def test_views_of_other_outputs() -> None:
-    run_ranks(2, check)
 
 
 def graph_of(function: object, *inputs: Tensor) -> str:
@@ -59,12 +56,9 @@ def test_plain_tensors_are_left_alone() -> None:
     assert "clone" not in graph_of(tokens_and_first, torch.randn(2, 7, 4))
 
 
-def check_one_view() -> None:
+@on_ranks(2)
+def test_a_view_that_shares_with_nobody_is_left_alone() -> None:
     mesh = world_mesh()
     leaf = distribute_tensor(torch.randn(2, 7, 4), mesh, [Shard(1)]).requires_grad_()
     assert "clone" not in graph_of(lambda x: x.sin().transpose(1, 2), leaf)
     assert graph_of(tokens_and_first, leaf).count(".clone()") == 2
-
-
-def test_a_view_that_shares_with_nobody_is_left_alone() -> None:
-    run_ranks(2, check_one_view)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from cp_inductor.passes.whole_scalars import whole_scalars
-from tests.support.ranks import fake_rank, run_ranks, world_mesh
+from tests.support.ranks import fake_rank, on_ranks, world_mesh
 
 
 def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
@@ -20,7 +20,8 @@ def losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     return total / 7, F.cross_entropy(logits, labels), logits.detach().sum(), logits * 2
 
 
-def check() -> None:
+@on_ranks(2)
+def test_item_is_whole() -> None:
     mesh = world_mesh()
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(7, 5, generator=generator, dtype=torch.float64)
@@ -41,10 +42,6 @@ def check() -> None:
     (3 * found[0] + found[1]).backward()
     assert isinstance(leaf.grad, DTensor) and expected_leaf.grad is not None
     torch.testing.assert_close(leaf.grad.full_tensor(), expected_leaf.grad)
-
-
-def test_item_is_whole() -> None:
-    run_ranks(2, check)
 
 
 def returning(values: list[Any]) -> fx.GraphModule:

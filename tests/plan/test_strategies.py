@@ -15,7 +15,7 @@ from cp_inductor.graph.collectives import START, WAIT
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from cp_inductor.tiles.tile_ops import TILE_OPS
 from tests.support.graphs import attend_causal, attend_full, lowered_graphs
-from tests.support.ranks import fake_mesh, fake_rank, run_ranks
+from tests.support.ranks import fake_mesh, fake_rank, on_ranks, run_ranks
 from tests.support.reference import (
     assert_shards_close,
     attend_with_grads,
@@ -95,17 +95,14 @@ def test_aot_eager(world_size: int, is_distributed: bool, parities: tuple[int, .
     run_ranks(world_size, check_plans, "cp_aot_eager", is_distributed, parities)
 
 
-def check_through_inductor(dtype: torch.dtype) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(3)
+def test_through_inductor(dtype: torch.dtype) -> None:
     plan = {"strategy": "blocks", "stages": 2, "keep_bytes": 20_000}
     check(plan, "cp_inductor", 1021, is_distributed=True, dtype=dtype)
     if dtype == torch.float32:
         check({"strategy": "heads"}, "cp_inductor", 1000, is_distributed=False)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_through_inductor(dtype: torch.dtype) -> None:
-    run_ranks(3, check_through_inductor, dtype)
 
 
 # The graphs, of any rank

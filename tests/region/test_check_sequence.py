@@ -22,7 +22,7 @@ import cp_inductor
 from cp_inductor.sequence.rules.table import RULES
 from cp_inductor.sequence.types import Shards, regroup
 from cp_inductor.torch_private.inductor import is_input_of_forward
-from tests.support.ranks import forget_compiles, run_ranks, world_mesh
+from tests.support.ranks import forget_compiles, on_ranks, world_mesh
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 32, 2
 
@@ -264,7 +264,9 @@ def test_a_mixed_result_without_a_gradient(
     assert logits.isfinite().all()  # whoever reads them has been told
 
 
-def check_means() -> None:
+@on_ranks(2)
+def test_means_of_graphs_without_attention() -> None:
+    """Only one another can tell ranks whether all have as many tokens."""
     mesh = world_mesh()
     torch.manual_seed(0)
     layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
@@ -283,11 +285,6 @@ def check_means() -> None:
         loss = compiled(shard) / mesh.size()
         dist.all_reduce(loss)
         torch.testing.assert_close(loss, run(whole))
-
-
-def test_means_of_graphs_without_attention() -> None:
-    """Only one another can tell ranks whether all have as many tokens."""
-    run_ranks(2, check_means)
 
 
 def test_what_torch_divides_by_a_number_of_tokens(mesh: DeviceMesh) -> None:

@@ -42,7 +42,7 @@ from tests.support.combinations import (
 )
 from tests.support.comms import Counts
 from tests.support.graphs import attend_causal, recorded_capture
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_rank, on_ranks, run_ranks
 from tests.support.reference import assert_close, attend_with_grads, make_qkv, shard
 
 # Imported once and for all: a patch of torch.nn.functional would not reach it.
@@ -313,25 +313,6 @@ def test_model(form: str) -> None:
         run_ranks(3, check_model, form, length)
 
 
-def check_sums(form: str) -> None:
-    """A second batch finds the gradients of the first, and adds its own."""
-    mesh = make_mesh(2, names=("cp",))
-    batches = make_batch(seed=2), make_batch(seed=3)
-    _, grads = unsharded(*batches)
-    model = make_model()
-    run = compiled(model, form, fullgraph=True)
-    for batch in batches:
-        with shards_of(batch, mesh) as (ids, positions, labels):
-            mean_loss(run(ids, positions), labels).backward()
-    assert_rewritten(form)
-    assert_grads(averaged_grads(model, mesh), grads)
-
-
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
-def test_gradients_add_up(form: str) -> None:
-    run_ranks(2, check_sums, form)
-
-
 def check_one_attention(form: str, attention: Callable[..., Tensor], **sizes: int) -> None:
     """One attention, backward after the context was left, against float64."""
     mesh = make_mesh(2, names=("cp",))
@@ -358,16 +339,15 @@ def test_attention_that_was_imported_before(form: str) -> None:
     run_ranks(2, check_one_attention, form, imported_attention)
 
 
-def check_sizes_without_flash() -> None:
+@on_ranks(2)
+def test_sizes_for_which_sdpa_calls_no_flash_kernel() -> None:
     check_one_attention(EAGER, F.scaled_dot_product_attention, head_dim=1)
     check_one_attention(EAGER, F.scaled_dot_product_attention, batch=0)
 
 
-def test_sizes_for_which_sdpa_calls_no_flash_kernel() -> None:
-    run_ranks(2, check_sizes_without_flash)
-
-
-def check_a_length_that_the_outer_knows(form: str) -> None:
+@pytest.mark.parametrize("form", [EAGER, AOT])
+@on_ranks(3)
+def test_a_length_that_the_outer_knows(form: str) -> None:
     """A nested context brings a length of its own; the attention is over that of the outer."""
     mesh = make_mesh(3, names=("cp",))
     rank = dist.get_rank()
@@ -383,11 +363,6 @@ def check_a_length_that_the_outer_knows(form: str) -> None:
     found = out.detach(), *torch.autograd.grad(out, pieces, grad_out)
     for what, actual, wanted in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
         assert_close(actual, shard(wanted, rank, 3), torch.float32, what)
-
-
-@pytest.mark.parametrize("form", [EAGER, AOT])
-def test_a_length_that_the_outer_knows(form: str) -> None:
-    run_ranks(3, check_a_length_that_the_outer_knows, form)
 
 
 class Checkpointed(nn.Module):
@@ -418,7 +393,9 @@ class Checkpointed(nn.Module):
         return x
 
 
-def check_recomputation(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "nested", "composable"])
+@on_ranks(2)
+def test_recomputation_behind_the_context(kind: str) -> None:
     """The forward runs again in a backward behind the context, and still over all shards."""
     mesh = make_mesh(2, names=("cp",))
     _, grads = unsharded()
@@ -432,12 +409,8 @@ def check_recomputation(kind: str) -> None:
     assert_grads(averaged_grads(model, mesh["cp"]), grads)
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "nested", "composable"])
-def test_recomputation_behind_the_context(kind: str) -> None:
-    run_ranks(2, check_recomputation, kind)
-
-
-def check_recomputation_of_compiled_code() -> None:
+@on_ranks(2)
+def test_recomputation_of_compiled_code_behind_the_context() -> None:
     """A checkpoint in eager, of a block that Dynamo compiles, behind the context in eager."""
     mesh = make_mesh(2, names=("cp",))
     _, grads = unsharded()
@@ -453,11 +426,9 @@ def check_recomputation_of_compiled_code() -> None:
     assert_grads(averaged_grads(model, mesh), grads)
 
 
-def test_recomputation_of_compiled_code_behind_the_context() -> None:
-    run_ranks(2, check_recomputation_of_compiled_code)
-
-
-def check_compiled_recomputation(form: str) -> None:
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+@on_ranks(3)
+def test_recomputation_of_unequal_shards(form: str) -> None:
     """A layer of torch's own, checkpointed, over shards of unequal length."""
     mesh = make_mesh(3, names=("cp",))
     rank = dist.get_rank()
@@ -481,11 +452,6 @@ def check_compiled_recomputation(form: str) -> None:
     torch.testing.assert_close(out, shard(expected, rank, 3, 1))
     for name, grad in averaged_grads(layer, mesh).items():
         torch.testing.assert_close(3 * grad, grads[name], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
-def test_recomputation_of_unequal_shards(form: str) -> None:
-    run_ranks(3, check_compiled_recomputation, form)
 
 
 def test_a_body_that_is_given_no_tensor_is_refused(mesh: DeviceMesh) -> None:
@@ -578,7 +544,8 @@ def test_eager_between_graphs(form: str) -> None:
         run_ranks(2, check_graph_break, form, kind)
 
 
-def check_where_it_runs() -> None:
+@on_ranks(2)
+def test_compiled_code_knows_where_it_runs() -> None:
     """One compiled function, in the region and out of it, over sequences of several lengths."""
     mesh = make_mesh(2, names=("cp",))
     rank = dist.get_rank()
@@ -600,10 +567,6 @@ def check_where_it_runs() -> None:
             with cp_inductor.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0]):
                 out = run(piece)
         torch.testing.assert_close(out, expected)
-
-
-def test_compiled_code_knows_where_it_runs() -> None:
-    run_ranks(2, check_where_it_runs)
 
 
 # Masks and dropout
@@ -645,7 +608,9 @@ def attend_on_shards(form: str, mesh: DeviceMesh, **kwargs: Any) -> tuple[Tensor
     return out.detach(), *(piece.grad for piece in pieces)
 
 
-def check_masks(form: str) -> None:
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+@on_ranks(3)
+def test_masks_of_the_whole_sequence(form: str) -> None:
     world_size = dist.get_world_size()
     mesh = make_mesh(world_size, names=("cp",))
     for kind in MASKS if form == EAGER else ("pairs", "bias of heads"):
@@ -658,12 +623,9 @@ def check_masks(form: str) -> None:
             assert_close(one, piece, torch.float32, f"{kind}: {name}")
 
 
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
-def test_masks_of_the_whole_sequence(form: str) -> None:
-    run_ranks(3, check_masks, form)
-
-
-def check_mask_objects(form: str) -> None:
+@pytest.mark.parametrize("form", [EAGER, AOT])
+@on_ranks(2)
+def test_mask_objects(form: str) -> None:
     """Under torch's mask objects, which hold no data; values have fewer features than queries."""
     mesh = make_mesh(2, names=("cp",))
     generator = torch.Generator().manual_seed(5)
@@ -690,11 +652,6 @@ def check_mask_objects(form: str) -> None:
             torch.testing.assert_close(one, shard(other, dist.get_rank(), 2))
 
 
-@pytest.mark.parametrize("form", [EAGER, AOT])
-def test_mask_objects(form: str) -> None:
-    run_ranks(2, check_mask_objects, form)
-
-
 def test_masks_of_other_classes_are_refused(mesh: DeviceMesh) -> None:
     class Mask(Tensor):
         pass
@@ -707,7 +664,8 @@ def test_masks_of_other_classes_are_refused(mesh: DeviceMesh) -> None:
         F.scaled_dot_product_attention(query, query, query, torch.ones(8, 8).as_subclass(Mask))
 
 
-def check_dropout() -> None:
+@on_ranks(2)
+def test_dropout() -> None:
     """Eager drops what a compile does: the same seed, the same places."""
     mesh = make_mesh(2, names=("cp",))
     results = []
@@ -720,11 +678,8 @@ def check_dropout() -> None:
     assert not torch.allclose(results[0][0], without[0])
 
 
-def test_dropout() -> None:
-    run_ranks(2, check_dropout)
-
-
-def check_autocast() -> None:
+@on_ranks(2)
+def test_autocast_over_a_mask() -> None:
     """What autocast casts is computed as if it had come so."""
     mesh = make_mesh(2, names=("cp",))
     pieces = [shard(tensor, dist.get_rank(), 2) for tensor in make_qkv(10)[:3]]
@@ -743,29 +698,6 @@ def check_autocast() -> None:
             results.append([out.detach(), *(leaf.grad.bfloat16() for leaf in leaves)])
         assert results[0][0].dtype == torch.bfloat16
         assert all(map(torch.equal, *results))
-
-
-def check_dtensors_under_a_mask() -> None:
-    mesh = make_mesh(2, names=("cp",))
-    whole = make_qkv(MASKED_LENGTH)
-    mask = make_mask("pairs")
-    expected = attend_with_grads(*whole, allowed=mask)
-    *leaves, grad_out = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    with cp_inductor.context_parallel(mesh):
-        out = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
-    grads = torch.autograd.grad(out, leaves, grad_out)
-    for actual, other in zip((out, *grads), expected, strict=True):
-        assert actual.placements == (Shard(2),)
-        assert_close(actual.full_tensor().detach(), other, torch.float32)
-
-
-def test_dtensors_under_a_mask() -> None:
-    run_ranks(2, check_dtensors_under_a_mask)
-
-
-def test_autocast_over_a_mask() -> None:
-    run_ranks(2, check_autocast)
 
 
 def test_a_mask_beside_a_length_that_is_a_symbol(mesh: DeviceMesh) -> None:
@@ -806,7 +738,8 @@ def test_mask_of_the_whole_sequence_is_read(mesh: DeviceMesh) -> None:
     assert not graphs[0].graph.find_nodes(op="call_function", target=DTensor.from_local)
 
 
-def check_graph_break_between_dtensors() -> None:
+@on_ranks(2)
+def test_eager_between_graphs_of_dtensors() -> None:
     """Nothing but the tensors says that they are sharded."""
     mesh = make_mesh(2, names=("cp",))
     rank = dist.get_rank()
@@ -825,10 +758,6 @@ def check_graph_break_between_dtensors() -> None:
         second = compiled(model, AOT)(sharded)
     for out in (first, second):
         torch.testing.assert_close(out.to_local(), shard(expected, rank, 2))
-
-
-def test_eager_between_graphs_of_dtensors() -> None:
-    run_ranks(2, check_graph_break_between_dtensors)
 
 
 def test_groups_of_heads_that_ranks_part() -> None:

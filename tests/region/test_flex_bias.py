@@ -26,7 +26,7 @@ from cp_inductor import UnsupportedAttention, flex_gradients_on_cpu
 from cp_inductor.ops.attention import attention_of
 from cp_inductor.passes.capture_attention import list_attentions
 from tests.support.graphs import recorded_capture
-from tests.support.ranks import fake_mesh, run_ranks, world_mesh
+from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
 from tests.support.reference import assert_close, make_qkv, shard
 
 AOT = "cp_aot_eager"
@@ -183,13 +183,10 @@ def test_gradient_in_a_checkpoint() -> None:
     run_ranks(2, run_distributed, "relative", torch.float64, AOT, True)
 
 
-def run_through_inductor() -> None:
-    run_kinds(("of heads", "buckets"), "cp_inductor")
-
-
 @pytest.mark.long
+@on_ranks(2)
 def test_gradients_through_inductor() -> None:
-    run_ranks(2, run_through_inductor)
+    run_kinds(("of heads", "buckets"), "cp_inductor")
 
 
 def run_plain(kind: str, how: str) -> None:
@@ -229,7 +226,10 @@ def test_gradients_of_plain_tensors(how: str) -> None:
     run_ranks(2, run_plain, "of pairs", how)
 
 
-def run_on_two_axes(placement: int) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("placement", [0, 1], ids=["batch", "heads"])
+@on_ranks(4)
+def test_gradients_on_two_axes(placement: int) -> None:
     """Batch or heads are sharded on the other axis, and what is learned on that of the sequence."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "cp"))
     dtype = torch.float64
@@ -250,12 +250,9 @@ def run_on_two_axes(placement: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("placement", [0, 1], ids=["batch", "heads"])
-def test_gradients_on_two_axes(placement: int) -> None:
-    run_ranks(4, run_on_two_axes, placement)
-
-
-def run_two_functions() -> None:
+@on_ranks(2)
+def test_functions_are_told_apart_by_caches() -> None:
+    """Two graphs differ by nothing but the body of their score_mod."""
     mesh = world_mesh()
     whole = make_qkv(LENGTH, dtype=torch.float32, num_heads=HEADS, batch=1, head_dim=16)[:3]
     table = torch.randn(2 * LENGTH, generator=torch.Generator().manual_seed(6))
@@ -274,12 +271,6 @@ def run_two_functions() -> None:
             sides = [distribute_tensor(side, mesh, [Shard(2)]) for side in whole]
             out = compiled(sign, sides, table.clone().requires_grad_())
         assert_close(out.full_tensor().detach(), expected, torch.float32, str(sign))
-
-
-@pytest.mark.long
-def test_functions_are_told_apart_by_caches() -> None:
-    """Two graphs differ by nothing but the body of their score_mod."""
-    run_ranks(2, run_two_functions)
 
 
 # --- Graphs -----------------------------------------------------------------------------------

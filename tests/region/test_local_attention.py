@@ -18,7 +18,7 @@ from tests.support.combinations import (
     compiled,
     make_mesh,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.reference import attend, make_qkv, shard
 
 
@@ -77,7 +77,9 @@ def test_what_cannot_be_left_alone_is_refused(mesh: DeviceMesh) -> None:
         attention(piece, piece, piece, need_weights=False)
 
 
-def check_local_body(form: str) -> None:
+@pytest.mark.parametrize("form", [EAGER, AOT])
+@on_ranks(2)
+def test_a_checkpoint_left_alone(form: str) -> None:
     """The body of a checkpoint is traced out of reach of regions: left alone all the same."""
     mesh = make_mesh(2, names=("cp",))
     query = make_qkv(10)[0]
@@ -91,8 +93,3 @@ def check_local_body(form: str) -> None:
         out = compiled(model, form, fullgraph=True)(piece)
     out.sum().backward()
     torch.testing.assert_close(out, attend(piece, piece, piece).float())
-
-
-@pytest.mark.parametrize("form", [EAGER, AOT])
-def test_a_checkpoint_left_alone(form: str) -> None:
-    run_ranks(2, check_local_body, form)

@@ -194,7 +194,7 @@ ROWS = (
     Row("window, bf16, GQA", (window,), 2, BF16, STATIC, kv_heads=2),
     Row("documents, by batch, bf16", (packed,), 2, BF16, BY_BATCH, documents=THREE, grad=False),
     Row("3 ranks, ring, fp16", BOTH, 3, torch.float16, by("ring"), 70, grad=False),
-    # The long tail: more ranks, and other pairs of the above.
+    # Long cases: more ranks, and other pairs of the above.
     Row("ring, bf16", BOTH, 2, BF16, by("ring"), long=True),
     Row("blocks, fp16", BOTH, 2, torch.float16, by("blocks"), grad=False, long=True),
     Row(

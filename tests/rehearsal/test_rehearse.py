@@ -25,8 +25,8 @@ from tests.rehearsal.models import job_of
 from tests.rehearsal.rank import Job
 from tests.rehearsal.rehearse import rehearse
 from tests.rehearsal.stage import RehearsalFailed, Stage
+from tests.support.costs import listed_long
 from tests.support.models import Mixing
-from tests.support.tail import listed_long
 
 pytest.importorskip("triton")
 pytestmark = [

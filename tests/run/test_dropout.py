@@ -21,7 +21,7 @@ from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
 from tests.support.combinations import AOT, EAGER, compiled, make_mesh
 from tests.support.random_attention import keep_of
-from tests.support.ranks import fake_rank, run_ranks, world_mesh
+from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
 from tests.support.reference import assert_all_close, attend_with_grads, make_qkv, shard
 
 DROPOUT_P = 0.3
@@ -74,7 +74,9 @@ def test_no_two_batch_entries_or_heads_drop_the_same(form: str) -> None:
         run_ranks(4, check_other_axis, form, batch, length, placement, Shard(2))
 
 
-def check_heads_of_a_region(form: str) -> None:
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+@on_ranks(4)
+def test_heads_of_a_region_drop_their_own(form: str) -> None:
     """DTensors that shard the heads, of whose sequence a region says that it is sharded."""
     mesh = make_mesh(2, 2, names=("tp", "cp"))
     tp, cp = mesh["tp"], mesh["cp"]
@@ -89,11 +91,6 @@ def check_heads_of_a_region(form: str) -> None:
     heads = [tensor.full_tensor().detach() for tensor in (out, *grads)]
     tensors = cp_inductor.context_parallel_unshard(cp, heads, [2] * len(heads))
     check_against_one_process(tensors, whole)
-
-
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
-def test_heads_of_a_region_drop_their_own(form: str) -> None:
-    run_ranks(4, check_heads_of_a_region, form)
 
 
 def test_where_shards_begin() -> None:
@@ -157,16 +154,13 @@ def test_all_may_be_dropped() -> None:
     assert keep_of(1, (2, 4, 5, 7), 1.0).eq(0).all()
 
 
-def check_finite_differences() -> None:
+@on_ranks(1)
+def test_finite_differences() -> None:
     recipe = resolve(Recipe(1, 5, 5, 2, 2, 3, 8, "causal"), site="test").format()
     how = (recipe, 0, None, "flash_cpu", dist.group.WORLD.group_name, 0.4, False)
     leaves = [torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     seed = torch.tensor(5)
     assert torch.autograd.gradcheck(lambda *qkv: attention(*qkv, [seed], *how)[0], leaves)
-
-
-def test_finite_differences() -> None:
-    run_ranks(1, check_finite_differences)
 
 
 def run_dropout(backend: str) -> list[Tensor]:

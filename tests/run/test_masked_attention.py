@@ -24,7 +24,7 @@ import cp_inductor
 from cp_inductor.torch_private.sizes import size_hint
 from tests.support.graphs import lowered_graphs
 from tests.support.packed import in_documents
-from tests.support.ranks import fake_rank, run_ranks, world_mesh
+from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
     assert_close,
@@ -209,33 +209,24 @@ def test_numerics(world_size: int) -> None:
     run_ranks(world_size, run_cases, "cp_aot_eager")
 
 
-def run_balanced() -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_balanced_numerics() -> None:
     run_cases("cp_aot_eager", ("documents", "padding", "ALiBi"), strategy="blocks")
 
 
-@pytest.mark.slow
-def test_balanced_numerics() -> None:
-    run_ranks(3, run_balanced)
-
-
-def run_through_inductor() -> None:
+@pytest.mark.long
+@on_ranks(2)
+def test_inductor_numerics() -> None:
     run_cases("cp_inductor", ("window", "documents", "a mask", "rows that see nothing"))
 
 
-@pytest.mark.long
-def test_inductor_numerics() -> None:
-    run_ranks(2, run_through_inductor)
-
-
-def check_switched_off() -> None:
+@on_ranks(2)
+def test_switched_off() -> None:
     """Without lowering, the kernel of the op computes the same."""
     with cp_inductor.config.patch(enabled=False):
         run_cases("cp_aot_eager", ("window", "documents", "a bias"))
     assert not counters["cp_inductor"]["starts"]
-
-
-def test_switched_off() -> None:
-    run_ranks(2, check_switched_off)
 
 
 # Where the inputs of cases are on the axis of the batch, and options; the others are long.
@@ -251,7 +242,16 @@ OTHERS_OF_BATCHES = {
 }
 
 
-def check_batch_on_another_axis(ways: dict[str, list[tuple[Placement, dict[str, Any]]]]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ways",
+    [
+        pytest.param(OF_BATCHES, id="some"),
+        pytest.param(OTHERS_OF_BATCHES, id="others", marks=pytest.mark.long),
+    ],
+)
+@on_ranks(4)
+def test_batch_on_another_axis(ways: dict[str, list[tuple[Placement, dict[str, Any]]]]) -> None:
     """Batch entries on one axis of the mesh, the sequence on another; masks follow."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     for case in CASES:
@@ -273,18 +273,6 @@ def check_batch_on_another_axis(ways: dict[str, list[tuple[Placement, dict[str, 
             allowed = case.allowed().expand(BATCH, HEADS, LENGTH, LENGTH)
             expected = attend_with_grads(*whole, allowed=allowed)
             assert_all_close(found, expected, case.dtype, case.name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "ways",
-    [
-        pytest.param(OF_BATCHES, id="some"),
-        pytest.param(OTHERS_OF_BATCHES, id="others", marks=pytest.mark.long),
-    ],
-)
-def test_batch_on_another_axis(ways: dict[str, list[tuple[Placement, dict[str, Any]]]]) -> None:
-    run_ranks(4, check_batch_on_another_axis, ways)
 
 
 # --- Longer masks, and integers at the ends of their dtypes -----------------------------------
@@ -429,7 +417,8 @@ def test_masks_over_whole_sequences(world_size: int, compiles: bool) -> None:
     run_ranks(world_size, check_whole_sequences, compiles)
 
 
-def check_shared_key_heads() -> None:
+@on_ranks(2)
+def test_ranks_that_cannot_have_a_part_of_a_key_head() -> None:
     """4 heads of queries are sharded over 2 ranks, which cannot have a half of the one KV head."""
     mesh = world_mesh()
     whole = make_qkv(7, dtype=torch.float64)
@@ -449,10 +438,6 @@ def check_shared_key_heads() -> None:
     wanted = torch.autograd.grad(expected.square().sum(), alone)
     for got, right in zip((out, *grads), (expected, *wanted), strict=True):
         assert_close(got.full_tensor().detach(), right.detach(), torch.float64, "shared KV head")
-
-
-def test_ranks_that_cannot_have_a_part_of_a_key_head() -> None:
-    run_ranks(2, check_shared_key_heads)
 
 
 # --- Gradients of biases ----------------------------------------------------------------------
@@ -538,18 +523,3 @@ def test_nothing_is_as_large_as_the_sequence_squared(name: str, world_size: int)
                     assert math.prod(shape) < length * length, node.format_node()
                     # Nor has it a row for every query and a column for every key.
                     assert sum(size >= length for size in shape) < 2, node.format_node()
-
-
-def test_all_ranks_start_the_same_exchanges() -> None:
-    starts = []
-    for rank in range(4):
-        with fake_rank(rank, 4), implicit_replication():
-            mesh = init_device_mesh("cpu", (4,))
-            whole = make_qkv(301, batch=1)
-            leaves = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in whole[:3]]
-            graphs = lowered_graphs(windowed, *leaves)
-            names = ("forward", "backward")
-            starts.append(
-                [str(graphs[name].graph).count("all_to_all_single.def") for name in names]
-            )
-    assert len({str(counts) for counts in starts}) == 1 and all(map(all, starts))

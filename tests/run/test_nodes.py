@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import on_ranks, world_mesh
 from tests.support.reference import (
     assert_shards_close,
     attend_with_grads,
@@ -20,7 +20,9 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
     return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
-def check_nodes() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_two_nodes_of_two_ranks() -> None:
     from torch.distributed.tensor import Shard
 
     whole = make_qkv(133, num_kv_heads=2)
@@ -28,8 +30,3 @@ def check_nodes() -> None:
     compiled = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options=options)
     found = with_grads(compiled, on_mesh(whole, world_mesh(), Shard(2)))
     assert_shards_close(found, attend_with_grads(*whole, is_causal=True), torch.float32)
-
-
-@pytest.mark.slow
-def test_two_nodes_of_two_ranks() -> None:
-    run_ranks(4, check_nodes)

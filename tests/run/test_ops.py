@@ -21,7 +21,7 @@ from cp_inductor.plan.strategies import TABLE
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.run.own_transfers import reads_shard
 from tests.support.graphs import attend_causal
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import on_ranks, run_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
     assert_close,
@@ -103,15 +103,6 @@ def test_what_is_kept_unasked_takes_the_place_of_the_shard(strategy: str, world_
     assert (recipe.keep > 0) == (recipe.strategy in ("heads", "heads_own_forward"))
 
 
-def check_gradients_of_gradients() -> None:
-    leaves, grad_out = local_leaves()
-    out, lse = attention(*leaves, [], *arguments_of("ring", True, num_kv_heads=4))
-    assert lse.requires_grad
-    (dq,) = torch.autograd.grad(out, leaves[:1], grad_out.requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match="attention_backward"):
-        dq.sum().backward()
-
-
 def test_arguments_say_where_the_plan_is_from() -> None:
     recipe = resolve(Recipe(2, 16, 16, 4, 2, 8, 4, "causal"), site="test")
     of_batch = PerBatch("(k - q <= 0) & Eq(t0(b, k), t0(b, q))", 2)
@@ -128,8 +119,14 @@ def test_arguments_say_where_the_plan_is_from() -> None:
         Attention(recipe, 2, None, "flash_cpu", "0")
 
 
+@on_ranks(2)
 def test_second_derivatives_are_refused() -> None:
-    run_ranks(2, check_gradients_of_gradients)
+    leaves, grad_out = local_leaves()
+    out, lse = attention(*leaves, [], *arguments_of("ring", True, num_kv_heads=4))
+    assert lse.requires_grad
+    (dq,) = torch.autograd.grad(out, leaves[:1], grad_out.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="attention_backward"):
+        dq.sum().backward()
 
 
 def sharded_leaves(
@@ -184,7 +181,8 @@ def test_eager_dtensors_on_two_axes() -> None:
     run_ranks(4, check_eager_on_a_grid)
 
 
-def check_eager_of_any_length() -> None:
+@on_ranks(3)
+def test_eager_of_any_length() -> None:
     """Lengths that do not divide, in eager: ranks hold what DTensor gives them."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for seq_len, strategy in ((7, "blocks"), (2, "auto"), (101, "blocks"), (101, "ring")):
@@ -195,11 +193,8 @@ def check_eager_of_any_length() -> None:
         assert_all_close(found, expected, torch.float32, f"{strategy} {seq_len}")
 
 
-def test_eager_of_any_length() -> None:
-    run_ranks(3, check_eager_of_any_length)
-
-
-def check_gradient_of_another_placement() -> None:
+@on_ranks(2)
+def test_gradient_of_another_placement() -> None:
     """sum() hands back a replicated gradient; it is resharded, not taken for a shard."""
     leaves, _, whole = sharded_leaves([Shard(2)], (2,))
     F.scaled_dot_product_attention(*leaves, is_causal=True).sum().backward()
@@ -208,11 +203,8 @@ def check_gradient_of_another_placement() -> None:
         assert_close(leaf.grad.full_tensor(), reference, torch.float32)
 
 
-def test_gradient_of_another_placement() -> None:
-    run_ranks(2, check_gradient_of_another_placement)
-
-
-def check_eager_refusals() -> None:
+@on_ranks(2)
+def test_eager_refusals() -> None:
     mesh = world_mesh()
     three = [distribute_tensor(t, mesh, [Shard(2)]) for t in make_qkv(8, num_heads=3)[:3]]
     # Dynamo propagates shapes through what is refused, and no graph is made of it all the same.
@@ -225,17 +217,10 @@ def check_eager_refusals() -> None:
             assert is_own == (run is not compiled)
 
 
-def test_eager_refusals() -> None:
-    run_ranks(2, check_eager_refusals)
-
-
-def check_another_backend() -> None:
+@on_ranks(2)
+def test_another_backend() -> None:
     """aot_eager knows nothing of rings; it meets the op, whose kernel computes the same."""
     leaves, grad_out, whole = sharded_leaves([Shard(2)], (2,))
     run = torch.compile(attend_causal, backend="aot_eager", fullgraph=True)
     expected = attend_with_grads(*whole, is_causal=True)
     assert_all_close(with_grads(run, [*leaves, grad_out]), expected, torch.float32)
-
-
-def test_another_backend() -> None:
-    run_ranks(2, check_another_backend)

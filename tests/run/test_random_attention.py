@@ -140,7 +140,7 @@ CASES_UNDER_MASKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", [*CASES, *CASES_UNDER_MASKS])
 @pytest.mark.parametrize(
-    "world_size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))]
+    "world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))]
 )
 def test_against_float64(name: str, world_size: int) -> None:
     sizes = {"batch": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 20, "seq_len": 21}

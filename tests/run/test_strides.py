@@ -24,7 +24,7 @@ from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
 from tests.support.graphs import attend_causal
 from tests.support.random_attention import STRIDES
-from tests.support.ranks import fake_mesh, run_ranks
+from tests.support.ranks import fake_mesh, on_ranks
 from tests.support.reference import assert_all_close, assert_close, attend_with_grads, make_qkv
 
 
@@ -152,7 +152,9 @@ def attend_in(form: str, leaves: list[Tensor], mesh: Any) -> Tensor:
 FORMS = ("DTensors eager", "region eager", "region compiled", "mesh compiled")
 
 
-def check_layouts(form: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
+def test_shards(form: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     for name in LAYOUTS if "eager" in form else ["every second"]:
@@ -173,12 +175,8 @@ def check_layouts(form: str) -> None:
                 assert_close(got, mine, torch.float64, f"{name}, {what}")
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_shards(form: str) -> None:
-    run_ranks(2, check_layouts, form)
-
-
-def check_a_loss_of_the_transpose() -> None:
+@on_ranks(2)
+def test_a_loss_of_the_transpose() -> None:
     """Tangents at run time lie otherwise than those that were traced."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
@@ -193,10 +191,6 @@ def check_a_loss_of_the_transpose() -> None:
         expected = attend_with_grads(*whole, gathered(grad), is_causal=True)[1:]
         for got, wanted in zip(actual, expected, strict=True):
             assert_close(got, wanted.chunk(world_size, 2)[rank], torch.float64, name)
-
-
-def test_a_loss_of_the_transpose() -> None:
-    run_ranks(2, check_a_loss_of_the_transpose)
 
 
 # --- What is not sharded ----------------------------------------------------------------------

@@ -187,7 +187,7 @@ def make_row(
     if tests == "yes":
         own = shutil.copytree(sdist, folder / "sdist")
         tests, text = environment.run(
-            ["-m", "pytest", "-q", "--tail", "none", *args.tests.split()], cwd=own
+            ["-m", "pytest", "-q", "-m", "not long", *args.tests.split()], cwd=own
         )
         if tests == "yes":
             (tests,) = re.findall(r"\d+ passed", text)

@@ -10,10 +10,11 @@ beside the same model on one process.
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -71,6 +72,17 @@ ROUTED = {
 }
 
 STATES = {"chunk_size": 8}
+DELTA = {
+    **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
+    "linear_num_value_heads": 4,
+}
+SECTIONS = {
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+        **{"partial_rotary_factor": 1.0, "mrope_interleaved": True},
+    },
+}
 MAMBA = {"mamba_d_state": 8}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 
@@ -86,6 +98,7 @@ VISION_AND_TEXT = {
 
 # 17 tokens: of 16 patches and the class
 IMAGES = {"image_size": 16, "patch_size": 4}
+NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 TEXT: Mapping[str, Any] = {
@@ -107,7 +120,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "Starcoder2": {"sliding_window": None},
     "Gemma": {"head_dim": 8},
     "Cohere": {},
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Mixtral": LOCAL_EXPERTS,
     "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
     "Qwen3Moe": {**EXPERTS, "head_dim": 8},
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -135,10 +148,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "HunYuanDenseV1": {"head_dim": 8},
     "Ernie4_5": {},
     "BitNet": {},
-    "GPTBigCode": {
-        "n_inner": 48,
-        **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
-    },
+    "GPTBigCode": {"n_inner": 48, **NO_DROPOUT},
     "FlexOlmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "Llama4": {
         **{"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
@@ -178,30 +188,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         **{"layers_block_type": ["mamba", "hybrid"], "num_key_value_heads": 4},
         **{"mamba_d_state": 8, "n_mamba_heads": 8, "chunk_size": 8},
     },
-    "Qwen3Next": {
-        **EXPERTS,
-        **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
-        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
-        **{"linear_num_value_heads": 4, "shared_expert_intermediate_size": 16},
-    },
-    "Qwen3_5": {
-        **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
-        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
-        **{"linear_num_value_heads": 4},
-        "rope_parameters": {
-            **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
-            **{"partial_rotary_factor": 1.0, "mrope_interleaved": True},
-        },
-    },
-    "Qwen3_5Moe": {
-        **{**EXPERTS, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
-        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
-        **{"linear_num_value_heads": 4, "shared_expert_intermediate_size": 16},
-        "rope_parameters": {
-            **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
-            **{"partial_rotary_factor": 1.0, "mrope_interleaved": True},
-        },
-    },
+    "Qwen3Next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 16},
+    "Qwen3_5": {**DELTA, **SECTIONS},
+    "Qwen3_5Moe": {**EXPERTS, **DELTA, **SECTIONS, "shared_expert_intermediate_size": 16},
     "KimiLinear": {
         **{**LATENT, "num_local_experts": 4, "n_group": 1, "topk_group": 1},
         **{"layer_types": ["linear_attention", "full_attention"], "q_lora_rank": None},
@@ -240,7 +229,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     },
     "GPT2LMHeadModel": {
         **{"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
-        **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
+        **NO_DROPOUT,
     },
     "Qwen2VLForConditionalGeneration": VISION_AND_TEXT,
     "Qwen2_5_VLForConditionalGeneration": VISION_AND_TEXT,
@@ -319,25 +308,30 @@ REFUSED: Mapping[str, str] = {}
 # In these, transformers attends from one packed document to another, on one process as well.
 # State-space layers and the like, as transformers computes them on the CPU, know no documents.
 MIXED = {
-    *(
-        "OPT",
-        "Falcon",
-        "GptOss",
-        "Mamba",
-        "Mamba2",
-        "Rwkv",
-        "Jamba",
-        "Bamba",
-        "Zamba",
-        "Zamba2",
-        "Qwen3Next",
-        "Qwen3_5",
-        "KimiLinear",
-        "Lfm2",
-    ),
-    *("FalconH1", "NemotronH", "GraniteMoeHybrid", "RecurrentGemma", "MiniMax", "OlmoHybrid"),
-    *("Qwen3_5Moe", "BailingHybrid", "Lfm2Moe", "FalconMamba"),
+    *("OPT", "Falcon", "GptOss", "Rwkv"),
+    *HYBRIDS,
 }
+
+
+# What masks are read as, by how a model is called: "" as it is, "packed", or "padded".
+MASKS: Mapping[tuple[str, str], set[str]] = {
+    ("Llama", ""): {"causal"},
+    ("Llama", "packed"): {"causal, document equality"},
+    ("Mistral", ""): {"causal, window 12"},
+    ("Mistral", "padded"): {"causal, key padding, window 12"},
+    ("Gemma2", ""): {
+        *("causal, score 50*Tanh(0.02*s)", "causal, window 12, score 50*Tanh(0.02*s)"),
+    },
+    ("GptOss", ""): {"causal", "causal, window 12"},
+    ("GPT2LMHeadModel", "padded"): {"causal, key padding"},
+    ("BertForMaskedLM", "padded"): {"key padding"},
+    ("BartForConditionalGeneration", "padded"): {"key padding", "causal"},
+    ("T5ForConditionalGeneration", ""): {"full, bias", "causal, bias", "full"},
+}
+PADDED = [name for name, kind in MASKS if kind == "padded"]
+# Those without experts and norms that compute in float32: in float64, all but their losses.
+EXACT = {"Llama", "Mistral", *PADDED}
+EXACT_TOLERANCE, LOSS_TOLERANCE = 1e-9, 1e-6
 
 
 def is_packable(name: str) -> bool:
@@ -445,6 +439,39 @@ def packed_inputs() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
+def padded_inputs(model: nn.Module) -> dict[str, Tensor]:
+    """Return a batch whose first sequence ends before the second."""
+    inputs = inputs_of(model)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, -5:] = 0
+    return {
+        **inputs,
+        "attention_mask": mask,
+        "labels": inputs["labels"].masked_fill(mask == 0, -100),
+    }
+
+
+@contextmanager
+def masks_found() -> Iterator[set[str]]:
+    """Collect what the log says about masks."""
+    found: set[str] = set()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if " on axis 'cp'" in record.getMessage():
+                found.add(record.getMessage().split("): ")[1].split(" on axis")[0])
+
+    log, handler = logging.getLogger("cp_inductor"), Handler()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
 def tells_apart(model: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
     """Whether transformers itself attends within documents: the last alone has the same logits."""
     last = DOCUMENTS[-1]
@@ -454,24 +481,31 @@ def tells_apart(model: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
     return bool((packed - alone).abs().max() <= TOLERANCE * alone.abs().max())
 
 
-def check(name: str, is_packed: bool = False) -> None:
+def check(name: str, kind: str = "") -> None:
     """Compare a model over a sharded sequence with itself on one process.
 
+    Args:
+        name: of the table.
+        kind: "packed" for documents one behind the other, "padded" for sequences that end early.
+
     Raises:
-        AssertionError: loss or gradients differ.
+        AssertionError: loss, gradients or masks differ.
     """
     from cp_inductor.integrations.sinks import flex_sinks_on_cpu
 
-    model = make(name)
-    reference = make_reference(name)
-    if is_packed:
+    model, reference = make(name), make_reference(name)
+    tolerance, of_loss = TOLERANCE, TOLERANCE
+    if name in EXACT:
+        model, reference = model.double(), reference.double()
+        tolerance, of_loss = EXACT_TOLERANCE, LOSS_TOLERANCE
+    if kind == "packed":
         inputs = packed_inputs()
         assert tells_apart(reference, inputs)
     else:
-        inputs = inputs_of(model)
+        inputs = padded_inputs(model) if kind == "padded" else inputs_of(model)
     # Without a cache, transformers reads the documents from their positions. With one, it asks an
     # empty cache for its dtype when it makes a mask for flex_attention.
-    keywords = {"use_cache": False} if is_packed or has_flex(name) else {}
+    keywords = {"use_cache": False} if kind == "packed" or has_flex(name) else {}
     expected = loss_of(reference, inputs, **keywords)
     expected.backward()
 
@@ -484,15 +518,17 @@ def check(name: str, is_packed: bool = False) -> None:
         _nothing_on_whole() if name in HYBRIDS else nullcontext(),
         # transformers makes a BlockMask with an option that torch warns of.
         torch._dynamo.config.patch(ignore_logging_functions={warnings.warn}),
+        masks_found() as masks,
     ):
         loss = loss_of(compiled, inputs, **keywords)
         loss.backward()
     assert torch._dynamo.utils.counters["cp_inductor"]["sites_rewritten"] == SITES.get(name, 2)
-    assert abs(loss.item() - expected.item()) <= TOLERANCE * expected.item(), "the loss differs"
+    assert masks == MASKS.get((name, kind), masks)
+    assert abs(loss.item() - expected.item()) <= of_loss * expected.item(), "the loss differs"
     for (path, p), (_, q) in zip(
         model.named_parameters(), reference.named_parameters(), strict=True
     ):
-        _check_gradient(path, p.grad, q.grad)
+        _check_gradient(path, p.grad, q.grad, tolerance)
 
 
 def _nothing_on_whole() -> AbstractContextManager[Any]:
@@ -504,13 +540,15 @@ def _nothing_on_whole() -> AbstractContextManager[Any]:
     return patch("cp_inductor.modules.whole.gathered", refuse)
 
 
-def _check_gradient(path: str, actual: Tensor | None, expected: Tensor | None) -> None:
+def _check_gradient(
+    path: str, actual: Tensor | None, expected: Tensor | None, tolerance: float
+) -> None:
     assert (actual is None) == (expected is None), path
     if actual is None or expected is None:
         return
     assert not isinstance(actual, DTensor)
     difference = (actual - expected).abs().max().item()
-    assert difference <= TOLERANCE * max(1e-3, expected.abs().max().item()), (path, difference)
+    assert difference <= tolerance * max(1e-3, expected.abs().max().item()), (path, difference)
 
 
 # What is said of a model whose loss and gradients are right, by what becomes of packed documents.
@@ -523,17 +561,17 @@ VERDICTS = {
 
 def verdict(name: str) -> str:
     """Return what the page says of a model, or the error that it ends in."""
-    said = _said(name, False)
+    said = _said(name, "")
     packed = ""
     if is_packable(name):
         is_apart = tells_apart(make_reference(name), packed_inputs())
-        packed = _said(name, True) if is_apart else "mixed"
+        packed = _said(name, "packed") if is_apart else "mixed"
     return VERDICTS[packed] if said == "yes" and packed in VERDICTS else f"{said}; packed: {packed}"
 
 
-def _said(name: str, is_packed: bool) -> str:
+def _said(name: str, kind: str) -> str:
     try:
-        run_ranks(2, check, name, is_packed)
+        run_ranks(2, check, name, kind)
     except RankError as error:
         if name in REFUSED and REFUSED[name] in str(error):
             return REFUSED[name]

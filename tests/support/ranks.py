@@ -2,6 +2,8 @@
 
     results = run_ranks(3, function, *args)      # function(*args) on ranks 0, 1, 2 -> [r0, r1, r2]
 
+    @on_ranks(3)                                 # a test whose body runs on ranks 0, 1, 2
+
 Importing torch costs seconds, starting a process does, too; a process group costs milliseconds. So
 the processes are forked from one that has imported everything, tests/support/preload.py, and they
 are kept, and each call gets a fresh process group. A rank that fails takes its call down with the
@@ -27,7 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,31 @@ def run_ranks(
     for rank, worker in enumerate(workers):
         worker.pipe.send((rank, world_size, store, function, args))
     return _collect(workers, deadline_s)
+
+
+def on_ranks(
+    world_size: int | str, deadline_s: float = DEADLINE_S
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make of a function of one rank the test that calls it on all ranks of a new gloo group.
+
+    Args:
+        world_size: the number of ranks, or the name of the argument that says it.
+        deadline_s: of `run_ranks`.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def test(**arguments: Any) -> None:
+            size = arguments[world_size] if isinstance(world_size, str) else world_size
+            run_ranks(size, _call_wrapped, test, arguments, deadline_s=deadline_s)
+
+        return test
+
+    return decorate
+
+
+def _call_wrapped(test: Any, arguments: dict[str, Any]) -> None:
+    test.__wrapped__(**arguments)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from cp_inductor import UnsupportedAttention, UnsupportedBuffer, UnsupportedKernel, context_parallel
 from cp_inductor.region.regions import SequenceRegion
 from tests.support.graphs import attend_causal
-from tests.support.ranks import fake_mesh, run_ranks
+from tests.support.ranks import fake_mesh, on_ranks
 from tests.support.reference import assert_close, attend_with_grads, make_qkv
 
 LENGTH = 14
@@ -79,7 +79,8 @@ def attend_in_region(leaves: list[Tensor], mesh: Any) -> Tensor:
         return attend_causal(*leaves)
 
 
-def check_backward_under_math() -> None:
+@on_ranks(2)
+def test_a_backward_is_that_of_its_forward() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     *whole, grad_out = make_qkv(LENGTH, dtype=torch.float64)
@@ -90,10 +91,6 @@ def check_backward_under_math() -> None:
     expected = attend_with_grads(*whole, grad_out, is_causal=True)[1:]
     for got, wanted in zip(actual, expected, strict=True):
         assert_close(got, wanted.chunk(world_size, 2)[rank], torch.float64)
-
-
-def test_a_backward_is_that_of_its_forward() -> None:
-    run_ranks(2, check_backward_under_math)
 
 
 # --- flex_attention ---------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,6 @@ from torch.distributed.tensor import DTensor
 from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.rules.loss import correct_losses_along
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
-from cp_inductor.kept import cache
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.own_tokens import run_on_own_tokens
 from cp_inductor.modules.reading import (
@@ -170,10 +170,13 @@ def parallelize(
     return model
 
 
-@cache
+_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+
+
 def _first_equal(mesh: DeviceMesh) -> DeviceMesh:
     """Return the first of equal meshes: DTensor's caches (torch 2.13) know that one alone."""
-    return mesh
+    first = _meshes.setdefault(mesh.get_group(0), mesh)
+    return first if first == mesh else mesh
 
 
 def _words(options: tuple[Any, ...]) -> str:

@@ -313,7 +313,8 @@ def test_as_a_real_rank_generates_it() -> None:
     ("target", "name"), [("cuda:sm_80", "sm_80"), ("cuda:sm_90", "sm_90"), ("cuda:b200", "sm_100")]
 )
 def test_kernels_become_machine_code(target: str, name: str) -> None:
-    compiled = cross_compile(attend_causal, (heads(),) * 3, world_size=2, rank=1, target=target)
+    inputs = [heads().requires_grad_() for _ in range(3)]
+    compiled = cross_compile(attend_causal, inputs, world_size=2, rank=1, target=target)
     kernels = compiled.compile_kernels()
     assert {kernel.graph for kernel in kernels} == {"forward", "backward"}
     code = "".join(compiled.code.values())

@@ -38,7 +38,7 @@ def is_capturing_whole() -> bool:
 def frame_locals() -> frozenset[str]:
     """Return the names of the arguments, and of what a closure holds, of what is being compiled.
 
-    `InstructionTranslator.current_tx().f_locals` (torch._dynamo.symbolic_convert, 2.13-2.15).
+    `InstructionTranslator.current_tx().f_locals` (torch._dynamo.symbolic_convert, read in 2.13.0).
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

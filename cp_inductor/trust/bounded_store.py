@@ -35,26 +35,22 @@ class StoreSilent(DistError):
     """A store has not answered within the limit."""
 
 
-class Asking(threading.Thread):
-    """A thread that may wait for the store, so that calls in it need no thread of their own."""
-
-    def start(self) -> None:
-        """Start it, and have the process wait a little for it before it ends."""
-        end_before_exit(self)
-        super().start()
-
-
 # Threads that may be running C++ code when the interpreter ends.
 _threads: WeakSet[threading.Thread] = WeakSet()
 
 
-def end_before_exit(thread: threading.Thread) -> None:
-    """Have the process wait for a daemon thread that calls the store, no longer than `AT_EXIT_S`.
+class Asking(threading.Thread):
+    """A thread that may wait for the store, so that calls in it need no thread of their own.
 
-    If a daemon thread returns from C++ while the interpreter ends, Python ends the thread in the
-    middle of C++ code, which then calls abort.
+    The process waits for it before it ends, no longer than `AT_EXIT_S`: if a daemon thread returns
+    from C++ while the interpreter ends, Python ends it in the middle of C++ code, which then calls
+    abort.
     """
-    _threads.add(thread)
+
+    def start(self) -> None:
+        """Start it, and have the process wait for it before it ends."""
+        _threads.add(self)
+        super().start()
 
 
 @atexit.register

@@ -74,7 +74,7 @@ def named_steps(attention: Attention, direction: str, site: str) -> Iterator[Non
     """Name an exchange that fails inside, in eager.
 
     Args:
-        attention: the attention.
+        attention: that exchanges.
         direction: "forward" or "backward".
         site: of the attention.
 

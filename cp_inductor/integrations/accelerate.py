@@ -266,6 +266,7 @@ def _shard(accelerator: Accelerator, model: nn.Module) -> None:
         # As accelerate does: the optimizer works on them, and the policy casts what is gathered.
         is_float32=accelerator.mixed_precision != "no",
         is_offloaded=isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy),
+        sums_batches=True,  # losses are divided by the labels of all batches
     )
     parallelize(model, mesh["cp"], weights=weights)
     # accelerate asks for it while it accumulates. Gradients are summed in every backward.

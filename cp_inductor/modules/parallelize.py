@@ -110,10 +110,11 @@ def parallelize(
             them.
         weights: 1-D, of the ranks over which parameters are stored in shards, each gathered where
             it is read: the ranks of the sequence, or these and those with other batches. Parameters
-            become DTensors, so build optimizers afterwards; their gradients are summed over all
-            these ranks. None leaves parameters as they are.
-        gradients: "sum" gives each rank those of all tokens; "partial" those of its own, for
-            whoever sums them, such as `fully_shard` over an axis that contains these ranks.
+            become DTensors, so build optimizers afterwards; their gradients are averaged over
+            batches, as `fully_shard` does. None leaves parameters as they are.
+        gradients: "sum" gives each rank those of all tokens; "partial" its part of them, times the
+            number of ranks, for whoever averages over an axis that contains these ranks, such as
+            `fully_shard`.
 
     Returns:
         The model.

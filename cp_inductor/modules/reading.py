@@ -40,7 +40,8 @@ class Reading:
 
     Attributes:
         mesh: of the ranks that share its sequences.
-        sums_gradients: whether gradients are summed over these ranks, or each keeps its part.
+        sums_gradients: whether gradients are summed over these ranks, or each has its part, times
+            their number, as somebody else averages them.
         gather: reads a DTensor on another mesh, such as a shard of a weight; None has it read as
             it is.
     """
@@ -54,12 +55,31 @@ class Reading:
         if not isinstance(tensor, DTensor):
             everywhere = [Replicate()] * self.mesh.ndim
             parts = None if self.sums_gradients else [Partial()] * self.mesh.ndim
+            if parts is not None and tensor.requires_grad:
+                tensor = scale_gradient(tensor, self.mesh.size())
             return DTensor.from_local(
                 tensor, self.mesh, everywhere, run_check=False, grad_placements=parts
             )
         if self.gather is not None and tensor.device_mesh != self.mesh:
             return self.gather(tensor)
         return tensor
+
+
+def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+    """Return a tensor, whose gradient is multiplied by a number on its way back."""
+    scaled: Tensor = _ScaledGradient.apply(tensor, factor)
+    return scaled
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.factor, None
 
 
 class Computing:

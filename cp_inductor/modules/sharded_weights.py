@@ -5,8 +5,8 @@
     F.linear(x, linear.weight)      F.linear(x, gathered): a DTensor [Replicate] over the ranks of
                                     the sequence
 
-A rank's gradient of a weight is of its own tokens, and is summed over all ranks as it is scattered
-back to shards: one reduce-scatter, over the ranks of a sequence and those with other batches.
+A rank's gradient of a weight is of its own tokens. It is summed over the ranks of a sequence, and
+averaged over those with other batches, as it is scattered back to shards: one reduce-scatter.
 
 Weights are gathered by reading them, not by hooks as in `fully_shard`. Hooks break the graph at
 each layer, and a mask that is computed before the first layer would then reach the others as a
@@ -31,6 +31,7 @@ from torch.distributed.tensor import (
 )
 
 from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.modules.reading import scale_gradient
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class ShardedWeights:
         is_float32: whether shards of parameters that are trained are float32, whatever they were.
         is_offloaded: whether shards are in the host's memory, and so their gradients and the states
             of their optimizer; each is copied to the device when it is gathered.
+        sums_batches: whether gradients are summed over ranks with other batches, not averaged.
     """
 
     mesh: DeviceMesh
@@ -52,6 +54,7 @@ class ShardedWeights:
     reduce_dtype: torch.dtype | None = None
     is_float32: bool = False
     is_offloaded: bool = False
+    sums_batches: bool = False
 
     def check(self, model: nn.Module) -> None:
         """Refuse parameters that are not plain.
@@ -108,6 +111,8 @@ class ShardedWeights:
             backward_dtype=self.reduce_dtype if is_cast else None,
         )
         local = gathered.to_local(grad_placements=[Partial()])
+        if not self.sums_batches and weight.requires_grad and self.mesh.size() > sequence.size():
+            local = scale_gradient(local, sequence.size() / self.mesh.size())
         return DTensor.from_local(
             local, sequence, [Replicate()], run_check=False, grad_placements=[Partial()]
         )

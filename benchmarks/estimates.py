@@ -136,7 +136,7 @@ def train(args: argparse.Namespace, machine: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     torch.manual_seed(0)
-    model = cp_inductor.distribute(Model(args.dim, args.layers), mesh)
+    model = cp_inductor.parallelize(Model(args.dim, args.layers), mesh)
     ids = torch.randint(VOCABULARY, (1, args.tokens))
     shard = distribute_tensor(ids, mesh, [Shard(1)])
     compiled = torch.compile(

@@ -279,20 +279,18 @@ def numbers_of_block(row: Block, mesh: DeviceMesh) -> dict[str, Any]:
     length = row.tokens * mesh.size()
     ids = torch.randint(3, 512, (1, length), generator=torch.Generator().manual_seed(1))
     exact = _results(row.make_exact(), {"input_ids": ids})
-    models = row.make(), cp_inductor.distribute(row.make(), mesh)
-    local = shard(ids, mesh.get_local_rank(), mesh.size(), 1).to(device)
-    inputs = ids.to(device), as_dtensor(local, mesh, 1, length)
+    models = row.make(), cp_inductor.parallelize(row.make(), mesh)
     # One process computes as the ranks do: other kernels would round elsewhere.
     backends = row.backend.removeprefix("cp_"), row.backend
-    with implicit_replication(), _traceable_masks(device):
+    with _traceable_masks(device):
         own, ours = (
             _results(
                 torch.compile(
                     model.to(device, dtype), backend=backend, fullgraph=True, dynamic=False
                 ),
-                {"input_ids": tokens},
+                {"input_ids": ids.to(device)},
             )
-            for model, tokens, backend in zip(models, inputs, backends, strict=True)
+            for model, backend in zip(models, backends, strict=True)
         )
     shares = {}
     for name, value in exact.items():
@@ -306,13 +304,12 @@ def _results(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a model's loss, and the gradients of its weights by name, whole."""
     loss = model(**inputs, labels=inputs["input_ids"]).loss
     loss.backward()
-    grads = {name: weight.grad for name, weight in model.named_parameters()}
-    found = {"loss": loss.detach(), **grads}
-    return {
-        name.removeprefix("_orig_mod."): one.full_tensor() if isinstance(one, DTensor) else one
-        for name, one in found.items()
-        if one is not None
+    grads = {
+        name.removeprefix("_orig_mod."): weight.grad
+        for name, weight in model.named_parameters()
+        if weight.grad is not None
     }
+    return {"loss": loss.detach(), **grads}
 
 
 @contextmanager
@@ -343,20 +340,15 @@ def ranks(row: str, mesh: DeviceMesh) -> dict[str, Any]:
     loss = whole(**inputs).loss
     loss.backward()
     torch.manual_seed(0)
-    model = cp_inductor.distribute(make_model(row).to(mesh.device_type), mesh)
+    model = cp_inductor.parallelize(make_model(row).to(mesh.device_type), mesh)
     compiled = torch.compile(model, backend="cp_inductor", fullgraph=True, dynamic=False)
-    shards = {
-        name: as_dtensor(shard(value, mesh.get_local_rank(), mesh.size(), 1), mesh, 1, SEQUENCE)
-        for name, value in inputs.items()
-    }
     started = time.perf_counter()
-    with implicit_replication():
-        ours = compiled(**shards).loss
-        ours.backward()
+    ours = compiled(**inputs).loss
+    ours.backward()
     pairs = zip(model.parameters(), whole.parameters(), strict=True)
     return {
-        "loss": relative(ours.full_tensor(), loss),
-        "gradients": max(relative(one.grad.full_tensor(), two.grad) for one, two in pairs),
+        "loss": relative(ours, loss),
+        "gradients": max(relative(one.grad, two.grad) for one, two in pairs),
         "first step s": time.perf_counter() - started,
     }
 
@@ -621,7 +613,7 @@ def memory(row: Attention, mesh: DeviceMesh) -> dict[str, Any]:
     documents = row.documents(mesh.size()).to(device)
     how = partial(attend, mask=row.mask, window=min(WINDOW, row.tokens))
     layer = Layer(row.heads * row.head_dim, row.heads, lambda q, k, v: how(q, k, v, documents))
-    layer = cp_inductor.distribute(layer.to(device, DTYPES[row.dtype]), mesh)
+    layer = cp_inductor.parallelize(layer.to(device, DTYPES[row.dtype]), mesh)
     compiled = torch.compile(
         layer,
         backend=row.backend,
@@ -711,26 +703,18 @@ def first_step(row: FirstStep, mesh: DeviceMesh) -> dict[str, Any]:
     model = make_model("llama", row.layers, **sizes).to(mesh.device_type, torch.bfloat16)
     is_ours = row.backend != "inductor"
     if is_ours:
-        model = cp_inductor.distribute(model, mesh)
+        model = cp_inductor.parallelize(model, mesh)
     compiled = torch.compile(model, backend=row.backend, fullgraph=True, dynamic=False)
-    inputs = _tokens(row, mesh, is_ours)
-    with fresh_cache(), implicit_replication():
+    inputs = _tokens(row.tokens * (mesh.size() if is_ours else 1), row.is_packed, mesh.device_type)
+    with fresh_cache():
         return {name: _step_s(compiled, inputs, mesh.device_type) for name in ("first", "second")}
 
 
-def _tokens(row: FirstStep, mesh: DeviceMesh, is_ours: bool) -> dict[str, Tensor]:
-    length = row.tokens * (mesh.size() if is_ours else 1)
-    place = torch.arange(length) % 1000 if row.is_packed else torch.arange(length)
-    whole = {"input_ids": torch.randint(0, 1024, (1, length)), "position_ids": place[None]}
-    whole = {name: value.to(mesh.device_type) for name, value in whole.items()}
-    whole["labels"] = whole["input_ids"]
-    if not is_ours:
-        return whole
-    rank, size = mesh.get_local_rank(), mesh.size()
-    return {
-        name: as_dtensor(shard(value, rank, size, 1), mesh, 1, length)
-        for name, value in whole.items()
-    }
+def _tokens(length: int, is_packed: bool, device: str) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)  # the same batch on all ranks
+    ids = torch.randint(0, 1024, (1, length), generator=draw).to(device)
+    place = torch.arange(length, device=device) % (1000 if is_packed else length)
+    return {"input_ids": ids, "position_ids": place[None], "labels": ids}
 
 
 def _step_s(compiled: Any, inputs: dict[str, Tensor], device: str) -> float:
@@ -778,17 +762,15 @@ def long_context(row: LongContext, mesh: DeviceMesh) -> dict[str, Any]:
     sizes = {"max_position_embeddings": row.length} if row.is_small else published
     with torch.device(device):
         model = make_model("qwen3", row.layers, **sizes).bfloat16()
-    model = cp_inductor.distribute(model, mesh)
+    model = cp_inductor.parallelize(model, mesh)
     backend = "cp_aot_eager" if row.is_small else "cp_inductor"
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-    ids = torch.randint(0, 512, (1, row.length // mesh.size()), device=device)
-    shards = as_dtensor(ids, mesh, 1, row.length)
-    inputs = {"input_ids": shards, "labels": shards}
-    with implicit_replication():
-        seconds = {"first s": _step_s(compiled, inputs, device)}
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        with device_alone():
-            seconds["step s"] = min(_step_s(compiled, inputs, device) for _ in range(3))
+    ids = torch.randint(0, 512, (1, row.length), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids.to(device), "labels": ids.to(device)}
+    seconds = {"first s": _step_s(compiled, inputs, device)}
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with device_alone():
+        seconds["step s"] = min(_step_s(compiled, inputs, device) for _ in range(3))
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     return {**seconds, "GiB": peak / 2**30}

@@ -63,7 +63,7 @@ def be_rank(rank: int, world_size: int, strategy: str, stages: int) -> dict[str,
     start = time.process_time()
     with fake_rank(rank, world_size):
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-        model = cp_inductor.distribute(Block(), mesh)
+        model = cp_inductor.parallelize(Block(), mesh)
         x = distribute_tensor(torch.randn(1, TOKENS * world_size, DIM), mesh, [Shard(1)])
         graphs = lowered_graphs(model, x, options={"strategy": strategy, "stages": stages})
     return {

@@ -130,40 +130,25 @@ Step = Callable[[], tuple[Tensor, Tensor]]
 
 def ours(args: argparse.Namespace, strategy: str) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-    from torch.distributed.tensor.experimental import implicit_replication
 
     import cp_inductor
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = make_model(args)
-    cp_inductor.distribute(model, mesh)
+    cp_inductor.parallelize(model, mesh)
     options = {"strategy": strategy}
     compiled = torch.compile(
         model, backend="cp_inductor", fullgraph=True, dynamic=False, options=options
     )
-    ids, labels = (distribute_tensor(each, mesh, [Shard(1)]) for each in make_batch(args))
+    ids, labels = make_batch(args)
 
     def step() -> tuple[Tensor, Tensor]:
         model.zero_grad()
-        with implicit_replication():
-            loss = compiled(ids, labels)
-            loss.backward()
-        return loss.full_tensor(), summed_grads(model)[model.first_query]
+        loss = compiled(ids, labels)
+        loss.backward()
+        return loss, model.first_query.grad
 
     return step
-
-
-def summed_grads(model: Loss) -> dict[nn.Parameter, Tensor]:
-    """Return gradients as an optimizer needs them: those not yet summed are summed at once."""
-    found = {parameter: parameter.grad.to_local() for parameter in model.parameters()}
-    partial = [one for one in found if one.grad.placements[0].is_partial()]
-    if partial:
-        flat = torch.cat([found[one].flatten() for one in partial])
-        dist.all_reduce(flat)
-        parts = flat.split([one.numel() for one in partial])
-        found |= {one: part.view_as(one) for one, part in zip(partial, parts, strict=True)}
-    return found
 
 
 def gathered(args: argparse.Namespace, *, is_compiled: bool) -> Step:

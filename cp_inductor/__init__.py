@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from cp_inductor.inspect.estimate import Estimate, estimate
     from cp_inductor.inspect.explain import Report, explain
     from cp_inductor.modules.along_sequence import pass_states, tokens_before
-    from cp_inductor.modules.distribute import distribute
-    from cp_inductor.modules.full_state import full_state_dict, load_full_state_dict
     from cp_inductor.modules.parallelize import parallelize
     from cp_inductor.modules.recurrences import register_recurrence
     from cp_inductor.plan import Device, Level, Machine, Plan, plan_attention
@@ -92,12 +90,9 @@ __all__ = [
     "context_parallel",
     "context_parallel_unshard",
     "cross_compile",
-    "distribute",
     "estimate",
     "explain",
     "flex_gradients_on_cpu",
-    "full_state_dict",
-    "load_full_state_dict",
     "local_attention",
     "loss_weight",
     "pad_packed",
@@ -129,8 +124,6 @@ _HOMES = {
     "inspect.estimate": "Estimate estimate",
     "inspect.explain": "Report explain",
     "modules.along_sequence": "pass_states tokens_before",
-    "modules.distribute": "distribute",
-    "modules.full_state": "full_state_dict load_full_state_dict",
     "modules.parallelize": "parallelize",
     "modules.recurrences": "register_recurrence",
     "plan": "Device Level Machine Plan plan_attention",

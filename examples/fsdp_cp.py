@@ -2,9 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 examples/fsdp_cp.py
 
-On the axis dp, ranks have different batches; on cp, different parts of the same sequences. FSDP
-treats both as data: it shards the weights over the two axes, flattened, and averages gradients over
-them. Blocks are compiled one by one, so that the weights of one block are gathered while another
+On the axis dp, ranks have different batches; on cp, they share each sequence. FSDP treats both as
+data: it shards the weights over the two axes, flattened, and averages gradients over them. Blocks are compiled one by one, so that the weights of one block are gathered while another
 computes.
 """
 
@@ -26,9 +25,10 @@ def main() -> None:
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("dp", "cp"))
         witness = Witness(args, device_type)
         model = witness.make_model()
+        cp_inductor.parallelize(model, mesh["cp"], gradients="partial")
         both = mesh["dp", "cp"]._flatten("fsdp")
         for block in model.blocks:
-            block.compile(backend=args.backend, fullgraph=True)
+            block.compile(backend=args.backend)
             fully_shard(block, mesh=both)
         fully_shard(model, mesh=both)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -38,13 +38,8 @@ def main() -> None:
             ids, labels = (
                 part.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()].clone() for part in whole
             )
-            with cp_inductor.context_parallel(
-                mesh["cp"],
-                buffers=[ids, labels, model.cos, model.sin],
-                buffer_seq_dims=[1, 1, 0, 0],
-            ):
-                loss = model(ids, labels)
-                loss.backward()
+            loss = model(ids, labels)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             witness.watch(step, *whole, loss)

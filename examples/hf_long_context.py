@@ -5,8 +5,8 @@
 
 No line of the model is changed, and nobody describes its mask again. `position_ids` that restart
 with every document say that documents are packed; the model computes a mask from them; the compiler
-reads the mask from the graph. Only `shard_batch` says what is sharded. Every step is printed next
-to the same step of the same model on one process. With `--checkpoints FOLDER` both go on where they
+reads the mask from the graph. Every step is printed next to the same step of the same model on one
+process. With `--checkpoints FOLDER` both go on where they
 were if a rank is killed: examples/checkpoints.py.
 
 Documents are source files of Python's standard library, and tokens are bytes. `--pretrained NAME`
@@ -29,9 +29,7 @@ from checkpoints import Checkpoints
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 import cp_inductor
@@ -85,11 +83,6 @@ def packed_batch(seq_len: int, step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "position_ids": position_ids, "labels": labels}
 
 
-def shard_batch(batch: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, DTensor]:
-    """Give every rank its piece of the sequence."""
-    return {name: distribute_tensor(tensor, mesh, [Shard(1)]) for name, tensor in batch.items()}
-
-
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]
 ) -> tuple[float, float]:
@@ -99,7 +92,7 @@ def train_step(
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return whole_of(loss).item(), whole_of(norm).item()
+    return loss.item(), norm.item()
 
 
 def facts_of_plan(config: transformers.PretrainedConfig) -> list[list[float]]:
@@ -125,10 +118,6 @@ def facts_of_plan(config: transformers.PretrainedConfig) -> list[list[float]]:
     return [[part, plan.balance, received / 1e3, planning_ms]]
 
 
-def whole_of(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def main() -> None:
     args = parse_arguments()
     dist.init_process_group("gloo")
@@ -141,7 +130,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = make_model(args)
     whole = copy.deepcopy(model)
-    cp_inductor.distribute(model, mesh)  # every rank has all weights; or FSDP, which shards them
+    cp_inductor.parallelize(model, mesh)  # weights stay whole; or weights=, which shards them
     optimizers = [torch.optim.AdamW(m.parameters(), lr=args.lr) for m in (model, whole)]
     compiled = torch.compile(
         model, backend=args.backend, fullgraph=True, dynamic=False, options={"plan": args.plan}
@@ -153,8 +142,7 @@ def main() -> None:
     for step in range(len(rows), args.steps):
         batch = packed_batch(args.seq_len, step)
         start = time.perf_counter()
-        with implicit_replication():
-            sharded = train_step(compiled, optimizers[0], shard_batch(batch, mesh))
+        sharded = train_step(compiled, optimizers[0], batch)
         seconds = time.perf_counter() - start
         plans += [[step, *facts, args.seq_len / seconds] for facts in facts_of_plan(model.config)]
         unsharded = train_step(whole, optimizers[1], batch)
@@ -172,7 +160,7 @@ def main() -> None:
             print("\nwhat was planned for each batch")
             print(tabulate(plans, headers, floatfmt=("", ".1%", ".3f", ".1f", ".1f", ".0f")))
         parameters = zip(model.parameters(), whole.parameters(), strict=True)
-        drift = max((whole_of(a) - b).abs().max().item() for a, b in parameters)
+        drift = max((a - b).abs().max().item() for a, b in parameters)
         print(f"attentions rewritten        {counters['cp_inductor']['sites_rewritten']}")
         print(f"largest difference of loss  {max(row[5] for row in rows):.1e}")
         print(f"largest drift of a weight   {drift:.1e}")

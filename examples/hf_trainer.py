@@ -4,8 +4,8 @@
 
 The loop has the usual parts: a dataset and a collator, gradients accumulated over batches and
 divided by the tokens of all of them, clipping, warm-up, and a checkpoint in the model's own format.
-Context parallelism adds `cp_inductor.distribute`, `shard_batch`, the backend, and `full_tensor`
-where weights leave the ranks. Documents are padded at the end, and the loss counts no padding.
+Context parallelism adds `cp_inductor.parallelize` and the backend. Documents are padded at the end,
+and the loss counts no padding.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from hf_long_context import make_model, shard_batch, whole_of
+from hf_long_context import make_model
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoModelForCausalLM, PreTrainedModel, get_linear_schedule_with_warmup
+from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
 
 import cp_inductor
 
@@ -54,7 +53,7 @@ def collate(max_len: int, documents: list[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def accumulate(model: nn.Module, batches: list[dict[str, Tensor]], sharder: object) -> Tensor:
+def accumulate(model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
     """Run forward and backward of some batches; return their loss per token.
 
     The sum of the loss over a batch by the number of targets in all of them: `num_items_in_batch`
@@ -63,19 +62,10 @@ def accumulate(model: nn.Module, batches: list[dict[str, Tensor]], sharder: obje
     targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     losses = []
     for batch in batches:
-        inputs = sharder(batch) if callable(sharder) else batch
-        loss = model(**inputs, num_items_in_batch=targets, use_cache=False).loss
+        loss = model(**batch, num_items_in_batch=targets, use_cache=False).loss
         loss.backward()
-        losses.append(whole_of(loss.detach()))
+        losses.append(loss.detach())
     return torch.stack(losses).sum()
-
-
-def save(model: PreTrainedModel, folder: str) -> None:
-    """Write whole weights, from one rank, for `from_pretrained`."""
-    weights = {name: whole_of(weight) for name, weight in model.state_dict().items()}
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder, state_dict=weights)
-    dist.barrier()
 
 
 def main() -> None:
@@ -86,27 +76,24 @@ def main() -> None:
     torch.manual_seed(0)
     model = make_model(args)
     witness = copy.deepcopy(model)
-    cp_inductor.distribute(model, mesh)
-    compiled = torch.compile(model, backend=args.backend, fullgraph=True, dynamic=False)
+    cp_inductor.parallelize(model, mesh)
+    compiled = torch.compile(model, backend=args.backend, fullgraph=True)
     loader = DataLoader(
         Documents(args.seq_len),
         batch_size=2,
         collate_fn=lambda documents: collate(args.seq_len, documents),
     )
-    trained = [(compiled, model, lambda batch: shard_batch(batch, mesh)), (witness, witness, None)]
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=args.lr) for _, m, _ in trained]
+    runs = compiled, witness
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=args.lr) for each in (model, witness)]
     schedules = [get_linear_schedule_with_warmup(o, 2, args.steps + 2) for o in optimizers]
     batches = iter(loader)
     rows = []
     for step in range(args.steps):
         some = [next(batches) for _ in range(args.accumulate)]
         losses = []
-        for (run, m, sharder), optimizer, schedule in zip(
-            trained, optimizers, schedules, strict=True
-        ):
-            with implicit_replication():
-                losses.append(accumulate(run, some, sharder).item())
-            nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+        for run, optimizer, schedule in zip(runs, optimizers, schedules, strict=True):
+            losses.append(accumulate(run, some).item())
+            nn.utils.clip_grad_norm_(run.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -114,7 +101,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = [folder]
         dist.broadcast_object_list(path)
-        save(model, path[0])
+        if dist.get_rank() == 0:
+            model.save_pretrained(path[0])
+        dist.barrier()
         loaded = AutoModelForCausalLM.from_pretrained(path[0])
         pairs = zip(loaded.parameters(), witness.parameters(), strict=True)
         drift = max((a - b).abs().max().item() for a, b in pairs)

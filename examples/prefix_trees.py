@@ -33,8 +33,6 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 
@@ -79,16 +77,22 @@ def unpack(tree: Node, before: list[int], length: int) -> Iterator[tuple[Tensor,
         yield torch.tensor([tokens]), torch.tensor([labels])
 
 
-def loss_of(
-    model: nn.Module, enter: Tensor, leave: Tensor, weights: Tensor, labels: Tensor, **batch: Tensor
-) -> Tensor:
-    """Return the sum of the losses of unpacked rows, from a packed one."""
-    place = torch.arange(enter.shape[1])
-    of_query, of_key = enter[:, None, :, None], enter[:, None, None]
-    mask = (of_key <= of_query) & (of_query < leave[:, None, None]) & (place <= place[:, None])
-    logits = model(attention_mask=mask, use_cache=False, **batch).logits.flatten(0, 1)
-    losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
-    return (losses * weights.flatten()).sum()
+class OfTrees(nn.Module):
+    """A model of transformers, and the sum of the losses of unpacked rows, from a packed one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, enter: Tensor, leave: Tensor, weights: Tensor, labels: Tensor, **batch: Tensor
+    ) -> Tensor:
+        place = torch.arange(enter.shape[1])
+        of_query, of_key = enter[:, None, :, None], enter[:, None, None]
+        mask = (of_key <= of_query) & (of_query < leave[:, None, None]) & (place <= place[:, None])
+        logits = self.model(attention_mask=mask, use_cache=False, **batch).logits.flatten(0, 1)
+        losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
+        return (losses * weights.flatten()).sum()
 
 
 def draw_trees(step: int) -> list[Node]:
@@ -114,23 +118,21 @@ def main() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
     whole = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **heads))
-    model = cp_inductor.distribute(copy.deepcopy(whole), mesh)
-    compiled = torch.compile(loss_of, backend=args.backend, fullgraph=True, dynamic=False)
+    model = cp_inductor.parallelize(OfTrees(copy.deepcopy(whole)), mesh)
+    compiled = torch.compile(model, backend=args.backend, fullgraph=True)
     optimizer = torch.optim.SGD([*model.parameters(), *whole.parameters()], lr=1e-3, foreach=False)
     worst = [0.0, 0.0]
     for step in range(args.steps):
         trees = draw_trees(step)
         batch = cp_inductor.pad_packed(collate(trees), values=PADDING)  # to share graphs
-        with implicit_replication():
-            sharded = {n: distribute_tensor(one, mesh, [Shard(1)]) for n, one in batch.items()}
-            loss = compiled(model, **sharded).full_tensor()
-            loss.backward()
+        loss = compiled(**batch)
+        loss.backward()
         rows = [row for tree in trees for row in unpack(tree, [], len(tree[0]))]
         logits = [(whole(ids).logits[0], labels[0]) for ids, labels in rows]
         expected = sum(F.cross_entropy(*one, reduction="sum") for one in logits)
         expected.backward()
         both = zip(model.parameters(), whole.parameters(), strict=True)
-        of_weights = [(p.grad.full_tensor() - q.grad).norm() / q.grad.norm() for p, q in both]
+        of_weights = [(p.grad - q.grad).norm() / q.grad.norm() for p, q in both]
         differences = [abs(loss.item() / expected.item() - 1), max(of_weights).item()]
         worst = list(map(max, worst, differences))
         optimizer.step()

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_text.py
 
-The model is plain PyTorch. Context parallelism is the five lines in `shard_model` and
-`shard_batch`, and the name of the backend: every rank holds a piece of each sequence, and the
-compiler makes attention see all of it.
+The model is plain PyTorch. Context parallelism is one call, `cp_inductor.parallelize`, and the name
+of the backend: every rank computes a piece of each sequence, and the compiler makes attention see
+all of it.
 
 With `--checkpoints FOLDER` a training that is killed goes on where it was: examples/checkpoints.py.
 
@@ -29,7 +29,6 @@ from checkpoints import Checkpoints
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tqdm import tqdm
 
 import cp_inductor
@@ -140,22 +139,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, cos, sin)
         logits = self.head(self.norm(x)).float()
-        # Classes in dim 1: the sequence keeps a dim of its own, and with it its shards.
         return F.cross_entropy(logits.transpose(1, 2), labels)
-
-
-# --- What makes it context parallel ----------------------------------------------------------
-
-
-def shard_model(model: nn.Module, mesh: DeviceMesh, backend: str) -> nn.Module:
-    model = cp_inductor.distribute(model, mesh)  # weights replicated on every rank
-    return torch.compile(model, backend=backend, fullgraph=True)
-
-
-def shard_batch(batch: Tensor, mesh: DeviceMesh) -> tuple[DTensor, DTensor]:
-    """Split (B, S + 1) bytes into ids and labels, each sharded along the sequence."""
-    ids, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-    return distribute_tensor(ids, mesh, [Shard(1)]), distribute_tensor(labels, mesh, [Shard(1)])
 
 
 # --- Text ------------------------------------------------------------------------------------
@@ -195,20 +179,17 @@ class Difference:
 
 def compare(model: nn.Module, witness: GPT, batch: Tensor, loss: float) -> Difference:
     """Run the witness, plain and whole, on the weights and the batch of the sharded model."""
-    pairs = zip(model.named_parameters(), witness.parameters(), strict=True)
-    gradients = []
-    for (_, sharded), whole in pairs:
-        whole.data.copy_(sharded.data.full_tensor())
-        gradients.append(sharded.grad.full_tensor())
     if dist.get_rank() != 0:
-        return Difference(0.0, 0.0, 0.0)  # full_tensor is a collective; the rest is for one rank
+        return Difference(0.0, 0.0, 0.0)
+    for sharded, whole in zip(model.parameters(), witness.parameters(), strict=True):
+        whole.data.copy_(sharded)
     expected = witness(batch[:, :-1], batch[:, 1:])
     expected_gradients = torch.autograd.grad(expected, list(witness.parameters()))
     return Difference(
         abs(loss - expected.item()) / abs(expected.item()),
         max(
-            ((got - want).abs().max() / want.abs().max()).item()
-            for got, want in zip(gradients, expected_gradients, strict=True)
+            ((got.grad - want).abs().max() / want.abs().max()).item()
+            for got, want in zip(model.parameters(), expected_gradients, strict=True)
         ),
         expected.item(),
     )
@@ -228,9 +209,11 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> Run:
     shape = Shape(args.layers, args.dim, args.heads, args.kv_heads, args.seq_len)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
     torch.manual_seed(args.seed)  # the same weights on every rank
-    model = shard_model(GPT(shape).to(mesh.device_type, dtype), mesh, args.backend)
+    model = GPT(shape).to(mesh.device_type, dtype)
     witness = GPT(shape).to(mesh.device_type, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    cp_inductor.parallelize(model, mesh)
+    compiled = torch.compile(model, backend=args.backend, fullgraph=True)
     text = read_text().to(mesh.device_type)
 
     checkpoints = Checkpoints(
@@ -251,11 +234,10 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> Run:
     steps = tqdm(range(first, args.steps), disable=None if is_first_rank else True)
     for step in steps:
         batch = draw_batch(text, args.batch_size, args.seq_len, step)
-        ids, labels = shard_batch(batch, mesh)
         optimizer.zero_grad()
-        loss = model(ids, labels)
+        loss = compiled(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
         loss.backward()
-        losses.append(loss.full_tensor().item())
+        losses.append(loss.item())
         if is_first_rank:
             said.set()
         if step % args.check_every == 0:

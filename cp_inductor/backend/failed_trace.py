@@ -52,7 +52,7 @@ from cp_inductor.torch_private.leaned_on import (
 from cp_inductor.torch_private.modes import is_transformed, name_of_function
 from cp_inductor.torch_private.traces import traces
 
-OF_WEIGHT = "call cp_inductor.distribute(model, mesh) first, which makes weights DTensors"
+OF_WEIGHT = "call cp_inductor.parallelize(model, mesh) first, which reads weights as DTensors"
 IMPLICITLY = (
     "call the compiled model within torch.distributed.tensor.experimental.implicit_replication(),"
     " if it is the same on every rank, as positions are that the model makes itself"
@@ -99,8 +99,8 @@ def _of_call(failed: FailedTrace) -> CPError | None:
             expected="plain gradients of plain parameters",
             got="a plain parameter whose gradient is a DTensor, as eager code leaves it that"
             " computes with DTensors and plain weights",
-            remedy="call cp_inductor.distribute(model, mesh) before, which makes parameters"
-            " DTensors as well, or set the gradients to None (optimizer.zero_grad())",
+            remedy="call cp_inductor.parallelize(model, mesh) before, which leaves gradients plain,"
+            " or set the gradients to None (optimizer.zero_grad())",
         )
     node = failed.node
     if node is None or node.op not in ("call_function", "call_method"):

@@ -3,8 +3,8 @@
 A program that does not use this library may count on DTensor's own numbers. So means, partials and
 losses are corrected only where the library is used: in what our backends compile, and on a mesh
 with an axis that holds sequences. An axis holds sequences once an attention over it was met, in
-eager code or in a compile, `cp_inductor.shard` has cut a tensor for it, or `cp_inductor.distribute`
-has put a model on it.
+eager code or in a compile, `cp_inductor.shard` has cut a tensor for it, or a model was given to
+`cp_inductor.parallelize` with it.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from torch.distributed.tensor import empty as distributed_empty
 
 from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.inspect.pretend import stashed_process_groups
-from cp_inductor.modules.distribute import adapt
+from cp_inductor.modules.parallelize import adapt
 
 AXIS_NAMES = {1: ("cp",), 2: ("dp", "cp"), 3: ("dp", "cp", "tp")}
 
@@ -156,7 +156,7 @@ class Placer:
         Args:
             model: a module, which is not changed, or a function, which is returned.
             like: if given, plain parameters and buffers become DTensors, replicated on its mesh,
-                and modules compute as `distribute` would have them.
+                and modules compute as `parallelize` would have them.
         """
         model = getattr(model, "_orig_mod", model)  # the module that torch.compile has wrapped
         if not isinstance(model, nn.Module):

@@ -26,7 +26,7 @@ KEYED = (
 
 
 def register_kernel_libraries() -> None:
-    """Let modules that call these libraries be named in `distribute(..., recurrent=)`."""
+    """Let modules that call these libraries be named in `parallelize(..., recurrent=)`."""
     kinds = ("chunk", "fused_recurrent")
     register_package("fla", {f"{kind}_{name}": share_keyed for name in KEYED for kind in kinds})
     register_package(

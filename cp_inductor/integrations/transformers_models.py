@@ -1,4 +1,4 @@
-"""What `distribute` has to know about the models of transformers.
+"""What `parallelize` has to know about the models of transformers.
 
 transformers itself is not imported: a module is one of its models if its class is defined in
 `transformers.models`. Read in transformers 5.23.

@@ -1,9 +1,8 @@
-"""Whole modules over a mesh: replicated, or run on shards or on the whole sequence.
+"""Whole modules over a mesh: models that take whole batches, and modules that run in another way.
 
-distribute, same_model      weights over a mesh, after ranks have compared their models
-ties                        weights that are tied
+parallelize, whole_batches  models that take whole batches, of which each rank takes its part
+reading, sharded_weights    plain weights, or shards, that are read as DTensors
+same_model, ties            ranks compare their models; weights that are tied
 tokenwise, whole            modules that run on this rank's tokens, and on those of all ranks
-local_weights               plain weights for both
-full_state                  whole weights and state of optimizers, for one file
 libraries                   what libraries of models tell about their modules
 """

@@ -15,8 +15,8 @@ What a rank's tokens make of the state before them is linear in that state: its 
 from a state of zeros, plus what they read of `before`. The gather is one of DTensor, whose backward
 is a reduce-scatter, so gradients are exact; so are those of exchanges, which are exchanges.
 
-`distribute(..., recurrent=)` names the modules that compute so. On one process, and in modules that
-compute the whole sequence, there is nothing before the first token.
+`parallelize(..., recurrent=)` names the modules that compute so. On one process, and in modules
+that compute the whole sequence, there is nothing before the first token.
 
 Assumes: contiguous shards in the order of the ranks, as `Shard` makes them, on one mesh axis or on
 several, each of which shards the parts of those before it.
@@ -388,5 +388,5 @@ def _check_plain(*tensors: Tensor | None) -> None:
             site="pass_states or tokens_before",
             expected="plain tensors of this rank's tokens",
             got="a DTensor",
-            remedy="name the class of the module that calls it in distribute(..., recurrent=)",
+            remedy="name the class of the module that calls it in parallelize(..., recurrent=)",
         )

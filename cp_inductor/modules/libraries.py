@@ -1,4 +1,4 @@
-"""What libraries of models tell `distribute` about their modules.
+"""What libraries of models tell `parallelize` about their modules.
 
     for library in libraries(): library.mixes_tokens(module)     =>  run the module on all tokens
 
@@ -34,7 +34,7 @@ class ModelLibrary:
     """A library of models. What a subclass does not say is false, or there is none of it."""
 
     def adapt(self, model: nn.Module) -> None:
-        """Change a model whose tensors have just been distributed, before it runs."""
+        """Change a model that reads DTensors from now on, before it runs."""
 
     def is_tokenwise(self, module: nn.Module) -> bool:
         """Whether a module treats every token alone, such as a mixture of experts."""
@@ -68,7 +68,7 @@ _libraries: list[ModelLibrary | str] = []
 
 
 def register_library(library: ModelLibrary | str) -> None:
-    """Let `distribute` ask about the modules of a library.
+    """Let `parallelize` ask about the modules of a library.
 
     Args:
         library: the description, or "module:class" of one, which is imported when it is needed.

@@ -45,7 +45,6 @@ from cp_inductor.modules.along_sequence import (
 from cp_inductor.modules.libraries import Recurrence, libraries
 from cp_inductor.modules.reading import (
     ReadsLocally,
-    check_weights,
     computing,
     locally,
     read_locally,
@@ -72,7 +71,6 @@ class OnOwnTokens(OnWhole):
         if other is not None:
             _warn_of_whole(type(self).__name__, other.ndim)
             return super().forward(*args, **kwargs)
-        check_weights(self)
         given = tokens
         # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
         places = [p if p == Shard(0) else Shard(TOKENS) for p in given.placements]
@@ -117,7 +115,7 @@ class ShortConvolution(ReadsLocally):
                 site=type(self).__name__,
                 expected=f"a causal convolution, padded with {count} zeros",
                 got=f"padding, stride, dilation and padding_mode {padded}",
-                remedy="name the module around it in distribute(..., whole=)",
+                remedy="name the module around it in parallelize(..., whole=)",
             )
         longer = torch.cat([tokens_before(tokens, count, -1), tokens], -1)
         out: Tensor = super().forward(longer)
@@ -159,7 +157,7 @@ def _warn_of_whole(site: str, ndim: int) -> None:
     warnings.warn(
         f"{site} is given a tensor of {ndim} dims that is not one of tokens, so every rank computes"
         " this module on the whole sequence, with the time and the memory that it takes on one"
-        " process. Name its class in distribute(..., whole=) to silence this warning.",
+        " process. Name its class in parallelize(..., whole=) to silence this warning.",
         stacklevel=2,
     )
 
@@ -207,7 +205,7 @@ def _refuse_without_states(site: str) -> None:
         expected="a module that passes states or tokens along the sequence",
         got="one whose forward called no known function, nor pass_states or tokens_before",
         remedy="register the function that it calls with register_recurrence; if it treats each"
-        " token alone, leave its class out of distribute(..., recurrent=)",
+        " token alone, leave its class out of parallelize(..., recurrent=)",
     )
 
 

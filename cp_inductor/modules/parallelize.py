@@ -145,19 +145,11 @@ def parallelize(
     if stored is not None:
         stored.shard(model)
     _take_values_of_first(model, everybody)
-    register_rules()
-    for axis in range(mesh.ndim):
-        correct_losses_along(mesh, str(mesh.get_group(axis).group_name))
     gather = None if stored is None else partial(stored.gather, sequence=mesh)
     reading = Reading(mesh, sums_gradients=gradients == "sum", gather=gather)
     for module in list(model.modules()):
         read_as_dtensors(module, reading)
-    for library in libraries():
-        library.adapt(model)
-    run_on_whole(model, whole)
-    run_on_own_tokens(model, recurrent)
-    run_known_on_whole(model, mesh)
-    run_on_shards(model, tokenwise)
+    adapt(model, mesh, **named)
     batches = WholeBatches(
         site=type(model).__name__,
         mesh=mesh,
@@ -169,6 +161,26 @@ def parallelize(
     if "forward" in vars(model):  # replaced on the object, which would go past the class
         setattr(model, OWN_FORWARD, vars(model).pop("forward"))
     return model
+
+
+def adapt(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    tokenwise: Sequence[type[nn.Module]] = (),
+    recurrent: Sequence[type[nn.Module]] = (),
+    whole: Sequence[type[nn.Module]] = (),
+) -> None:
+    """Let modules compute as `parallelize` says, in a model that reads DTensors."""
+    register_rules()
+    for axis in range(mesh.ndim):
+        correct_losses_along(mesh, str(mesh.get_group(axis).group_name))
+    for library in libraries():
+        library.adapt(model)
+    run_on_whole(model, whole)
+    run_on_own_tokens(model, recurrent)
+    run_known_on_whole(model, mesh)
+    run_on_shards(model, tokenwise)
 
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
@@ -313,8 +325,10 @@ def _adopt(model: nn.Module) -> None:
 
 
 def _take_values_of_first(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give all ranks of a mesh the parameters and buffers of the first, in place, as DDP does."""
-    tensors = {id(one): one for one in itertools.chain(model.parameters(), model.buffers())}
+    """Give all ranks the parameters, their gradients and buffers of the first, as DDP does."""
+    gradients = (one.grad for one in model.parameters() if one.grad is not None)
+    everything = itertools.chain(model.parameters(), model.buffers(), gradients)
+    tensors = {id(one): one for one in everything}
     with torch.no_grad():
         for tensor in tensors.values():
             is_there = isinstance(tensor, DTensor) and tensor.device_mesh == mesh

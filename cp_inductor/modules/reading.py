@@ -25,10 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.kept import cache
 from cp_inductor.torch_private.checkpoint import is_recomputing
-from cp_inductor.torch_private.dynamo import are_gradients_reduced
 
 # What classes made here have beside their methods: how their tensors are read, and a mixin.
 READING, _MIXIN = "_cp_reading", "_cp_mixin"
@@ -194,61 +192,6 @@ def reading_of(module: nn.Module) -> Reading | None:
 def reads_locally(module: nn.Module) -> bool:
     """Whether `read_locally` was called of this module."""
     return getattr(type(module), _MIXIN, None) is not None
-
-
-def refuse_plain(module: nn.Module, expected: str, got: str) -> None:
-    """Refuse plain tokens beside weights of `distribute`; others run as on one process.
-
-    Raises:
-        UnsupportedPlacement: the module is of no parallelized model.
-    """
-    if reading_of(module) is None:
-        raise UnsupportedPlacement(
-            site=type(module).__name__,
-            expected=f"{expected}, as the weights are",
-            got=got,
-            remedy="distribute the input of the model on the same mesh",
-        )
-
-
-def check_weights(module: nn.Module) -> None:
-    """Refuse weights that came into a module after `distribute`; `parallelize` reads them.
-
-    The gradient of a plain weight is only a rank's part of the sum, unless DDP or `fully_shard`
-    sums gradients over ranks. DTensors under new names are not read as local tensors.
-
-    Raises:
-        UnsupportedPlacement: there are such weights.
-    """
-    for inner in module.modules() if reading_of(module) is None else ():
-        for name, weight in inner._parameters.items():
-            if weight is None:
-                continue
-            if isinstance(weight, DTensor):
-                is_right = hasattr(type(inner), name)
-            else:
-                is_right = not (weight.requires_grad and torch.is_grad_enabled())
-            if not is_right:
-                _refuse(
-                    name, isinstance(weight, DTensor), type(inner).__name__, type(module).__name__
-                )
-
-
-# Dynamo calls it while it traces, and raises what it raises.
-@torch.compiler.assume_constant_result
-def _refuse(name: str, is_distributed: bool, inner: str, outer: str) -> None:
-    if is_distributed:
-        got = "a DTensor under a new name, which this module does not read as a local tensor"
-    elif are_gradients_reduced():
-        return
-    else:
-        got = "a plain weight, whose gradient would be that of this rank's tokens alone"
-    raise UnsupportedPlacement(
-        site=f"{name} of {inner} in {outer}",
-        expected="weights as DTensors that distribute has made in it",
-        got=got,
-        remedy="add adapters and the like before cp_inductor.distribute(model, mesh)",
-    )
 
 
 def _stored_names(module: nn.Module) -> Iterator[str]:

@@ -161,7 +161,7 @@ def share_selective_scan(function: Any, **given: Any) -> Any:
             site=_name(function),
             expected="a real A, and C of (B, N, S)",
             got=f"A in {rate.dtype}, and C of {tuple(reads.shape)}",
-            remedy="name the module that calls it in distribute(..., whole=)",
+            remedy="name the module that calls it in parallelize(..., whole=)",
         )
     bias, is_softplus = given.get("delta_bias"), given.get("delta_softplus")
     dtype = torch.promote_types(final.dtype, torch.float32)
@@ -267,7 +267,7 @@ def _refuse(function: Any, given: Mapping[str, Any], *names: str) -> None:
                 site=_name(function),
                 expected="a call of which ranks can compute their parts",
                 got=f"{name}={type(given[name]).__name__}",
-                remedy="leave it out, or name the module that calls it in distribute(..., whole=)",
+                remedy="leave it out, or name the module that calls it in parallelize(..., whole=)",
             )
 
 
@@ -276,7 +276,7 @@ def _refuse_states(function: Any, what: str) -> None:
         site=_name(function),
         expected="a sequence that begins without a state, and whose state nobody asks for",
         got=f"a state {what}",
-        remedy="pass use_cache=False, or name the module in distribute(..., whole=)",
+        remedy="pass use_cache=False, or name the module in parallelize(..., whole=)",
     )
 
 
@@ -295,9 +295,9 @@ _registered: dict[int, tuple[Any, Form]] = {}
 def register_recurrence(function: Callable[..., Any], form: Form) -> None:
     """Say how ranks share a function that computes a recurrence.
 
-    Call it before `distribute`. The modules that call the function are named there in `recurrent=`.
-    They find it as a global of any Python module, or as an attribute of theirs: not in a container,
-    nor within a partial.
+    Call it before `parallelize`, where `recurrent=` names the modules that call the function. They
+    find it as a global of any Python module, or as an attribute of theirs: not in a container, nor
+    within a partial.
 
     Args:
         function: of all tokens, or of a rank's. It takes no ``*args``. Functions that it calls are

@@ -23,12 +23,11 @@ from torch.distributed.tensor import DTensor
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.errors import UntiedWeights
 from cp_inductor.kept import cache
-from cp_inductor.modules.distribute import share_elements
 from cp_inductor.torch_private.dynamo import graph_inputs
 
 log = logging.getLogger("cp_inductor")
 
-REMEDY = "call cp_inductor.distribute(model, mesh), which keeps ties, instead of distribute_module"
+REMEDY = "call cp_inductor.parallelize(model, mesh), which keeps ties, not distribute_module"
 
 # So many elements of two tables are compared before all are.
 NUM_PROBED = 64
@@ -107,10 +106,8 @@ def _pairs(weights: Sequence[_Weight]) -> Iterator[tuple[_Weight, _Weight]]:
 def _is_one_memory(one: Tensor, other: Tensor) -> bool:
     if one.is_meta or not one.numel():
         return False
-    address = one.untyped_storage().data_ptr()
-    # A weight that FSDP has freed has no address.
-    is_same = address != 0 and address == other.untyped_storage().data_ptr()
-    return is_same and share_elements(one, other)
+    address = one.data_ptr()  # 0 of a weight that FSDP has freed
+    return address != 0 and address == other.data_ptr()
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:

@@ -34,12 +34,10 @@ from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.reading import (
     ReadsLocally,
-    check_weights,
     computing,
     locally,
     read_locally,
     reads_locally,
-    refuse_plain,
 )
 
 
@@ -78,9 +76,7 @@ class _Routing(ReadsLocally):
 
     def _on_shards(self, method: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(tokens, DTensor):
-            refuse_plain(self, "tokens as a DTensor", "a plain tensor")
             return method(tokens, *args, **kwargs)
-        check_weights(self)
         mesh, given = tokens.device_mesh, tokens.placements
         # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
         dims = 2 if tokens.ndim > 2 else 1

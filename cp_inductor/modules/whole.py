@@ -42,13 +42,11 @@ from cp_inductor.modules.along_sequence import sharing
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.reading import (
     ReadsLocally,
-    check_weights,
     computing,
     locally,
     read_locally,
     reading_of,
     reads_locally,
-    refuse_plain,
 )
 from cp_inductor.plan.grid import shard_lengths
 
@@ -106,9 +104,7 @@ class OnWhole(ReadsLocally):
         elif reading is not None:
             mesh = reading.mesh
         else:
-            refuse_plain(self, "a DTensor among the arguments", "plain tensors")
             return super().forward(*args, **kwargs)
-        check_weights(self)
         placements = _placements_of_result(given, mesh, type(self).__name__)
         args, kwargs = pytree.tree_map(gathered, (args, kwargs))
         # A checkpoint may recompute this together with modules that share the sequence.
@@ -139,7 +135,7 @@ def _placements_of_result(given: Sequence[DTensor], mesh: DeviceMesh, site: str)
             expected="an argument that is sharded along the sequence, or one mesh axis on which"
             " none is sharded, for the sequence that begins here",
             got=f"{len(free)} such axes of {mesh.mesh_dim_names}",
-            remedy="distribute the model on the axis of the sequence alone, or shard the batch on"
+            remedy="parallelize the model on the axis of the sequence alone, or shard the batch on"
             " the others",
         )
     places[free[0]] = Shard(FIRST_DIM)
@@ -179,7 +175,7 @@ def own_part(
     (dim,) = {p.dim for p in placements if isinstance(p, Shard) and p.dim > 0}
     if leaf.ndim <= dim:
         raise UnsupportedPlacement(
-            site="distribute(..., whole=)",
+            site="parallelize(..., whole=)",
             expected=f"modules that return tensors with the sequence in dim {dim}",
             got=f"one of shape {tuple(leaf.shape)}",
             remedy="name a module inside it that returns tokens",

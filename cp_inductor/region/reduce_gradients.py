@@ -58,7 +58,7 @@ def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     summed is zeroed, by `zero_grad()`, before the next backward.
 
     Parameters whose gradients are already reduced over these ranks are left alone: DTensors on a
-    mesh that contains the ranks, such as those of `distribute` and of FSDP2, and parameters in
+    mesh that contains the ranks, such as those of FSDP2, and parameters in
     modules that DistributedDataParallel or FSDP wraps with a group that contains them. If a DTensor
     is on other axes, such as that of tensor parallelism, each rank's part is summed. Tied weights
     are summed once. If some ranks have no gradient of a parameter, it counts as zero there, and

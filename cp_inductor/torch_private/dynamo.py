@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor.torch_private.leaned_on import GUARD_ON_DATA, INPUT_NOT_FAKED, SIZE_LOST
@@ -136,15 +136,6 @@ def settle_local_lengths(graph: fx.Graph) -> None:
             for whole, local in zip(value.shape, value.to_local().shape, strict=True):
                 if size_expression(whole).is_number:
                     int(local)
-
-
-def has_tensor_hooks(tensor: Tensor) -> bool:
-    """Whether the gradient of a tensor has hooks.
-
-    `_backward_hooks`, `_post_accumulate_grad_hooks` of a tensor (2.13-2.15): dicts, or None.
-    """
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(tensor, name, None) for name in names)
 
 
 def is_splitting_for_ddp() -> bool:

@@ -237,8 +237,6 @@ LEANED_ON: Mapping[str, tuple[str, ...]] = {
     "torch._dynamo.source:GetItemSource": ("base", "index"),
     "torch._dynamo.guards:GuardBuilder.EQUALS_MATCH": ("guard",),
     "torch._dynamo.variables.builder:GraphArg.example": (),
-    "torch:Tensor._backward_hooks": (),
-    "torch:Tensor._post_accumulate_grad_hooks": (),
     "torch:_TorchCompileWrapper": (),
     "torch._dynamo.exc:ShortenTraceback": (),
     "torch.distributed._composable_state:_module_state_mapping": (),

@@ -93,7 +93,7 @@ class Heads(nn.Module):
 def check_batches(is_marked: bool, lengths: tuple[int, ...]) -> int:
     mesh = world_mesh()
     whole = Heads().double()
-    model = cp_inductor.distribute(Heads().double(), mesh)
+    model = cp_inductor.parallelize(Heads().double(), mesh)
     compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True)
     for length in lengths:
         x = torch.randn(3, length, 8, dtype=torch.float64)

@@ -20,8 +20,8 @@ from cp_inductor import (
     UnsupportedAttention,
     UnsupportedPlacement,
     context_parallel,
-    distribute,
     explain,
+    parallelize,
 )
 from tests.examples_of_models import mixed
 from tests.support.ranks import fake_mesh
@@ -90,7 +90,7 @@ def test_a_cache_that_is_allocated_ahead(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_positions_that_the_model_makes(mesh: DeviceMesh, backend: str) -> None:
-    model = distribute(WithPositions(), mesh)
+    model = parallelize(WithPositions(), mesh)
     ids = distribute_tensor(torch.zeros(1, 32, dtype=torch.int64), mesh, [Shard(1)])
     with pytest.raises(UnsupportedPlacement) as raised:
         compiled(model, backend)(ids)
@@ -106,7 +106,7 @@ def test_positions_that_the_model_makes(mesh: DeviceMesh, backend: str) -> None:
 
 def test_plain_ids_of_a_distributed_model(mesh: DeviceMesh) -> None:
     ids = torch.zeros(1, 32, dtype=torch.int64)
-    model = distribute(WithPositions(), mesh)
+    model = parallelize(WithPositions(), mesh)
     with pytest.raises(UnsupportedPlacement) as raised:
         compiled(model)(ids)
     error = raised.value
@@ -143,7 +143,7 @@ def attend_masked(query: Tensor, mask: Tensor) -> Tensor:
 def test_plain_weights_beside_shards(mesh: DeviceMesh) -> None:
     with pytest.raises(UnsupportedPlacement) as raised:
         compiled(nn.Linear(8, 8))(sharded(mesh))
-    assert raised.value.remedy.startswith("call cp_inductor.distribute(model, mesh) first")
+    assert raised.value.remedy.startswith("call cp_inductor.parallelize(model, mesh) first")
 
 
 def chosen_by_mask(x: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def test_what_is_printed_is_about_the_program(
             shards = [torch.zeros(1, 4, 64, 32)] * 3
             compiled(mixed, backend, mesh=mesh)(*shards)
         else:
-            model = distribute(WithPositions(), mesh)
+            model = parallelize(WithPositions(), mesh)
             ids = distribute_tensor(torch.zeros(1, 32, dtype=torch.int64), mesh, [Shard(1)])
             compiled(model, backend)(ids)
 
@@ -215,14 +215,14 @@ def test_a_gradient_that_eager_code_left(mesh: DeviceMesh) -> None:
             compiled(model)(sharded(mesh))
         message = str(raised.value)
         assert "got a plain parameter whose gradient is a DTensor" in message
-        assert "cp_inductor.distribute(model, mesh)" in message
+        assert "cp_inductor.parallelize(model, mesh)" in message
         assert "SubclassSymbolicContext" not in message
         model.zero_grad()
         assert compiled(model)(sharded(mesh)).placements == (Shard(2),)
 
 
 def test_explain_says_so_and_not_that_there_is_no_attention(mesh: DeviceMesh) -> None:
-    model = distribute(WithPositions(), mesh)
+    model = parallelize(WithPositions(), mesh)
     ids = distribute_tensor(torch.zeros(1, 32, dtype=torch.int64), mesh, [Shard(1)])
     report = explain(model, ids)
     assert not report.is_fine
@@ -233,7 +233,7 @@ def test_explain_says_so_and_not_that_there_is_no_attention(mesh: DeviceMesh) ->
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
 def test_dropout_without_implicit_replication(mesh: DeviceMesh) -> None:
-    distribute(nn.Linear(2, 2), mesh)
+    parallelize(nn.Linear(2, 2), mesh)
 
     def model(q: Tensor) -> Tensor:
         return attend(q, q, q, is_causal=True, dropout_p=0.25)

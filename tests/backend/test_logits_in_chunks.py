@@ -85,7 +85,7 @@ def check(
     (2.5 * expected).backward()  # the chunker takes the gradient of the loss for 1, and scales
     wanted = {name: one.grad for name, one in model.named_parameters()}
     model.zero_grad()
-    model = cp_inductor.distribute(model.to(dtype), mesh)
+    model = cp_inductor.parallelize(model.to(dtype), mesh)
     # Packed documents are planned once per batch, whose sizes only data says.
     compiled = torch.compile(
         model, backend="cp_inductor", fullgraph=True, dynamic=False, options=SMALL

@@ -49,7 +49,7 @@ def check(
 @on_ranks(3)
 def test_masks() -> None:
     mesh = world_mesh()
-    cp_inductor.distribute(nn.Linear(1, 1), mesh)
+    cp_inductor.parallelize(nn.Linear(1, 1), mesh)
     whole = inputs(HEADS)
     shards = [distribute_tensor(tensor, mesh, [TOKENS]) for tensor in whole]
     generator = torch.Generator().manual_seed(2)
@@ -73,7 +73,7 @@ def test_masks() -> None:
 @on_ranks(4)
 def test_placements_that_differ_and_heads_that_do_not_divide() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "cp"))
-    cp_inductor.distribute(nn.Linear(1, 1), mesh)
+    cp_inductor.parallelize(nn.Linear(1, 1), mesh)
     heads, batch = Shard(1), Shard(0)
     rows: list[tuple[int, list[list[Placement]]]] = [
         (HEADS, [[WHOLE, WHOLE], [WHOLE, TOKENS], [batch, TOKENS]]),

@@ -63,7 +63,7 @@ def check(name: str, backend: str | None) -> None:
     model = made(4, 4, **sizes).double()
     reference = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("a", "b")[: len(ranks)])
-    cp_inductor.distribute(model, mesh)
+    cp_inductor.parallelize(model, mesh)
     whole = torch.randn(shape, dtype=torch.float64)
     given = distribute_tensor(whole, mesh, placements).requires_grad_()
     run = torch.compile(model, backend=backend, fullgraph=True) if backend else model
@@ -98,7 +98,7 @@ def test_compiled() -> None:
 @on_ranks(2)
 def test_that_it_gathers_is_said() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    model = cp_inductor.distribute(nn.Conv1d(4, 4, 3), mesh)
+    model = cp_inductor.parallelize(nn.Conv1d(4, 4, 3), mesh)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model(distribute_tensor(torch.ones(2, 4, 9), mesh, [Shard(2)]))

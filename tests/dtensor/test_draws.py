@@ -111,7 +111,7 @@ def both(mesh: DeviceMesh, program: Any, called: Any, seed: int, reference_seed:
 def check_seeds(program: Program, backend: str | None) -> None:
     rank = dist.get_rank()
     mesh = world_mesh()
-    cp_inductor.distribute(nn.Linear(2, 2), mesh)
+    cp_inductor.parallelize(nn.Linear(2, 2), mesh)
     called: Any = program
     if backend is not None:
         called = torch.compile(program, backend=backend, fullgraph=True, dynamic=False)
@@ -168,7 +168,7 @@ def test_draws_through_inductor() -> None:
 def test_draws_over_plain_shards_are_left_alone() -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    cp_inductor.distribute(nn.Linear(2, 2), mesh)
+    cp_inductor.parallelize(nn.Linear(2, 2), mesh)
     x = distribute_tensor(torch.ones(B, S, D), mesh, [Shard(1)])
 
     def beside(x: Tensor, plain: Tensor) -> tuple[Tensor, Tensor]:

@@ -141,7 +141,7 @@ def test_losses_of_a_distributed_model() -> None:
     logits, labels, _ = make_logits()
     model = torch.nn.Linear(VOCABULARY, VOCABULARY).double()
     expected = loss_of(model(logits), labels, None, "mean", True)
-    cp_inductor.distribute(model, mesh)
+    cp_inductor.parallelize(model, mesh)
     out, targets = (distribute_tensor(one, mesh, [Shard(1)]) for one in (logits, labels))
     actual = loss_of(model(out), targets, None, "mean", True)
     torch.testing.assert_close(whole(actual.detach()), expected.detach())

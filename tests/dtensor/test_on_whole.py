@@ -196,7 +196,7 @@ def whole(tensor: Tensor | None) -> Tensor | None:
 def differs(name: str, mesh: DeviceMesh, is_compiled: bool) -> str | None:
     """Return how a row over shards differs from one process; None if it does not."""
     expected, gradients = run(Model(ROWS[name]), inputs())
-    model: nn.Module = cp_inductor.distribute(Model(ROWS[name]), mesh)
+    model: nn.Module = cp_inductor.parallelize(Model(ROWS[name]), mesh)
     if is_compiled:
         model.compile(backend="cp_aot_eager", fullgraph=True, dynamic=False)
     shards: list[Tensor] = [distribute_tensor(one, mesh, [Shard(1)]) for one in inputs()]
@@ -219,7 +219,7 @@ def differs(name: str, mesh: DeviceMesh, is_compiled: bool) -> str | None:
 def table_gradients() -> list[float]:
     """Return how far gradients of a table are off; of the same sizes, they are counted or not."""
     mesh = world_mesh()
-    cp_inductor.distribute(nn.Linear(1, 1), mesh)
+    cp_inductor.parallelize(nn.Linear(1, 1), mesh)
     ids = inputs()[1]
     shards = distribute_tensor(ids, mesh, [Shard(1)])
     off = []
@@ -261,7 +261,7 @@ def test_compiled() -> None:
 @on_ranks(2)
 def test_the_sequence_stays_sharded() -> None:
     mesh = world_mesh()
-    cp_inductor.distribute(nn.Linear(2, 2), mesh)
+    cp_inductor.parallelize(nn.Linear(2, 2), mesh)
     x, ids, mask = (distribute_tensor(one, mesh, [Shard(1)]) for one in inputs())
     x.requires_grad_()
     with implicit_replication():
@@ -280,7 +280,7 @@ def test_the_sequence_stays_sharded() -> None:
 @on_ranks(2)
 def test_what_is_refused() -> None:
     mesh = world_mesh()
-    cp_inductor.distribute(nn.Linear(2, 2), mesh)
+    cp_inductor.parallelize(nn.Linear(2, 2), mesh)
     x = distribute_tensor(inputs()[0], mesh, [Shard(1)])
     with implicit_replication():
         with pytest.raises(
@@ -304,7 +304,7 @@ def test_what_is_refused() -> None:
 def test_draws_are_those_of_the_first_rank() -> None:
     """Ranks that are seeded otherwise hold parts of what the first one drew."""
     mesh = world_mesh()
-    cp_inductor.distribute(nn.Linear(2, 2), mesh)
+    cp_inductor.parallelize(nn.Linear(2, 2), mesh)
     rates = inputs()[0].exp()
     expected = torch.poisson(rates, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(dist.get_rank())
@@ -316,7 +316,7 @@ def test_draws_are_those_of_the_first_rank() -> None:
 
 def check_log() -> list[str]:
     mesh = world_mesh()
-    cp_inductor.distribute(nn.Linear(2, 2), mesh)
+    cp_inductor.parallelize(nn.Linear(2, 2), mesh)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -349,7 +349,7 @@ def test_outputs_of_linear_layers_go_into_graphs() -> None:
     mesh = world_mesh()
     layer = nn.Linear(WIDTH, WIDTH).double()
     expected = layer(inputs()[0]).flatten(0, 1).sin()
-    cp_inductor.distribute(layer, mesh)
+    cp_inductor.parallelize(layer, mesh)
     states = layer(distribute_tensor(inputs()[0], mesh, [Shard(1)]))
     flat = torch.compile(lambda x: x.flatten(0, 1).sin(), backend="cp_aot_eager", fullgraph=True)
     torch.testing.assert_close(flat(states).full_tensor(), expected)
@@ -367,7 +367,7 @@ def test_rows_that_are_looked_up_often_are_counted_on_all_ranks() -> None:
 def test_flattened_labels_are_gathered_in_graphs() -> None:
     """Labels that are flattened are placed as _StridedShard, which graphs must gather."""
     mesh = world_mesh()
-    cp_inductor.distribute(nn.Linear(1, 1), mesh)
+    cp_inductor.parallelize(nn.Linear(1, 1), mesh)
     x, ids, _ = inputs()
 
     def loss(x: Tensor, ids: Tensor) -> Tensor:
@@ -384,7 +384,7 @@ def test_flattened_labels_are_gathered_in_graphs() -> None:
 def test_a_view_that_the_local_tensor_does_not_allow_is_a_copy() -> None:
     """A gathered tensor has other strides than DTensor says: what is a view there is none here."""
     mesh = world_mesh()
-    cp_inductor.distribute(nn.Linear(1, 1), mesh)
+    cp_inductor.parallelize(nn.Linear(1, 1), mesh)
     x = inputs()[0]
 
     def normalize(x: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def assert_same(label: object, compute: Callable[[Tensor], Tensor], length: int,
 
 
 def check_numbers() -> None:
-    cp_inductor.distribute(nn.Linear(1, 1), world_mesh())
+    cp_inductor.parallelize(nn.Linear(1, 1), world_mesh())
     modes = (torch.enable_grad, torch.no_grad, torch.inference_mode)
     for length in LENGTHS:
         for name, number in NUMBERS.items():
@@ -172,7 +172,7 @@ REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def check_reduced(backend: str | None) -> None:
-    cp_inductor.distribute(nn.Linear(1, 1), world_mesh())
+    cp_inductor.parallelize(nn.Linear(1, 1), world_mesh())
     for name, program in REDUCED.items():
         torch._dynamo.reset()
         run = program
@@ -229,7 +229,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def check_losses() -> None:
-    cp_inductor.distribute(nn.Linear(1, 1), world_mesh())
+    cp_inductor.parallelize(nn.Linear(1, 1), world_mesh())
     for name, loss in LOSSES.items():
         for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
             for length in LENGTHS:
@@ -251,7 +251,7 @@ VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 def check_views_of_inputs() -> None:
     """Under inference_mode, views of tensors that were made outside are read, not written to."""
-    cp_inductor.distribute(nn.Linear(1, 1), world_mesh())
+    cp_inductor.parallelize(nn.Linear(1, 1), world_mesh())
     for length in LENGTHS:
         x = states(length)
         shards = distribute_tensor(x, world_mesh(), [Shard(1)])
@@ -298,7 +298,7 @@ def check_writes() -> None:
             model = nn.Linear(4, 3, bias=False).double()
             x = states(9)
             if is_sharded:
-                model = cp_inductor.distribute(model, world_mesh())
+                model = cp_inductor.parallelize(model, world_mesh())
                 x = distribute_tensor(x, world_mesh(), [Shard(1)])
             with implicit_replication():
                 model(x).square().sum().backward()
@@ -324,7 +324,7 @@ def drawn() -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
 
 
 def check_draws(backend: str | None) -> None:
-    cp_inductor.distribute(nn.Linear(1, 1), world_mesh())
+    cp_inductor.parallelize(nn.Linear(1, 1), world_mesh())
     for name, draw in drawn():
         if backend and name in ("normal_", "exponential_", "multinomial"):  # refused there
             continue
@@ -354,7 +354,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import cp_inductor
 torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
-cp_inductor.distribute(torch.nn.Linear(1, 1), mesh)
+cp_inductor.parallelize(torch.nn.Linear(1, 1), mesh)
 x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(1)])
 product = x @ x.T  # a sum of the ranks
 for compute in (F.glu, torch.tanh, lambda y: torch.where(y > 0, y, x @ x.T), torch.atleast_1d):

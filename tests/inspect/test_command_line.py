@@ -155,7 +155,7 @@ class Model(torch.nn.Module):
 
 def build(mesh):
     ids = distribute_tensor(torch.zeros(1, 64, dtype=torch.long), mesh, [Shard(1)])
-    return cp_inductor.distribute(Model(), mesh), (ids,)
+    return cp_inductor.parallelize(Model(), mesh), (ids,)
 
 def broken(mesh):
     return [].pop()

@@ -274,7 +274,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_mixers_pass_states_and_do_not_gather() -> None:
-    """A model that nobody distributed is estimated as `distribute` would have it compute."""
+    """A model that nobody distributed is estimated as `parallelize` would have it compute."""
     pytest.importorskip("transformers")
     model = Mixing(hidden_size=32, head_dim=16, state_size=16)
     tokens = torch.ones(1, 64, 32)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from cp_inductor import ProcessGroupError, distribute, explain, plan_attention
+from cp_inductor import ProcessGroupError, explain, parallelize, plan_attention
 from cp_inductor.__main__ import main
 from cp_inductor.inspect import doctor
 from cp_inductor.inspect.explain import Report
@@ -113,7 +113,7 @@ def test_layers_of_an_encoder_are_named() -> None:
     model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     with fake_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,))
-        distribute(model, mesh)
+        parallelize(model, mesh)
         report = explain(model, distribute_tensor(torch.zeros(1, 8, 16), mesh, [Shard(1)]))
     sites = [attention.site for attention in report.attentions]
     assert report.headline.startswith("2 attentions: 2 rewritten")

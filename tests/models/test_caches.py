@@ -29,7 +29,7 @@ def test_a_prefill_fills_a_cache_of_shards() -> None:
     gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
 
-    cp_inductor.distribute(model, mesh)
+    cp_inductor.parallelize(model, mesh)
     compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True)
     shards = distribute_tensor(ids, mesh, [Shard(1)])
     with implicit_replication():
@@ -92,7 +92,7 @@ def check_padded() -> None:
     mask[1, :3] = 0
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).logits
-    cp_inductor.distribute(model, mesh)
+    cp_inductor.parallelize(model, mesh)
     prompt, padded = (distribute_tensor(tensor, mesh, [Shard(1)]) for tensor in (ids, mask))
     with implicit_replication(), torch.no_grad():
         found = model(prompt, attention_mask=padded).logits.full_tensor()
@@ -108,7 +108,7 @@ def test_a_prompt_that_one_rank_has_padded() -> None:
 @on_ranks(3)
 def test_ranks_branch_alike() -> None:
     mesh = world_mesh()
-    cp_inductor.distribute(torch.nn.Linear(2, 2), mesh)
+    cp_inductor.parallelize(torch.nn.Linear(2, 2), mesh)
     mask = torch.ones(2, 7, dtype=torch.int64)
     mask[1, :2] = 0
     shards = distribute_tensor(mask, mesh, [Shard(1)])
@@ -126,7 +126,7 @@ def test_ranks_branch_alike() -> None:
 @on_ranks(2)
 def test_ranks_draw_what_the_first_draws() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = cp_inductor.distribute(torch.nn.Linear(2, 2), init_device_mesh("cpu", (size,)))
+    model = cp_inductor.parallelize(torch.nn.Linear(2, 2), init_device_mesh("cpu", (size,)))
     mesh = model.weight.device_mesh
     torch.manual_seed(rank)
     parts = torch.full((6, 50), 0.02)

@@ -268,7 +268,7 @@ def check(name: str) -> None:
     report, mesh = REPORTS[name], world_mesh()
     alone = report.make().double()
     expected = take_step(alone, alone, (report.alone or report.batch)())
-    model = cp_inductor.distribute(report.make().double(), mesh)
+    model = cp_inductor.parallelize(report.make().double(), mesh)
     batch = shards(report.batch(), mesh)
     if report.is_eager:
         assert_same(take_step(model, model, batch), expected)
@@ -309,9 +309,9 @@ class Adapter(nn.Module):
 def make_adapted(mesh: DeviceMesh | None) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model whose adapters come after it was distributed, so that it is once more."""
     model: Any = Routed().double()
-    model = cp_inductor.distribute(model, mesh) if mesh else model
+    model = cp_inductor.parallelize(model, mesh) if mesh else model
     model.first.project = Adapter(model.first.project)
-    model = cp_inductor.distribute(model, mesh) if mesh else model
+    model = cp_inductor.parallelize(model, mesh) if mesh else model
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 

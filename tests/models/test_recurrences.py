@@ -145,7 +145,7 @@ def check_model(
         model.mixer.gate.weight = nn.Parameter(weight)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cp_inductor.distribute(model, mesh, recurrent=(Mixer,))
+        cp_inductor.parallelize(model, mesh, recurrent=(Mixer,))
     x = torch.randn(2, length, 6, dtype=torch.float64)
     leaf, expected_leaf = distribute_tensor(x, mesh, placements), x.clone()
     leaf.requires_grad_()
@@ -235,7 +235,7 @@ def test_in_fsdp_and_in_a_checkpoint_of_a_layer(backend: str | None) -> None:
     model = Checkpointed().double()
     reference = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    cp_inductor.distribute(model, mesh["cp"], recurrent=(Mixer,))
+    cp_inductor.parallelize(model, mesh["cp"], recurrent=(Mixer,))
     if backend is None:
         fully_shard(model.model.mixer, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
@@ -258,7 +258,7 @@ def test_in_fsdp_and_in_a_checkpoint_of_a_layer(backend: str | None) -> None:
 
 def test_what_is_not_of_tokens_is_said_to_cost_the_whole() -> None:
     with fake_mesh(0, 2) as mesh:
-        masked = cp_inductor.distribute(Masked(), mesh, recurrent=(Masked,))
+        masked = cp_inductor.parallelize(Masked(), mesh, recurrent=(Masked,))
         tokens = distribute_tensor(torch.ones(2, 6, 6), mesh, [Shard(1)])
         pairs = distribute_tensor(torch.ones(2, 1, 6, 6), mesh, [Replicate()])
         with pytest.warns(UserWarning, match="Masked is given a tensor of 4 dims"):
@@ -271,7 +271,7 @@ def test_what_is_not_of_tokens_is_said_to_cost_the_whole() -> None:
 def test_explain_names_what_a_mixer_exchanges() -> None:
     cp_inductor.register_recurrence(mean_of_past, share_mean)
     with fake_mesh(1, 4) as mesh:
-        model = cp_inductor.distribute(Model(), mesh, recurrent=(Mixer,))
+        model = cp_inductor.parallelize(Model(), mesh, recurrent=(Mixer,))
         tokens = distribute_tensor(torch.ones(2, 8, 6), mesh, [Shard(1)])
         with implicit_replication():
             report = cp_inductor.explain(model, tokens)
@@ -343,7 +343,7 @@ def test_what_a_rank_receives_does_not_grow_with_their_number() -> None:
 def test_explain_counts_exchanges_with_neighbours() -> None:
     cp_inductor.register_recurrence(mean_of_past, share_mean)
     with fake_mesh(1, 4) as mesh, patch.object(along_sequence, "MOST_GATHERED", 1):
-        model = cp_inductor.distribute(Model(), mesh, recurrent=(Mixer,))
+        model = cp_inductor.parallelize(Model(), mesh, recurrent=(Mixer,))
         tokens = distribute_tensor(torch.ones(2, 8, 6), mesh, [Shard(1)])
         with implicit_replication():
             (scan,) = cp_inductor.explain(model, tokens).scans
@@ -358,7 +358,7 @@ def test_the_gather_of_states_is_hidden(schedule: str) -> None:
     pytest.importorskip("transformers")
     mixing = Mixing(hidden_size=256, num_heads=8, head_dim=64, state_size=64, chunk_size=128)
     with fake_mesh(1, 4) as mesh, implicit_replication():
-        model = cp_inductor.distribute(mixing, mesh)
+        model = cp_inductor.parallelize(mixing, mesh)
         tokens = distribute_tensor(torch.ones(1, 8192, 256), mesh, [Shard(1)]).requires_grad_()
         options = {"schedule": schedule, "machine": "gpu:ib400"}
         graphs = lowered_graphs(model, tokens, options=options)
@@ -378,7 +378,7 @@ def test_generated_code_gathers_pairs_and_nothing_else() -> None:
     pytest.importorskip("triton")
     cp_inductor.register_recurrence(mean_of_past, share_mean)
     with fake_mesh(1, 4) as mesh:
-        model = cp_inductor.distribute(Model(), mesh, recurrent=(Mixer,))
+        model = cp_inductor.parallelize(Model(), mesh, recurrent=(Mixer,))
         tokens = distribute_tensor(torch.ones(2, 8, 6), mesh, [Shard(1)])
         with implicit_replication():
             code = cross_compile(model, (tokens,), world_size=4, rank=1).code
@@ -454,15 +454,15 @@ def test_refusals() -> None:
         cp_inductor.register_recurrence(lambda *tokens: tokens, share_mean)
     with fake_mesh(0, 2) as mesh:
         tokens = distribute_tensor(torch.ones(2, 6, 6), mesh, [Shard(1)])
-        with pytest.raises(UnsupportedPlacement, match=r"distribute\(\.\.\., recurrent=\)"):
+        with pytest.raises(UnsupportedPlacement, match=r"parallelize\(\.\.\., recurrent=\)"):
             tokens_before(tokens, 1, 1)
-        summed = cp_inductor.distribute(Sum(), mesh, recurrent=(Sum,))
+        summed = cp_inductor.parallelize(Sum(), mesh, recurrent=(Sum,))
         with pytest.raises(UnsupportedPlacement, match=r"first result is \(B, S, \.\.\.\)"):
             summed(tokens)
-        alone = cp_inductor.distribute(nn.Identity(), mesh, recurrent=(nn.Identity,))
+        alone = cp_inductor.parallelize(nn.Identity(), mesh, recurrent=(nn.Identity,))
         with pytest.raises(UnsupportedPlacement, match="called no known function"):
             alone(tokens)
-        strided = cp_inductor.distribute(Strided(), mesh, recurrent=(Strided,))
+        strided = cp_inductor.parallelize(Strided(), mesh, recurrent=(Strided,))
         with pytest.raises(UnsupportedPlacement, match="a causal convolution, padded with 1 zeros"):
             strided(tokens)
         with sharing(SharedSequence(mesh, (0,), 4)):
@@ -725,7 +725,7 @@ def check_packed_hybrid() -> None:
     bamba.mamba2_chunk_scan = taking_any(mamba_chunk_scan_combined)
     bamba.causal_conv1d_fn = taking_any(causal_conv1d_fn)
     try:
-        cp_inductor.distribute(model, mesh)
+        cp_inductor.parallelize(model, mesh)
         run = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
         for (ids, lengths), expected in zip(batches, losses, strict=True):
             positions = torch.cat([torch.arange(length) for length in lengths])[None]

@@ -96,7 +96,7 @@ def _refuse(shape: tuple[int, ...], cases: list[int]) -> list[str]:
         started = time.monotonic()
         try:
             with patch.object(log, "PATIENCE_S", 1.0):  # of an axis, and then of the next
-                cp_inductor.distribute(model, mesh)
+                cp_inductor.parallelize(model, mesh)
         except CPError as error:
             found.append(f"{type(error).__name__}: {error}")
         assert time.monotonic() - started < 20
@@ -112,7 +112,7 @@ def check_values(mesh: DeviceMesh) -> None:
     """If models are alike, all ranks get what the first has, gradients as well."""
     model = with_gradient(torch.bfloat16)
     model.train(dist.get_rank() == 0)
-    for name, parameter in cp_inductor.distribute(model, mesh).named_parameters():
+    for name, parameter in cp_inductor.parallelize(model, mesh).named_parameters():
         assert isinstance(parameter, DTensor)
         value = 10 * (1 + "qkv".index(name[0]))
         assert torch.equal(parameter.to_local(), torch.full((4, 4), value).bfloat16())
@@ -143,7 +143,7 @@ def test_what_one_rank_refuses_and_what_one_axis_sees_all_ranks_are_told(
 
 def _call_something_else() -> str:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    call = attend if dist.get_rank() else partial(cp_inductor.distribute, Model())
+    call = attend if dist.get_rank() else partial(cp_inductor.parallelize, Model())
     with pytest.raises(RanksDisagree) as caught:
         call(mesh)
     return str(caught.value)
@@ -197,7 +197,7 @@ def test_an_empty_batch_that_torch_sharded_is_refused(
     shape: tuple[int, ...], is_compiled: bool
 ) -> None:
     with fake_mesh(0, 2) as mesh:
-        model = cp_inductor.distribute(nn.Linear(4, 4), mesh)
+        model = cp_inductor.parallelize(nn.Linear(4, 4), mesh)
         call = torch.compile(model, backend="cp_aot_eager") if is_compiled else model
         batch = distribute_tensor(torch.zeros(shape), mesh, [Shard(1)], src_data_rank=None)
         with pytest.raises(UnevenSequence, match=r"skip the batch, on all ranks"):

@@ -58,7 +58,7 @@ def check(name: str) -> None:
     main = "input_features" if name == "Whisper" else "input_ids"
     inputs = {main: torch.ones(2, 7, dtype=torch.long), "labels": labels}
     expected = given_to(make(name), **inputs)
-    model = cp_inductor.distribute(make(name), mesh)
+    model = cp_inductor.parallelize(make(name), mesh)
     shards = {key: distribute_tensor(value, mesh, [Shard(1)]) for key, value in inputs.items()}
     found = given_to(model, **shards)
     assert isinstance(found, DTensor)
@@ -77,8 +77,8 @@ def test_labels_of_all_ranks_are_shifted(name: str) -> None:
 
 def test_whole_labels_and_a_second_call() -> None:
     with fake_mesh(0, 2) as mesh:
-        model = cp_inductor.distribute(make("Bart"), mesh)
-        cp_inductor.distribute(model, mesh)
+        model = cp_inductor.parallelize(make("Bart"), mesh)
+        cp_inductor.parallelize(model, mesh)
         assert len(model._forward_pre_hooks) == 1
         whole = distribute_tensor(torch.ones(2, 7, dtype=torch.long), mesh, [Replicate()])
         (hook,) = model._forward_pre_hooks.values()
@@ -92,7 +92,7 @@ def test_the_loss_of_models_whose_class_names_none() -> None:
     with fake_mesh(0, 2) as mesh:
         model = transformers.GPT2LMHeadModel(config)
         assert model.loss_type is None
-        assert cp_inductor.distribute(model, mesh).loss_type == "ForCausalLM"
+        assert cp_inductor.parallelize(model, mesh).loss_type == "ForCausalLM"
         masked = transformers.BertForMaskedLM(bert)
         named = masked.loss_type
-        assert cp_inductor.distribute(masked, mesh).loss_type == named
+        assert cp_inductor.parallelize(masked, mesh).loss_type == named

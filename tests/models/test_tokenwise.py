@@ -80,7 +80,7 @@ def test_gradients_of_weights_that_a_rank_does_not_need() -> None:
     model = copy.deepcopy(reference)
     reference(x).square().sum().backward()
     mesh = world_mesh()
-    cp_inductor.distribute(model, mesh, tokenwise=(BySign,))
+    cp_inductor.parallelize(model, mesh, tokenwise=(BySign,))
     model(distribute_tensor(x, mesh, [Shard(1)])).square().sum().backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert p.grad is not None
@@ -93,7 +93,7 @@ def test_experts_that_fsdp_gathers_alone_and_nobody_calls_are_refused() -> None:
     """Each replica's tokens are for another expert: FSDP would give it half of the other's."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
     model = nn.Sequential(BySign(), nn.Linear(8, 8))
-    cp_inductor.distribute(model, mesh["cp"], tokenwise=(BySign,))
+    cp_inductor.parallelize(model, mesh["cp"], tokenwise=(BySign,))
     for module in (*model[0].experts, model):
         fully_shard(module, mesh=mesh["dp"])
     tokens = torch.ones(1, 4, 8)
@@ -115,7 +115,7 @@ def test_queries_by_experts() -> None:
     reference = copy.deepcopy(module)
     whole = torch.randn(2, 7, 32)
     mesh = world_mesh()
-    cp_inductor.distribute(module, mesh)
+    cp_inductor.parallelize(module, mesh)
     outs = []
     for moa, tokens in ((module, distribute_tensor(whole, mesh, [Shard(1)])), (reference, whole)):
         queries, _, routing = moa.map(tokens)
@@ -138,7 +138,7 @@ def check_own_placement(
     mesh = world_mesh()
     model = copy.deepcopy(reference)
     model.zero_grad()
-    cp_inductor.distribute(model, mesh, tokenwise=(SortedScale,))
+    cp_inductor.parallelize(model, mesh, tokenwise=(SortedScale,))
     run: Any = model
     if backend is not None:
         torch._dynamo.reset()
@@ -174,8 +174,8 @@ def test_modules_keep_their_names_parameters_and_copies() -> None:
         mesh = init_device_mesh("cpu", (2,))
         model = Model()
         names = list(model.state_dict())
-        cp_inductor.distribute(model, mesh, tokenwise=(SortedScale,))
-        cp_inductor.distribute(model, mesh, tokenwise=(SortedScale,))  # changes nothing
+        cp_inductor.parallelize(model, mesh, tokenwise=(SortedScale,))
+        cp_inductor.parallelize(model, mesh, tokenwise=(SortedScale,))  # changes nothing
         assert isinstance(model.block, SortedScale) and isinstance(model.block.inner, nn.Linear)
         assert list(model.state_dict()) == names
         assert all(isinstance(tensor, DTensor) for tensor in model.state_dict().values())
@@ -191,7 +191,7 @@ def test_from_outside_modules_are_as_they_were() -> None:
     """Whoever reads a weight, other than the module while it computes, gets the parameter."""
     with fake_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,))
-        model = cp_inductor.distribute(Model(), mesh, tokenwise=(SortedScale,))
+        model = cp_inductor.parallelize(Model(), mesh, tokenwise=(SortedScale,))
         inner = model.block.inner
         x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
         for _ in range(2):
@@ -232,7 +232,7 @@ def test_a_weight_that_is_replaced_by_another_attribute() -> None:
     """`del module.weight`, then a tensor in its place, as torch's `prune` and `parametrize` do."""
     with fake_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,))
-        model = cp_inductor.distribute(Model(), mesh, tokenwise=(SortedScale,))
+        model = cp_inductor.parallelize(Model(), mesh, tokenwise=(SortedScale,))
         inner = model.block.inner
         x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
         expected = model(x).to_local()
@@ -253,7 +253,7 @@ def test_a_weight_that_is_replaced_by_another_attribute() -> None:
 def test_weights_are_tied_trained_and_moved_from_outside() -> None:
     with fake_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,))
-        model = cp_inductor.distribute(Model(), mesh, tokenwise=(SortedScale,))
+        model = cp_inductor.parallelize(Model(), mesh, tokenwise=(SortedScale,))
         inner = model.block.inner
         inner.weight = model.before.weight
         assert inner.weight is model.before.weight
@@ -288,7 +288,7 @@ def observed() -> tuple[Any, DTensor]:
     # Dynamo (2.13) takes no result of a linear layer over (B, S, H) from one graph to the next.
     model.before, model.block = nn.LayerNorm(8), Observed()
     mesh = init_device_mesh("cpu", (2,))
-    cp_inductor.distribute(model, mesh, tokenwise=(Observed,))
+    cp_inductor.parallelize(model, mesh, tokenwise=(Observed,))
     return model, distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
 
 
@@ -397,7 +397,7 @@ def test_a_module_that_is_called_around_flex_attention() -> None:
     """Dynamo (2.13) loses attributes that are assigned to on both sides; not what is read here."""
     with fake_rank(0, 2), torch.no_grad():
         mesh = init_device_mesh("cpu", (2,))
-        model = cp_inductor.distribute(Around(), mesh, tokenwise=(SortedScale,))
+        model = cp_inductor.parallelize(Around(), mesh, tokenwise=(SortedScale,))
         x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
         compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(x).to_local(), model(x).to_local())
@@ -434,7 +434,7 @@ def test_checkpoints_inside_a_module() -> None:
         reference = copy.deepcopy(model)
         expected = reference(x)
         expected.square().sum().backward()
-        cp_inductor.distribute(model, mesh, tokenwise=(Checkpointed,))
+        cp_inductor.parallelize(model, mesh, tokenwise=(Checkpointed,))
         for backend in (None, "cp_aot_eager"):
             model.zero_grad()
             run: Any = model if backend is None else torch.compile(model, backend=backend)
@@ -449,7 +449,7 @@ def test_checkpoints_inside_a_module() -> None:
 def test_plain_tokens_are_refused() -> None:
     with fake_rank(0, 2):
         model = Model()
-        cp_inductor.distribute(model, init_device_mesh("cpu", (2,)), tokenwise=(SortedScale,))
+        cp_inductor.parallelize(model, init_device_mesh("cpu", (2,)), tokenwise=(SortedScale,))
         with pytest.raises(
             UnsupportedPlacement, match=r"SortedScale: expected tokens as a DTensor"
         ):
@@ -462,7 +462,7 @@ def test_weights_that_come_later_are_refused(backend: str | None) -> None:
     with fake_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         model = Model()
-        cp_inductor.distribute(model, mesh, tokenwise=(SortedScale,))
+        cp_inductor.parallelize(model, mesh, tokenwise=(SortedScale,))
         model.block.adapter = nn.Linear(8, 8)
         tokens = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
         run: Any = model
@@ -479,10 +479,10 @@ def test_weights_that_come_later_are_refused(backend: str | None) -> None:
 def test_weights_that_come_later_are_distributed_or_refused() -> None:
     with fake_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,))
-        model: Any = cp_inductor.distribute(Model(), mesh, tokenwise=(SortedScale,))
+        model: Any = cp_inductor.parallelize(Model(), mesh, tokenwise=(SortedScale,))
         x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
         model.block.inner = nn.Sequential(model.block.inner, nn.Linear(8, 8))
-        cp_inductor.distribute(model, mesh, tokenwise=(SortedScale,))
+        cp_inductor.parallelize(model, mesh, tokenwise=(SortedScale,))
         model(x).sum().backward()
         assert isinstance(model.block.inner[1].weight.grad, DTensor)
         late = nn.Parameter(distribute_tensor(torch.ones(8), mesh, [Replicate()]))

@@ -63,7 +63,7 @@ def check_model(
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cp_inductor.distribute(model, mesh, whole=(Running,))
+        cp_inductor.parallelize(model, mesh, whole=(Running,))
     x = torch.randn(2, 7, 6, dtype=torch.float64)
     leaf, expected_leaf = distribute_tensor(x, mesh, placements), x.clone()
     leaf.requires_grad_()
@@ -116,7 +116,7 @@ def test_a_sequence_that_begins_in_the_module() -> None:
     model = nn.Sequential(Patches(), nn.Linear(6, 6)).double()
     reference = copy.deepcopy(model)
     mesh = world_mesh()
-    cp_inductor.distribute(model, mesh, whole=(Patches,))
+    cp_inductor.parallelize(model, mesh, whole=(Patches,))
     pixels = torch.randn(2, 3, 4, 4, dtype=torch.float64)
     out = model(distribute_tensor(pixels, mesh, [Replicate()]))
     assert out.placements == (Shard(1),)
@@ -134,14 +134,14 @@ def test_modules_keep_their_names_parameters_and_copies() -> None:
     with fake_mesh(0, 2) as mesh:
         model = Model()
         names = list(model.state_dict())
-        cp_inductor.distribute(model, mesh, whole=(Running,))
+        cp_inductor.parallelize(model, mesh, whole=(Running,))
         assert list(model.state_dict()) == names
         assert isinstance(model.mixer, Running)
         assert type(model.mixer).__name__ == "Running"
         assert model.mixer.inner.weight is model.get_parameter("mixer.inner.weight")
         assert isinstance(dict(model.mixer.named_parameters())["inner.weight"], DTensor)
         twice = type(model.mixer)
-        cp_inductor.distribute(model, mesh, whole=(Running,))
+        cp_inductor.parallelize(model, mesh, whole=(Running,))
         assert type(model.mixer) is twice
         assert type(copy.deepcopy(model.mixer)) is twice
         buffer = io.BytesIO()
@@ -152,13 +152,13 @@ def test_refusals() -> None:
     with fake_rank(0, 4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
         model = nn.Sequential(Running())
-        cp_inductor.distribute(model, mesh, whole=(Running,))
+        cp_inductor.parallelize(model, mesh, whole=(Running,))
         with pytest.raises(UnsupportedPlacement, match="a DTensor among the arguments"):
             model(torch.ones(2, 7, 6))
         whole = distribute_tensor(torch.ones(2, 7, 6), mesh, [Replicate(), Replicate()])
         with pytest.raises(UnsupportedPlacement, match="one mesh axis on which none is sharded"):
             model(whole)
-        mean = cp_inductor.distribute(Mean(), mesh, whole=(Mean,))
+        mean = cp_inductor.parallelize(Mean(), mesh, whole=(Mean,))
         tokens = distribute_tensor(torch.ones(2, 7, 6), mesh, [Shard(1), Replicate()])
         with pytest.raises(UnsupportedPlacement, match="return tensors with the sequence in dim 1"):
             mean(tokens)
@@ -166,12 +166,12 @@ def test_refusals() -> None:
 
 def test_weights_that_come_later_are_refused_or_distributed() -> None:
     with fake_mesh(0, 2) as mesh:
-        model: Any = cp_inductor.distribute(Model(), mesh, whole=(Running,))
+        model: Any = cp_inductor.parallelize(Model(), mesh, whole=(Running,))
         tokens = distribute_tensor(torch.ones(2, 7, 6), mesh, [Shard(1)])
         model.mixer.inner = nn.Sequential(model.mixer.inner, nn.Linear(6, 6))
         with pytest.raises(UnsupportedPlacement, match=r"weight of Linear in Running.*before"):
             model.mixer(tokens)
-        cp_inductor.distribute(model, mesh, whole=(Running,))
+        cp_inductor.parallelize(model, mesh, whole=(Running,))
         model.mixer(tokens)[0].sum().backward()
         assert isinstance(model.mixer.inner[1].weight.grad, DTensor)
 
@@ -186,4 +186,4 @@ def test_known_mixers_are_named() -> None:
         with pytest.warns(
             UserWarning, match="2 x RwkvSelfAttention.*whole sequence, .* 2 times its share"
         ):
-            cp_inductor.distribute(model, mesh)
+            cp_inductor.parallelize(model, mesh)

@@ -41,7 +41,7 @@ def test_masks_over_dtensors() -> None:
     expected.square().sum().backward()
     inputs = [distribute_tensor(tensor, mesh, [Shard(1)]) for tensor in (x, is_padding)]
     for backend in (None, "cp_aot_eager"):
-        model = cp_inductor.distribute(Encoder().double(), mesh)
+        model = cp_inductor.parallelize(Encoder().double(), mesh)
         run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
         with implicit_replication():
             out = run(*inputs)

@@ -274,7 +274,7 @@ def test_refused_what_draws() -> None:
 @on_ranks(2)
 def test_eager_code_refuses_what_would_be_lost() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    cp_inductor.distribute(nn.Linear(2, 2), mesh)
+    cp_inductor.parallelize(nn.Linear(2, 2), mesh)
     h = distribute_tensor(torch.zeros(SHAPE), mesh, [Shard(1)])
     lost = "expected a view with the placements of its tensor.*would be lost; compile it"
     with pytest.raises(cp_inductor.UnsupportedWrite, match=lost):

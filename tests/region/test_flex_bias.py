@@ -148,7 +148,7 @@ def run_distributed(
         expected = expect(kind, dtype)
         torch._dynamo.reset()
         counters.clear()
-        model = cp_inductor.distribute(Attends(kind, dtype, has_checkpoint), mesh)
+        model = cp_inductor.parallelize(Attends(kind, dtype, has_checkpoint), mesh)
         compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
         whole = tuple(distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in qkv_of(dtype))
         with implicit_replication():

@@ -34,7 +34,7 @@ from cp_inductor.inspect.compile_for import compile_for, settings_for
 from cp_inductor.inspect.load import load_example
 from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.world import check_world
-from cp_inductor.modules.distribute import distribute
+from cp_inductor.modules.parallelize import parallelize
 from cp_inductor.passes.settings import Settings
 from cp_inductor.torch_private.dynamo import compiled_anew
 from cp_inductor.torch_private.flex import flex_gradients_on_cpu
@@ -62,7 +62,7 @@ class Job:
         mesh_shape: shape of the mesh over all ranks; by default ``(world_size,)``.
         mesh_dim_names: names of its axes; by default ("cp",), ("dp", "cp") or ("dp", "cp", "tp").
         placements: one per mesh axis. If given, plain tensors are whole and become DTensors with
-            these placements, and the model is given to `cp_inductor.distribute`. If not given, and
+            these placements, and the model is given to `cp_inductor.parallelize`. If not given, and
             no argument is a DTensor, plain tensors are this rank's shards.
         loss: from the outputs to a scalar; by default the output, if it is one, or else half the
             sum of the squares of all floating outputs. Over plain shards, the loss of all is the
@@ -241,7 +241,7 @@ class _Call:
                 Tensor, partial(_place, mesh=mesh, placements=job.placements), (args, kwargs)
             )
             if isinstance(model, nn.Module):
-                model = distribute(model, mesh)
+                model = parallelize(model, mesh)
         has_dtensors = any(isinstance(one, DTensor) for one in pytree.tree_leaves((args, kwargs)))
         if job.is_compiled and (not has_dtensors or "mesh" in options):
             axis = options.get("mesh") or "cp"

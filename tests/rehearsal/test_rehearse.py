@@ -116,7 +116,7 @@ def train(steps: int) -> Tensor:
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
-    model = cp_inductor.distribute(nn.Sequential(Block(), Block()), mesh)
+    model = cp_inductor.parallelize(nn.Sequential(Block(), Block()), mesh)
     first, second = (torch.compile(one, backend="cp_inductor", fullgraph=True) for one in model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = distribute_tensor(torch.randn(1, 32, 64), mesh, [Shard(1)])

@@ -107,7 +107,7 @@ def check_layers(backend: str, mesh: DeviceMesh) -> None:
     ids = torch.randint(VOCABULARY, (BATCH, LENGTH))
     expected = reference(ids)
     expected.square().sum().backward()
-    run = torch.compile(cp_inductor.distribute(model, mesh), backend=backend, fullgraph=True)
+    run = torch.compile(cp_inductor.parallelize(model, mesh), backend=backend, fullgraph=True)
     out = run(distribute_tensor(ids, mesh, [Shard(1)]))
     out.square().sum().backward()
     compare("out", out.detach(), expected.detach())

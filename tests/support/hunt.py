@@ -392,7 +392,7 @@ def step(
 
 def over_dtensors(program: Program) -> Result:
     mesh = world_mesh()
-    model = cp_inductor.distribute(make_model(program), mesh)
+    model = cp_inductor.parallelize(make_model(program), mesh)
     shards = [
         Batch(*(distribute_tensor(t, mesh, [Shard(1)]) for t in batch[:-1]),
               distribute_tensor(batch.image, mesh, [Replicate()]))

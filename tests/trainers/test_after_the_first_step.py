@@ -65,7 +65,7 @@ def run_page(way: str, path: str) -> tuple[float, float, float]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = WithLoss()
     if way == "DTensors":
-        model = cp_inductor.distribute(model, mesh)
+        model = cp_inductor.parallelize(model, mesh)
     names = training(model)
     if way == "Plain shards":
         options = {"mesh": mesh}
@@ -112,7 +112,7 @@ def test_the_page(way: str, tmp_path: Path) -> None:
 
 def refuse() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = cp_inductor.distribute(nn.Linear(2, 2), mesh)
+    model = cp_inductor.parallelize(nn.Linear(2, 2), mesh)
     # All ranks refuse what the first one lacks.
     with pytest.raises(
         cp_inductor.InvalidArgument, match=r"without 'model'; give .*\{\"model\": state\}"
@@ -135,7 +135,7 @@ def refuse() -> None:
 
 def refuse_other_states(mesh: DeviceMesh) -> None:
     """What is no state, and states of other models, which the first rank alone sees."""
-    model = cp_inductor.distribute(nn.Linear(2, 2), mesh)
+    model = cp_inductor.parallelize(nn.Linear(2, 2), mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     state: Any = cp_inductor.full_state_dict(model, optimizer)
     own, is_first = state["model"], dist.get_rank() == 0
@@ -158,7 +158,7 @@ def refuse_other_optimizers(mesh: DeviceMesh) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     early = torch.optim.AdamW(model.parameters())
     with pytest.warns(cp_inductor.SequenceWarning, match="Build it after distribute"):
-        cp_inductor.distribute(model, mesh)
+        cp_inductor.parallelize(model, mesh)
     with pytest.raises(cp_inductor.InvalidArgument, match="holds 4 of 4 parameters that the model"):
         cp_inductor.full_state_dict(model, early)
     saved = cp_inductor.full_state_dict(model, torch.optim.AdamW(model[1].parameters()))

@@ -80,7 +80,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def train_dtensors(model: nn.Module, mesh: DeviceMesh, form: str) -> list[Tensor]:
-    step = compiled(make_step(cp_inductor.distribute(model, mesh)), form)
+    step = compiled(make_step(cp_inductor.parallelize(model, mesh)), form)
     losses = []
     with implicit_replication():
         for batch in BATCHES:

@@ -58,7 +58,7 @@ def skip(where: str, form: str) -> tuple[int, str]:
     mesh = world_mesh()
     model = Model()
     if where == "DTensors":
-        model = cp_inductor.distribute(model, mesh)
+        model = cp_inductor.parallelize(model, mesh)
     call: Any = model if form == "eager" else torch.compile(model, backend=form, fullgraph=True)
     done = 0
     try:

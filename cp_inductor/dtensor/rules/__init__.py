@@ -30,7 +30,7 @@ from cp_inductor.dtensor.rules.writes import refuse_lost_writes
 
 
 def register_rules() -> None:
-    """Register all, when a backend is loaded or a model distributed; again, nothing changes."""
+    """Register all, when a backend is loaded or a model parallelized; again, nothing changes."""
     register_dtensor_attention()
     refuse_lost_writes()
     skip_empty_in_cat()

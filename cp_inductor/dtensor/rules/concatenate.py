@@ -5,7 +5,7 @@
 torch skips tensors of shape (0,), however many dims the others have. Caches of keys often begin
 with one. DTensor (torch 2.13 to 2.15) looks for the sharded dim in such a tensor, and fails. The
 handler leaves the empty tensor out. It is registered once a backend of this library is loaded or a
-model is distributed; until then, DTensor's table of handlers is unchanged.
+model is parallelized; until then, DTensor's table of handlers is unchanged.
 """
 
 from __future__ import annotations

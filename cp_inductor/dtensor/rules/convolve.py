@@ -11,7 +11,7 @@ gathers first, which is right for every stride, padding and length, and where ch
 which torch's handler does not take. In a backward it places the gradient like the input, which
 torch's handler takes for granted. It leaves all other convolutions to torch's handler: those over a
 sharded batch or replicated tensors.
-It is registered once a model is distributed or a backend of this library is loaded; until then,
+It is registered once a model is parallelized or a backend of this library is loaded; until then,
 DTensor's table of handlers is unchanged.
 """
 

@@ -21,7 +21,7 @@ rules for indices that are masks, for reductions over an empty list of dims, for
 uneven shards, for gradients of a table that are divided by how often a row was looked up, and for
 ops that change shapes in place. Other rules claim strides that the results do not have.
 
-The functions are registered once a model is distributed or a backend of this library is loaded.
+The functions are registered once a model is parallelized or a backend of this library is loaded.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         site=f"{op} ({user_line()})",
         expected="views that ranks can take of their parts",
         got=f"as_strided, as torch.stft uses it, of a DTensor {tensor.placements}",
-        remedy="use unfold or slices, name the module that calls it in distribute(..., whole=), or"
+        remedy="use unfold or slices, name the module that calls it in parallelize(..., whole=), or"
         " call it on x.full_tensor()",
     )
 
@@ -246,7 +246,7 @@ def _check_written(op: torch._ops.OpOverload, written: Sequence[Tensor]) -> None
                 expected="a DTensor to write a DTensor into",
                 got=f"a plain tensor of shape {tuple(tensor.shape)}",
                 remedy="make it from a DTensor (torch.zeros_like, x.new_zeros), write"
-                " x.full_tensor(), or name the module that does it in distribute(..., whole=)",
+                " x.full_tensor(), or name the module that does it in parallelize(..., whole=)",
             )
 
 

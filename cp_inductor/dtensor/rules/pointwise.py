@@ -3,8 +3,8 @@
     torch.polar(DTensor [Shard(1)], DTensor [Shard(1)])  =>  DTensor [Shard(1)]
 
 Rotary embeddings of some models (DeepSeek-V2, Llama 4) turn angles into complex numbers, and some
-activations have rules in the forward alone. The rules are registered once a model is distributed or
-a backend of this library is loaded; until then, DTensor's table is unchanged.
+activations have rules in the forward alone. The rules are registered once a model is parallelized
+or a backend of this library is loaded; until then, DTensor's table is unchanged.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ at all. A write changes no shape, so on fake tensors it may be left out.
 
 The same handlers refuse views of empty DTensors, for which torch would loop for ever.
 
-The handlers are registered once a backend of this library is loaded or a model is distributed;
+The handlers are registered once a backend of this library is loaded or a model is parallelized;
 until then, DTensor's table of handlers is unchanged.
 """
 

@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 4 examples/fsdp_cp.py
 
 On the axis dp, ranks have different batches; on cp, they share each sequence. FSDP treats both as
-data: it shards the weights over the two axes, flattened, and averages gradients over them. Blocks are compiled one by one, so that the weights of one block are gathered while another
-computes.
+data: it shards the weights over the two axes, flattened, and averages gradients over them. Blocks
+are compiled one by one, so that the weights of one block are gathered while another computes.
 """
 
 from __future__ import annotations

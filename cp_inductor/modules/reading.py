@@ -17,12 +17,14 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from cp_inductor.kept import cache
@@ -93,11 +95,20 @@ class Computing:
             a `SharedSequence`.
         questions: how often anybody has asked for it.
         is_in_form: whether a function runs that a form calls to compute this rank's tokens.
+        weights: that modules have read since `reading_once`, by module and name.
     """
 
     # In slots: Dynamo (2.13) loses what is assigned to other attributes after a flex_attention, if
     # they were also assigned to before it.
-    __slots__ = ("is_in_form", "is_local", "is_running", "questions", "sequence", "tokens")
+    __slots__ = (
+        "is_in_form",
+        "is_local",
+        "is_running",
+        "questions",
+        "sequence",
+        "tokens",
+        "weights",
+    )
 
     is_running: bool | None
     is_local: bool | None
@@ -105,6 +116,7 @@ class Computing:
     sequence: Any
     questions: int
     is_in_form: bool
+    weights: dict[tuple[int, str], Tensor] | None
 
     def __init__(self) -> None:
         self.is_running = None
@@ -113,6 +125,7 @@ class Computing:
         self.sequence = None
         self.questions = 0
         self.is_in_form = False
+        self.weights = None
 
 
 class _Threads(threading.local):
@@ -130,8 +143,15 @@ def computing() -> Computing:
 
 
 def locally(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a method; modules that run inside read local tensors."""
-    return _reading(True, method, args, kwargs)
+    """Call a method for a DTensor's tokens; modules that run inside read local tensors."""
+    here = computing()
+    before = here.is_running
+    if before is None:  # called by itself, not by its model
+        here.is_running = True
+    try:
+        return _reading(True, method, args, kwargs)
+    finally:
+        here.is_running = before
 
 
 def _reading(
@@ -143,6 +163,28 @@ def _reading(
         return method(*args, **kwargs)
     finally:
         here.is_local = before
+
+
+@contextmanager
+def reading_once(block: nn.Module) -> Iterator[None]:
+    """Have a block's weights read at once, in one order, whichever of them a rank's tokens need.
+
+    A weight may be gathered where it is read, and its gradient is summed there. So all ranks do so
+    for all weights, in the same order. What `fully_shard` gathers by itself is whole only later.
+    """
+    here = computing()
+    before = here.weights
+    if before is None and reading_of(block) is not None:
+        here.weights = {}
+        apart = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
+        later = {inner for outer in apart for inner in outer.modules()}
+        for module in block.modules():
+            for name in () if module in later else module._parameters:
+                locally(getattr, module, name)
+    try:
+        yield
+    finally:
+        here.weights = before
 
 
 class ReadsLocally(nn.Module):
@@ -254,6 +296,9 @@ def _reader(name: str) -> Callable[[nn.Module], Any]:
         tensor, reading, here = _stored(module, name), reading_of(module), computing()
         if not isinstance(tensor, Tensor):
             return tensor
+        is_once = here.weights is not None and here.is_local
+        if is_once and (id(module), name) in here.weights:
+            return here.weights[id(module), name]
         # A checkpoint recomputes outside of the run.
         is_running = is_recomputing() if here.is_running is None else here.is_running
         if reading is not None and is_running:
@@ -267,7 +312,10 @@ def _reader(name: str) -> Callable[[nn.Module], Any]:
             # As by tensor parallelism. The module reads the whole.
             tensor = tensor.redistribute(mesh, [Replicate()] * mesh.ndim)
         parts: list[Placement] = [Partial()] * mesh.ndim
-        return tensor.to_local(grad_placements=parts)
+        local = tensor.to_local(grad_placements=parts)
+        if is_once:
+            here.weights[id(module), name] = local
+        return local
 
     return read
 

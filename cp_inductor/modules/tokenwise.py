@@ -37,6 +37,7 @@ from cp_inductor.modules.reading import (
     computing,
     locally,
     read_locally,
+    reading_once,
     reads_locally,
 )
 
@@ -88,14 +89,17 @@ class _Routing(ReadsLocally):
         if any(isinstance(inner, _Router) for inner in self.modules()) and _is_recording_logits():
             here.tokens = tokens  # Dynamo (2.13) refuses it within a checkpoint of activations
         try:
-            with _calling_all_of_fsdp(self):
+            if torch.compiler.is_compiling():  # one graph of all ranks
                 result = locally(method, local, *args, **kwargs)
+            else:
+                with _calling_all_of_fsdp(self), reading_once(self):
+                    result = locally(method, local, *args, **kwargs)
+                    first = locally(_with_all_gradients, self, local, result)
+                    result = (first, *result[1:]) if isinstance(result, tuple) else first
         finally:
             here.tokens = outer
         whole = result if isinstance(result, tuple) else (result,)
         outs = (_flat(whole[0], local, tokens), *whole[1:])
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            outs = (locally(_with_all_gradients, self, local, outs), *outs[1:])
         outs = tuple(_distributed(out, local, tokens, given) for out in outs)
         return outs if isinstance(result, tuple) else outs[0]
 
@@ -144,9 +148,6 @@ def _calling_all_of_fsdp(block: nn.Module) -> Iterator[None]:
     The replicas gather modules in the order of their calls. If one leaves out what another calls,
     it gets parts of other weights, or all wait for ever.
     """
-    if torch.compiler.is_compiling():
-        yield
-        return
     inner = [one for one in block.modules() if isinstance(one, FSDPModule) and one is not block]
     called: set[int] = set()
     hooks = [
@@ -166,9 +167,10 @@ def _calling_all_of_fsdp(block: nn.Module) -> Iterator[None]:
         )
 
 
-def _with_all_gradients(module: nn.Module, tokens: Tensor, outs: tuple[Any, ...]) -> Any:
+def _with_all_gradients(module: nn.Module, tokens: Tensor, result: Any) -> Any:
     """Return the first result, so that it depends on the tokens and on all weights of a module."""
-    if not isinstance(outs[0], Tensor):
+    outs = result if isinstance(result, tuple) else (result,)
+    if not isinstance(outs[0], Tensor) or not torch.is_grad_enabled():
         return outs[0]
     nodes = _nodes_behind(outs, tokens)
     found = {id(getattr(node, "variable", None)) for node in nodes}  # of leaves

@@ -30,7 +30,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
 from cp_inductor.modules.reading import scale_gradient
 
 
@@ -61,7 +61,9 @@ class ShardedWeights:
 
         Raises:
             UnsupportedPlacement: a parameter is of a subclass, such as a DTensor.
+            UntiedWeights: two share memory, which their shards would not.
         """
+        names: dict[int, str] = {}
         for name, parameter in model.named_parameters():
             if type(parameter) is not nn.Parameter:
                 raise UnsupportedPlacement(
@@ -70,6 +72,14 @@ class ShardedWeights:
                     got=f"a {type(parameter).__name__}",
                     remedy="leave out weights=, or pass a model that nothing has sharded or"
                     " quantized before",
+                )
+            address = 0 if parameter.is_meta or not parameter.numel() else parameter.data_ptr()
+            if address and names.setdefault(address, name) != name:
+                raise UntiedWeights(
+                    site=f"{names[address]} and {name}",
+                    expected="one parameter under both names, or two with separate memory",
+                    got="two that share memory, which their shards would not",
+                    remedy="make them one parameter (b.weight = a.weight), or clone one of them",
                 )
 
     def shard(self, model: nn.Module) -> None:

@@ -14,6 +14,7 @@ import cp_inductor
 from cp_inductor import UnsupportedPlacement
 from cp_inductor.dtensor.rules.concatenate import skip_empty_in_cat
 from tests.support import models
+from tests.support.combinations import whole
 from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
 
 
@@ -35,15 +36,15 @@ def test_a_prefill_fills_a_cache_of_shards() -> None:
     with implicit_replication():
         result = compiled(input_ids=shards, labels=shards)
         result.loss.backward()
-    assert (result.loss.full_tensor() - expected.loss).abs() < 1e-5
+    assert (whole(result.loss) - expected.loss).abs() < 1e-5
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
-    for layer, whole in zip(
+        torch.testing.assert_close(whole(parameter.grad), gradient)
+    for layer, other in zip(
         result.past_key_values.layers, expected.past_key_values.layers, strict=True
     ):
-        for actual, wanted in ((layer.keys, whole.keys), (layer.values, whole.values)):
+        for actual, wanted in ((layer.keys, other.keys), (layer.values, other.values)):
             assert actual.placements == (Shard(2),)
-            torch.testing.assert_close(actual.full_tensor(), wanted)
+            torch.testing.assert_close(whole(actual), wanted)
 
     fixed = transformers.StaticCache(config=model.config, max_cache_len=40)
     refused = pytest.raises(UnsupportedPlacement, match="use a cache that grows")
@@ -95,7 +96,7 @@ def check_padded() -> None:
     cp_inductor.parallelize(model, mesh)
     prompt, padded = (distribute_tensor(tensor, mesh, [Shard(1)]) for tensor in (ids, mask))
     with implicit_replication(), torch.no_grad():
-        found = model(prompt, attention_mask=padded).logits.full_tensor()
+        found = whole(model(prompt, attention_mask=padded).logits)
     torch.testing.assert_close(found[mask > 0], expected[mask > 0], rtol=1e-4, atol=1e-5)
 
 
@@ -126,8 +127,8 @@ def test_ranks_branch_alike() -> None:
 @on_ranks(2)
 def test_ranks_draw_what_the_first_draws() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = cp_inductor.parallelize(torch.nn.Linear(2, 2), init_device_mesh("cpu", (size,)))
-    mesh = model.weight.device_mesh
+    mesh = init_device_mesh("cpu", (size,))
+    cp_inductor.parallelize(torch.nn.Linear(2, 2), mesh)
     torch.manual_seed(rank)
     parts = torch.full((6, 50), 0.02)
     expected = torch.multinomial(parts, 3, generator=torch.Generator().manual_seed(0))

@@ -44,6 +44,7 @@ from cp_inductor.modules.recurrences import (
     share_short_convolution,
     share_wherever_known,
 )
+from tests.support.combinations import whole
 from tests.support.graphs import lowered_graphs, targets
 from tests.support.models import LENGTH, VOCABULARY, Mixing, make
 from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
@@ -175,8 +176,7 @@ def check_model(
         (p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)
     ]
     for actual, wanted in pairs:
-        assert isinstance(actual, DTensor)
-        assert (actual.full_tensor() - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+        assert (whole(actual) - wanted).abs().max() <= 1e-12 * wanted.abs().max()
     return max(gathered, default=0)
 
 
@@ -252,7 +252,7 @@ def test_in_fsdp_and_in_a_checkpoint_of_a_layer(backend: str | None) -> None:
     replicas = 2 if backend is None else 1  # of which FSDP takes the mean
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert isinstance(one.grad, DTensor)
-        error = (replicas * one.grad.full_tensor() - other.grad).abs().max()
+        error = (replicas * whole(one.grad) - other.grad).abs().max()
         assert error <= 1e-12 * other.grad.abs().max()
 
 
@@ -742,7 +742,7 @@ def check_packed_hybrid() -> None:
     finally:
         bamba.mamba2_chunk_scan, bamba.causal_conv1d_fn = originals
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        error = (one.grad.full_tensor() - other.grad).abs().max()
+        error = (whole(one.grad) - other.grad).abs().max()
         assert error <= 2e-5 * max(1e-3, other.grad.abs().max())
 
 

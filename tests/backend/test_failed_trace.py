@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchRuntimeError
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor import (
@@ -90,7 +90,7 @@ def test_a_cache_that_is_allocated_ahead(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_positions_that_the_model_makes(mesh: DeviceMesh, backend: str) -> None:
-    model = parallelize(WithPositions(), mesh)
+    model = distribute_module(WithPositions(), mesh)
     ids = distribute_tensor(torch.zeros(1, 32, dtype=torch.int64), mesh, [Shard(1)])
     with pytest.raises(UnsupportedPlacement) as raised:
         compiled(model, backend)(ids)
@@ -106,7 +106,7 @@ def test_positions_that_the_model_makes(mesh: DeviceMesh, backend: str) -> None:
 
 def test_plain_ids_of_a_distributed_model(mesh: DeviceMesh) -> None:
     ids = torch.zeros(1, 32, dtype=torch.int64)
-    model = parallelize(WithPositions(), mesh)
+    model = distribute_module(WithPositions(), mesh)
     with pytest.raises(UnsupportedPlacement) as raised:
         compiled(model)(ids)
     error = raised.value
@@ -190,7 +190,7 @@ def test_what_is_printed_is_about_the_program(
             shards = [torch.zeros(1, 4, 64, 32)] * 3
             compiled(mixed, backend, mesh=mesh)(*shards)
         else:
-            model = parallelize(WithPositions(), mesh)
+            model = distribute_module(WithPositions(), mesh)
             ids = distribute_tensor(torch.zeros(1, 32, dtype=torch.int64), mesh, [Shard(1)])
             compiled(model, backend)(ids)
 
@@ -222,7 +222,7 @@ def test_a_gradient_that_eager_code_left(mesh: DeviceMesh) -> None:
 
 
 def test_explain_says_so_and_not_that_there_is_no_attention(mesh: DeviceMesh) -> None:
-    model = parallelize(WithPositions(), mesh)
+    model = distribute_module(WithPositions(), mesh)
     ids = distribute_tensor(torch.zeros(1, 32, dtype=torch.int64), mesh, [Shard(1)])
     report = explain(model, ids)
     assert not report.is_fine

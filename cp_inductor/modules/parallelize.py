@@ -37,6 +37,7 @@ from cp_inductor.modules.reading import (
     READING,
     Reading,
     ReadsLocally,
+    as_on_one_process,
     computing,
     read_as_dtensors,
     read_locally,
@@ -224,12 +225,8 @@ def _entrance(cls: Any, batches: WholeBatches, options: tuple[Any, ...]) -> type
 
     @wraps(getattr(cls, "generate", forward))
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        here = computing()
-        before, here.is_running = here.is_running, False
-        try:
+        with as_on_one_process():
             return cls.generate(self, *args, **kwargs)
-        finally:
-            here.is_running = before
 
     methods = {"forward": forward} | ({"generate": generate} if hasattr(cls, "generate") else {})
     # Dynamo counts what it has compiled, and gives up, by code.

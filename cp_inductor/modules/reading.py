@@ -142,6 +142,17 @@ def computing() -> Computing:
     return here
 
 
+@contextmanager
+def as_on_one_process() -> Iterator[None]:
+    """Within this context parallelized models run on their plain weights, each rank by itself."""
+    here = computing()
+    before, here.is_running = here.is_running, False
+    try:
+        yield
+    finally:
+        here.is_running = before
+
+
 def locally(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a method for a DTensor's tokens; modules that run inside read local tensors."""
     here = computing()
@@ -296,9 +307,9 @@ def _reader(name: str) -> Callable[[nn.Module], Any]:
         tensor, reading, here = _stored(module, name), reading_of(module), computing()
         if not isinstance(tensor, Tensor):
             return tensor
-        is_once = here.weights is not None and here.is_local
-        if is_once and (id(module), name) in here.weights:
-            return here.weights[id(module), name]
+        known = here.weights if here.is_local else None
+        if known is not None and (id(module), name) in known:
+            return known[id(module), name]
         # A checkpoint recomputes outside of the run.
         is_running = is_recomputing() if here.is_running is None else here.is_running
         if reading is not None and is_running:
@@ -313,8 +324,8 @@ def _reader(name: str) -> Callable[[nn.Module], Any]:
             tensor = tensor.redistribute(mesh, [Replicate()] * mesh.ndim)
         parts: list[Placement] = [Partial()] * mesh.ndim
         local = tensor.to_local(grad_placements=parts)
-        if is_once:
-            here.weights[id(module), name] = local
+        if known is not None:
+            known[id(module), name] = local
         return local
 
     return read

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cp_inductor.modules.reading import as_on_one_process
 from cp_inductor.torch_private.arguments import bind_arguments
 from tests.rehearsal.report import ROUNDING, Difference
 from tests.rehearsal.results import Loss, gradients_of, loss_of, named
@@ -110,7 +111,7 @@ class Whole:
             model = copy.deepcopy(model)
             model = model.to(dtype) if dtype is not None else model
         args, kwargs = pytree.tree_map_only(Tensor, convert, (self.args, self.kwargs))
-        with nullcontext() if dtype is not None else _KernelsOfGPU():
+        with as_on_one_process(), nullcontext() if dtype is not None else _KernelsOfGPU():
             outputs = model(*args, **kwargs)
             loss = loss_of(outputs, of_user)
             if self.with_backward and loss is not None and loss.requires_grad:

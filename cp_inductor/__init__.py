@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from cp_inductor.inspect.estimate import Estimate, estimate
     from cp_inductor.inspect.explain import Report, explain
     from cp_inductor.modules.along_sequence import pass_states, tokens_before
-    from cp_inductor.modules.parallelize import parallelize
+    from cp_inductor.modules.parallelize import ParallelizeSequence, parallelize
     from cp_inductor.modules.recurrences import register_recurrence
     from cp_inductor.plan import Device, Level, Machine, Plan, plan_attention
     from cp_inductor.plan.batch import BatchPlan
@@ -68,6 +68,7 @@ __all__ = [
     "Machine",
     "MissingTriton",
     "ModifiedInPlace",
+    "ParallelizeSequence",
     "Plan",
     "ProcessGroupError",
     "RanksDisagree",
@@ -124,7 +125,7 @@ _HOMES = {
     "inspect.estimate": "Estimate estimate",
     "inspect.explain": "Report explain",
     "modules.along_sequence": "pass_states tokens_before",
-    "modules.parallelize": "parallelize",
+    "modules.parallelize": "ParallelizeSequence parallelize",
     "modules.recurrences": "register_recurrence",
     "plan": "Device Level Machine Plan plan_attention",
     "plan.batch": "BatchPlan",

@@ -426,7 +426,7 @@ def _example(args: argparse.Namespace) -> Iterator[tuple[Any, dict[str, Any]]]:
         loaded = load_example(args.model, mesh)
         placer = Placer(mesh)
         tensors, like = placer.call(loaded.args, loaded.kwargs or {})
-        options = placer.options(dict(loaded.options or {}), has_dtensors=like is not None)
+        options = placer.options(dict(loaded.options or {}), loaded.model, like)
         options |= _options_of(args)
         within = nullcontext() if like is None else implicit_replication()
         with within, failures_named(args.model):

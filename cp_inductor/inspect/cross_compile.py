@@ -147,7 +147,7 @@ def cross_compile(
             target=chip,
             dynamic=dynamic,
             mode=mode,
-            options=placer.options(options or {}, has_dtensors=like is not None),
+            options=placer.options(options or {}, model, like),
         )
 
 

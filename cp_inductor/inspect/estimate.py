@@ -266,7 +266,7 @@ def estimate(
                 target=chip,
                 checkpoint=checkpoint,
                 states=States(sharding, held_dtype, optimizer_states),
-                options=placer.options(options or {}, has_dtensors=like is not None),
+                options=placer.options(options or {}, model, like),
             )
 
 

@@ -14,7 +14,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.distributed.tensor import empty as distributed_empty
 
 from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.inspect.pretend import stashed_process_groups
-from cp_inductor.modules.parallelize import adapt
+from cp_inductor.modules.parallelize import adapt, options_of, parallelize_copy
 
 AXIS_NAMES = {1: ("cp",), 2: ("dp", "cp"), 3: ("dp", "cp", "tp")}
 
@@ -134,17 +134,21 @@ class Placer:
         leaves = pytree.tree_leaves(placed)
         return placed, next((leaf for leaf in leaves if type(leaf) is DTensor), None)
 
-    def options(self, options: Mapping[str, Any], *, has_dtensors: bool) -> dict[str, Any]:
+    def options(
+        self, options: Mapping[str, Any], model: Any, like: DTensor | None
+    ) -> dict[str, Any]:
         """Return torch.compile's options, with "mesh" replaced by the same axis of this mesh.
 
         Args:
             options: ``"mesh"`` is the name of an axis, or a mesh whose axis has that name. If it is
-                missing, it is "cp", unless the arguments are DTensors.
-            has_dtensors: some arguments are DTensors, which say how they are sharded.
+                missing, it is "cp", unless something else says how tensors are sharded.
+            model: of the call; if it is parallelized, it says how tensors are sharded.
+            like: some DTensor among the arguments, which say so as well; or None.
         """
         rest = {name: value for name, value in options.items() if name != "mesh"}
         named = options.get("mesh")
-        if named is None and has_dtensors:
+        is_declared = like is not None or options_of(getattr(model, "_orig_mod", model))
+        if named is None and is_declared:
             return rest
         if isinstance(named, DeviceMesh):
             named = (named.mesh_dim_names or ("cp",))[0]
@@ -161,6 +165,8 @@ class Placer:
         model = getattr(model, "_orig_mod", model)  # the module that torch.compile has wrapped
         if not isinstance(model, nn.Module):
             return model
+        if options_of(model) is not None:
+            like = None
         mesh = self.mesh if like is None else like.device_mesh
         everywhere = None if like is None else [Replicate()] * mesh.ndim
         memo: dict[int, Any] = {}
@@ -171,6 +177,13 @@ class Placer:
             memo[id(tensor)] = new
         # copy.deepcopy treats what the memo holds as copies that are made already.
         placed = copy.deepcopy(model, memo)
+        if (options := options_of(model)) is not None:
+            weights = options.weights
+            if weights is not None:
+                weights = replace(weights, mesh=self._corresponding(weights.mesh))
+            here = self._corresponding(options.mesh)
+            parallelize_copy(placed, replace(options, mesh=here, weights=weights))
+            return placed
         if like is not None and not all(isinstance(one, DTensor) for one in model.parameters()):
             adapt(placed, mesh)
         return placed

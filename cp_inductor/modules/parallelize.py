@@ -16,6 +16,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.rules.loss import correct_losses_along
@@ -38,6 +40,7 @@ from cp_inductor.modules.reading import (
     Reading,
     ReadsLocally,
     as_on_one_process,
+    class_of,
     computing,
     read_as_dtensors,
     read_locally,
@@ -128,40 +131,101 @@ def parallelize(
     _check_arguments(model, mesh, seq_dims, outputs, gradients)
     mesh = _first_equal(mesh)
     stored = ShardedWeights(weights) if isinstance(weights, DeviceMesh) else weights
-    options = (mesh, tuple((seq_dims or {}).items()), outputs, stored, gradients)
-    before = getattr(type(model), OPTIONS, None)
+    named = {"tokenwise": tokenwise, "recurrent": recurrent, "whole": whole}
+    for argument, classes in named.items():
+        _check_classes(argument, classes)
+    options = Options(
+        mesh,
+        tuple(tokenwise),
+        tuple(recurrent),
+        tuple(whole),
+        tuple((seq_dims or {}).items()),
+        outputs,
+        stored,
+        gradients,
+    )
+    before = options_of(model)
     if before is not None:
         if before != options:
             raise InvalidArgument(
                 site=SITE,
-                expected=f"the arguments of the first call for this model: {_words(before)}",
-                got=_words(options),
+                expected=f"the arguments of the first call for this model: {before}",
+                got=str(options),
                 remedy="parallelize a model once, or build it anew",
             )
         return model
-    named = {"tokenwise": tokenwise, "recurrent": recurrent, "whole": whole}
-    check = partial(_check, model, mesh, stored, named)
+    check = partial(_check, model, options)
     everybody = mesh if stored is None else stored.mesh
     agree_on_model(model, everybody, site=SITE, with_meta=stored is None, check=check)
     if stored is not None:
         stored.shard(model)
     _take_values_of_first(model, everybody)
-    gather = None if stored is None else partial(stored.gather, sequence=mesh)
-    reading = Reading(mesh, sums_gradients=gradients == "sum", gather=gather)
+    _change_classes(model, options)
+    return model
+
+
+class ParallelizeSequence(ParallelStyle):
+    """`parallelize` as a style of torch's `parallelize_module`, with the same options."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return parallelize(module, device_mesh, **self.options)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model was parallelized: the arguments of `parallelize`."""
+
+    mesh: DeviceMesh
+    tokenwise: tuple[type[nn.Module], ...]
+    recurrent: tuple[type[nn.Module], ...]
+    whole: tuple[type[nn.Module], ...]
+    seq_dims: tuple[tuple[str, int | None], ...]
+    outputs: str
+    weights: ShardedWeights | None
+    gradients: str
+
+
+def options_of(model: object) -> Options | None:
+    """Return how a model was parallelized; None if it was not."""
+    options: Options | None = getattr(type(model), OPTIONS, None)
+    return options
+
+
+def parallelize_copy(model: nn.Module, options: Options) -> None:
+    """Let the copy of a parallelized model compute on other meshes."""
+    for module in model.modules():
+        module.__class__ = class_of(module)
+    if OWN_FORWARD in vars(model):
+        model.forward = vars(model).pop(OWN_FORWARD)
+    _change_classes(model, options)
+
+
+def _change_classes(model: nn.Module, options: Options) -> None:
+    mesh, weights = options.mesh, options.weights
+    gather = None if weights is None else partial(weights.gather, sequence=mesh)
+    reading = Reading(mesh, sums_gradients=options.gradients == "sum", gather=gather)
     for module in list(model.modules()):
         read_as_dtensors(module, reading)
-    adapt(model, mesh, **named)
+    adapt(
+        model,
+        mesh,
+        tokenwise=options.tokenwise,
+        recurrent=options.recurrent,
+        whole=options.whole,
+    )
     batches = WholeBatches(
         site=type(model).__name__,
         mesh=mesh,
         names=names_of(type(model).forward),
-        seq_dims=dict(seq_dims or {}),
-        are_outputs_whole=outputs == "whole",
+        seq_dims=dict(options.seq_dims),
+        are_outputs_whole=options.outputs == "whole",
     )
-    model.__class__ = _entrance(type(model), batches, options)  # type: ignore[assignment]
+    model.__class__ = _entrance(type(model), batches, options)
     if "forward" in vars(model):  # replaced on the object, which would go past the class
         setattr(model, OWN_FORWARD, vars(model).pop("forward"))
-    return model
 
 
 def adapt(
@@ -193,12 +257,7 @@ def _first_equal(mesh: DeviceMesh) -> DeviceMesh:
     return first if first == mesh else mesh
 
 
-def _words(options: tuple[Any, ...]) -> str:
-    mesh, seq_dims, outputs, weights, gradients = options
-    return f"mesh={mesh}, seq_dims={dict(seq_dims)}, {outputs=}, {weights=}, {gradients=}"
-
-
-def _entrance(cls: Any, batches: WholeBatches, options: tuple[Any, ...]) -> type[nn.Module]:
+def _entrance(cls: Any, batches: WholeBatches, options: Options) -> type[nn.Module]:
     """Return a subclass whose forward takes whole batches."""
 
     def compute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -378,16 +437,12 @@ def _check_arguments(
         )
 
 
-def _check(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    stored: ShardedWeights | None,
-    named: Mapping[str, Sequence[type[nn.Module]]],
-) -> None:
-    if stored is not None:
-        stored.check(model)
-    for argument, classes in named.items():
-        _check_named(model, argument, classes)
+def _check(model: nn.Module, options: Options) -> None:
+    mesh = options.mesh
+    if options.weights is not None:
+        options.weights.check(model)
+    for argument in ("tokenwise", "recurrent", "whole"):
+        _check_found(model, argument, getattr(options, argument))
     ranks = set(mesh.mesh.flatten().tolist())
     # fully_shard hands out plain weights while the model runs.
     are_handed_out = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -407,23 +462,25 @@ def _check(
             )
 
 
-def _check_named(model: nn.Module, argument: str, classes: object) -> None:
-    """Refuse names that nothing would follow, as the module would mix tokens of one rank alone."""
-    site = f"{SITE}(..., {argument}=)"
+def _check_classes(argument: str, classes: object) -> None:
     given = tuple(classes) if isinstance(classes, Iterable) else (classes,)
     if isinstance(classes, (str, type)) or not all(isinstance(one, type) for one in given):
         raise InvalidArgument(
-            site=site,
+            site=f"{SITE}(..., {argument}=)",
             expected="a list of classes of modules",
             got=f"{classes!r:.80}",
             remedy=f"pass the classes themselves, as in {argument}=[type(model.layers[0].mixer)]",
         )
-    for one in given:
-        if not any(isinstance(module, one) for module in model.modules()):
+
+
+def _check_found(model: nn.Module, argument: str, classes: Iterable[type[nn.Module]]) -> None:
+    """Refuse names that nothing would follow, as the module would mix tokens of one rank alone."""
+    for named in classes:
+        if not any(isinstance(module, named) for module in model.modules()):
             kinds = {type(module).__name__ for module in model.modules()}
             raise InvalidArgument(
-                site=site,
+                site=f"{SITE}(..., {argument}=)",
                 expected="classes of modules that the model has",
-                got=f"{one.__module__}.{one.__qualname__}, of which it has none",
+                got=f"{named.__module__}.{named.__qualname__}, of which it has none",
                 remedy="leave it out, or name one of " + ", ".join(sorted(kinds)),
             )

@@ -23,10 +23,11 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_inductor
-from cp_inductor import InvalidArgument, RanksDisagree, UnsupportedPlacement
+from cp_inductor import InvalidArgument, RanksDisagree, UnsupportedPlacement, UntiedWeights
 from tests.support.combinations import (
     AOT,
     COMPILED,
@@ -406,6 +407,18 @@ def test_what_is_cut_and_what_comes_out() -> None:
         check_placements()
 
 
+def test_what_is_said_of_a_parallelized_model() -> None:
+    """By the style of torch's `parallelize_module`; in its world, and in others."""
+    with fake_rank(0, 2):
+        style = cp_inductor.ParallelizeSequence(outputs="whole")
+        model = parallelize_module(make_model(), world_mesh(), style)
+        report = cp_inductor.explain(model, *make_batch(2, 16))
+        assert report.is_fine and report.attentions
+        model = model.bfloat16()
+    needed = cp_inductor.estimate(model, make_batch(2, 16), mesh_shape=(4,), target="h100")
+    assert str(needed).startswith("4 x")
+
+
 # --- What is refused ------------------------------------------------------------------------------
 
 
@@ -440,6 +453,9 @@ def refusals(mesh: DeviceMesh) -> Iterator[tuple[type[Exception], str, Any]]:
     yield InvalidArgument, "'sharded' or 'whole'", lambda: call(make_model(), mesh, outputs="all")
     yield InvalidArgument, "a dict of dims", lambda: call(make_model(), mesh, seq_dims={"ids": "1"})
     yield InvalidArgument, "has none", lambda: call(make_model(), mesh, whole=[nn.GRU])
+    yield InvalidArgument, "a list of classes", lambda: call(make_model(), mesh, whole=nn.Linear)
+    views = nn.ParameterList([split.bias, split.bias.detach()])
+    yield UntiedWeights, "share memory", lambda: call(views, mesh, weights=mesh)
     yield UnsupportedPlacement, "weight", lambda: call(split, named["cp"])
 
 

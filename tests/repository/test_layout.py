@@ -94,8 +94,8 @@ def test_public_names() -> None:
     """What users import: a name goes, or comes, only with a line in CHANGELOG.md."""
     names = (
         "BatchPlan CPError ContextParallel CrossCompiled Device Estimate ExchangeFailed"
-        " InvalidArgument InvalidText Level Machine MissingTriton ModifiedInPlace ParallelizeSequence"
-        " Plan ProcessGroupError RanksDisagree Report"
+        " InvalidArgument InvalidText Level Machine MissingTriton ModifiedInPlace"
+        " ParallelizeSequence Plan ProcessGroupError RanksDisagree Report"
         " SequenceMixed SequenceWarning UnevenSequence UnsupportedAttention UnsupportedBuffer"
         " UnsupportedKernel UnsupportedPlacement UnsupportedStrategy UnsupportedTarget"
         " UnsupportedWrite UntiedWeights balanced batch_plans calibrate"

@@ -7,6 +7,8 @@ import io
 import os
 import re
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,13 +17,16 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import cp_inductor
 from cp_inductor.__main__ import main
+from tests.support.models import make
 from tests.support.ranks import run_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
 FILES = dict(re.findall(r'^```python title="(.+?)"\n(.*?)^```', PAGE, re.M | re.S))
+DIFF = re.findall(r"^```diff.*?\n(.*?)^```", PAGE, re.M | re.S)[0].splitlines()
 SHOWN = dict(re.findall(r'^```text title="(.+?)"\n(.*?)^```', PAGE, re.M | re.S))
 
 
@@ -77,6 +82,63 @@ def test_the_tutorial(ranks: int, is_compiled: bool, tmp_path: Path) -> None:
     assert [strip("", text) for text in (one, first, loaded)] == [strip("", text) for text in shown]
     if torch.__version__.partition("+")[0] == "2.13.0":  # the text is a file of torch
         assert numbers("".join(shown)) == pytest.approx(numbers(one + first + loaded), abs=2e-3)
+
+
+class OfTransformers(nn.Module):
+    """A model of transformers, called as the page's."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        classifier = pytest.importorskip("transformers").ViTForImageClassification
+        self.model = classifier(make("ViTModel").config) if name == "ViT" else make(name)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.model(inputs, labels=labels).loss
+        return loss
+
+
+def batch_for(name: str, step: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    if name == "ViT":
+        return torch.randn(2, 3, 16, 16, generator=draw), torch.tensor([step % 2, 1])
+    ids = torch.randint(3, 60, (2, 21), generator=draw)
+    return ids, ids
+
+
+def losses_of(name: str, script: str, is_compiled: bool) -> list[float]:
+    """Run a script of the page for another model; return the losses that it prints."""
+    model = ModuleType("model")
+    if name == "GPT":
+        exec(FILES["model.py"].replace("LENGTH = 1024", "LENGTH = 33"), model.__dict__)
+    else:
+        model.Transformer, model.batch = partial(OfTransformers, name), partial(batch_for, name)
+    sys.modules["model"], said = model, io.StringIO()  # what a compile imports beside it stays
+    with (
+        patch.object(dist, "init_process_group"),
+        nullcontext() if is_compiled else patch.object(torch, "compile", eager),
+        contextlib.redirect_stdout(said),
+    ):
+        exec(script, {"__name__": "__main__"})
+    return numbers(said.getvalue())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["GPT", "Llama", "Mixtral", "T5ForConditionalGeneration", "ViT"])
+def test_three_lines_make_a_script_parallel(name: str, is_compiled: bool) -> None:
+    """Two more make the mesh, which all scripts of ranks have."""
+    before, after = ([line[1:] for line in DIFF if line[:1] in f" {sign}"] for sign in "-+")
+    assert len(set(after) - set(before)) == 3 + 2
+    script = FILES["one.py"]
+    assert "\n".join(before) in script
+    imports = "import torch.distributed as dist, cp_inductor\n"
+    imports += "from torch.distributed.device_mesh import init_device_mesh\n"
+    parallel = imports + script.replace("\n".join(before), "\n".join(after))
+    parallel = parallel.replace('"cp_inductor"', '"cp_aot_eager"')
+    alone = losses_of(name, script, is_compiled=False)
+    assert len(alone) == 4
+    for losses in run_ranks(2, losses_of, name, parallel, is_compiled):
+        assert losses == pytest.approx(alone, abs=2e-4)
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ from cp_inductor.modules.tokenwise import run_on_shards
 from cp_inductor.modules.whole import run_known_on_whole, run_on_whole
 from cp_inductor.modules.whole_batches import WholeBatches, names_of
 from cp_inductor.torch_private.dtensor import replicate_plain_tensors
-from cp_inductor.torch_private.modes import run_uncompiled
+from cp_inductor.torch_private.modes import is_transforming, run_uncompiled
 from cp_inductor.torch_private.traces import traces
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -337,6 +337,13 @@ run_uncompiled(_Replicating.end_with)
 
 
 def _begin(model: nn.Module) -> None:
+    if is_transforming():
+        raise UnsupportedPlacement(
+            site=type(model).__name__,
+            expected="a parallelized model outside of transforms of torch.func",
+            got="a call within one (grad, vmap, ...), which knows nothing of exchanges",
+            remedy="call loss.backward() or torch.autograd.grad; functional_call may stay",
+        )
     _adopt(model)
     _replicating.begin()
 

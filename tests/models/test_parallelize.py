@@ -12,6 +12,7 @@ import logging
 import pickle
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -73,7 +74,10 @@ def assert_close(actual: Any, expected: Tensor, name: str = "") -> None:
 def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
     expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
-        assert_close(whole(parameter.grad), expected[plain_name(name)].grad, name)
+        wanted = expected[plain_name(name)].grad
+        assert (wanted is None) == (parameter.grad is None), name
+        if wanted is not None:
+            assert_close(whole(parameter.grad), wanted, name)
 
 
 # --- A step -------------------------------------------------------------------------------------
@@ -156,6 +160,14 @@ def sharded_before(mesh: DeviceMesh) -> nn.Module:
     return cp_inductor.parallelize(fully_shard(make_model(), mesh=mesh["dp"]), mesh["cp"])
 
 
+def by_fsdp1(mesh: DeviceMesh) -> nn.Module:
+    model = cp_inductor.parallelize(make_model(), mesh["cp"])
+    device = torch.device("cpu")
+    return FullyShardedDataParallel(
+        model, device_mesh=mesh["dp"], device_id=device, use_orig_params=True
+    )
+
+
 def over_both_axes(mesh: DeviceMesh) -> nn.Module:
     model = cp_inductor.parallelize(make_model(), mesh["cp"], gradients="partial")
     return fully_shard(model, mesh=mesh["dp", "cp"]._flatten("fsdp"))
@@ -177,14 +189,17 @@ def check_wrapped(wrap: Any, form: str, length: int) -> None:
     loss = compiled(model, form)(*batches[rank])
     loss.backward()
     assert_close(loss.detach(), losses[rank].detach())
-    assert_same_gradients(model, reference)
+    is_flat = isinstance(model, FullyShardedDataParallel)
+    summon = FullyShardedDataParallel.summon_full_params
+    with summon(model, with_grads=True) if is_flat else nullcontext():
+        assert_same_gradients(model, reference)
     optimizer.step()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    "wrap", [by_ddp, by_fully_shard, sharded_before, over_both_axes, with_weights]
+    "wrap", [by_ddp, by_fsdp1, by_fully_shard, sharded_before, over_both_axes, with_weights]
 )
 def test_wrapped_for_data_parallelism(wrap: Any, form: str) -> None:
     run_ranks(4, check_wrapped, wrap, form, 13)
@@ -280,6 +295,32 @@ def check_adapters(form: str) -> None:
 @pytest.mark.parametrize("form", [EAGER, AOT])
 def test_adapters_that_are_added_later(form: str) -> None:
     run_ranks(2, check_adapters, form)
+
+
+def check_hooks(form: str) -> None:
+    """Hooks of modules and of weights, and layers that are frozen for a step."""
+    models = model, reference = make_model(), make_model()
+    for each in models:
+        each.decoder.layers[0].register_forward_hook(lambda module, given, out: out * 1.5)
+        each.decoder.norm.register_full_backward_hook(lambda module, given, grads: (given[0] * 2,))
+        each.decoder.layers[0].up.weight.register_hook(lambda gradient: gradient * 3)
+    cp_inductor.parallelize(model, world_mesh())
+    run, batch = compiled(model, form), make_batch(2, 13)
+    for is_trained in (True, False, True):
+        losses = []
+        for each, call in ((model, run), (reference, reference)):
+            each.zero_grad()
+            each.decoder.layers[0].requires_grad_(is_trained)
+            losses.append(call(*batch))
+            losses[-1].backward()
+        assert_close(losses[0].detach(), losses[1].detach())
+        assert_same_gradients(model, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
+def test_hooks_and_frozen_layers(form: str) -> None:
+    run_ranks(3, check_hooks, form)
 
 
 def check_generation() -> None:
@@ -467,6 +508,16 @@ def test_what_cannot_be_meant_is_refused() -> None:
                 call()
         assert cp_inductor.parallelize(model := make_model(), mesh) is model
         assert cp_inductor.parallelize(model, mesh) is model
+
+
+def test_transforms_are_refused() -> None:
+    with fake_rank(0, 2):
+        model, batch = cp_inductor.parallelize(make_model(), world_mesh()), make_batch(2, 9)
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+        with pytest.raises(UnsupportedPlacement, match=r"torch\.func.*loss\.backward"):
+            torch.func.grad(lambda weights: torch.func.functional_call(model, weights, batch))(
+                weights
+            )
 
 
 def test_another_backend_is_refused() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.rules.loss import correct_losses_along
-from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
+from cp_inductor.errors import InvalidArgument, UnsupportedPlacement, UnsupportedWrite
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.own_tokens import run_on_own_tokens
 from cp_inductor.modules.reading import (
@@ -52,6 +52,7 @@ from cp_inductor.modules.sharded_weights import ShardedWeights
 from cp_inductor.modules.tokenwise import run_on_shards
 from cp_inductor.modules.whole import run_known_on_whole, run_on_whole
 from cp_inductor.modules.whole_batches import WholeBatches, names_of
+from cp_inductor.torch_private.dispatch import checks_of_given_data
 from cp_inductor.torch_private.dtensor import replicate_plain_tensors
 from cp_inductor.torch_private.modes import is_transforming, run_uncompiled
 from cp_inductor.torch_private.traces import traces
@@ -224,6 +225,7 @@ def _change_classes(model: nn.Module, options: Options) -> None:
         are_outputs_whole=options.outputs == "whole",
     )
     model.__class__ = _entrance(type(model), batches, options)
+    _parallelized.add(model)
     if "forward" in vars(model):  # replaced on the object, which would go past the class
         setattr(model, OWN_FORWARD, vars(model).pop("forward"))
 
@@ -385,6 +387,27 @@ def _adopt(model: nn.Module) -> None:
         new = [one for one in module.modules() if not reads_locally(one)]
         for inner in new if reads_locally(module) else ():
             read_locally(inner, ReadsLocally)
+
+
+_parallelized: WeakSet[nn.Module] = WeakSet()
+
+
+def _check_given_data(tensor: DTensor) -> None:
+    """Refuse other data for a weight that was read: the weight itself would not have it."""
+    address = tensor.to_local().data_ptr()
+    with as_on_one_process():  # in which models name their own weights
+        for model in list(_parallelized) if address else ():
+            for name, stored in itertools.chain(model.named_parameters(), model.named_buffers()):
+                if not isinstance(stored, DTensor) and stored.data_ptr() == address:
+                    raise UnsupportedWrite(
+                        site=f"{name}.data = ...",
+                        expected="weights that keep their memory while their model runs",
+                        got="other data for one that the model has read",
+                        remedy="write to its elements, as in weight.data.copy_(new)",
+                    )
+
+
+checks_of_given_data.append(_check_given_data)
 
 
 def _take_values_of_first(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -266,6 +266,17 @@ def _subclass(
             value = value.full_tensor()
         cls.__setattr__(module, name, value)
 
+    def named_parameters(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        # As those who sum their squares in a forward ask for them.
+        for name, parameter in cls.named_parameters(module, *args, **kwargs):
+            if reading is not None and computing().is_running:
+                parameter = reading.as_dtensor(parameter)
+            yield name, parameter
+
+    def parameters(module: nn.Module, recurse: bool = True) -> Iterator[Any]:
+        for _, parameter in module.named_parameters(recurse=recurse):
+            yield parameter
+
     def reduce(module: nn.Module, protocol: int) -> Any:
         return _new, (class_of(module),), module.__dict__
 
@@ -280,6 +291,8 @@ def _subclass(
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__setattr__": set_attribute,
+        "named_parameters": named_parameters,
+        "parameters": parameters,
         "__reduce_ex__": reduce,
         "__deepcopy__": copy_deeply,
         READING: reading,

@@ -196,6 +196,10 @@ def _place_strided_shards_in_numbers() -> None:
     strided.local_shard_size_and_offset = in_numbers
 
 
+# Called with a DTensor whose data is about to be replaced; they may refuse it.
+checks_of_given_data: list[Callable[[DTensor], None]] = []
+
+
 def _hand_data_on() -> None:
     """Let ``tensor.data = other`` give a DTensor the other's part and placements.
 
@@ -212,6 +216,8 @@ def _hand_data_on() -> None:
                 got=f"a plain tensor of shape {tuple(other.shape)}",
                 remedy="distribute it: distribute_tensor(data, x.device_mesh, x.placements)",
             )
+        for check in checks_of_given_data:
+            check(tensor)
         of_base.__set__(tensor, other)
         tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
 

@@ -28,7 +28,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_inductor
-from cp_inductor import InvalidArgument, RanksDisagree, UnsupportedPlacement, UntiedWeights
+from cp_inductor import (
+    InvalidArgument,
+    RanksDisagree,
+    UnsupportedPlacement,
+    UnsupportedWrite,
+    UntiedWeights,
+)
 from tests.support.combinations import (
     AOT,
     COMPILED,
@@ -62,6 +68,14 @@ class Training(nn.Module):
         return mean_loss(self.decoder(ids, positions), labels)
 
 
+class Decaying(Training):
+    """With the squares of all weights, in its loss."""
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        decay = sum(weight.square().sum() for weight in self.parameters())
+        return super().forward(*batch) + 1e-3 * decay
+
+
 def make_model() -> Training:
     return Training().double()
 
@@ -84,7 +98,7 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
 
 
 def check_steps(form: str, batch: int, length: int) -> None:
-    model, reference = make_model(), make_model()
+    model, reference = Decaying().double(), Decaying().double()
     optimizers = [
         torch.optim.AdamW(each.parameters(), fused=True, lr=0.01) for each in (model, reference)
     ]
@@ -508,6 +522,17 @@ def test_what_cannot_be_meant_is_refused() -> None:
                 call()
         assert cp_inductor.parallelize(model := make_model(), mesh) is model
         assert cp_inductor.parallelize(model, mesh) is model
+
+
+class Replaces(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data * 2
+        return super().forward(x)
+
+
+def test_weights_keep_their_memory() -> None:
+    with fake_rank(0, 2), pytest.raises(UnsupportedWrite, match=r"weight\.data = .*copy_"):
+        cp_inductor.parallelize(Replaces(4, 4), world_mesh())(torch.ones(2, 6, 4))
 
 
 def test_transforms_are_refused() -> None:

@@ -144,7 +144,7 @@ def test_steps_are_those_of_one_process(form: str, ranks: int, batch: int, lengt
 def check_lengths(dynamic: bool | None) -> None:
     model = cp_inductor.parallelize(make_model(), world_mesh())
     run = torch.compile(model, backend=AOT, fullgraph=True, dynamic=dynamic)
-    for length in (24, 32, 40, 48, 16):
+    for length in (24, 32, 16):
         assert_close(run(*make_batch(2, length)).detach(), make_model()(*make_batch(2, length)))
     assert counters["stats"]["unique_graphs"] == 2  # for the first, and for all others
 
@@ -422,8 +422,8 @@ def check_guesses(seeds: list[int], form: str) -> None:
 
 @pytest.mark.slow
 def test_what_is_cut_never_changes_numbers() -> None:
-    run_ranks(2, check_guesses, list(range(40)), EAGER)
-    run_ranks(3, check_guesses, list(range(40, 44)), AOT)
+    run_ranks(2, check_guesses, list(range(24)), EAGER)
+    run_ranks(3, check_guesses, list(range(40, 42)), AOT)
 
 
 @pytest.mark.long

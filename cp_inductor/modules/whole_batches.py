@@ -137,9 +137,9 @@ class WholeBatches:
     def _placed(self, tensor: Tensor, dim: int | None) -> Any:
         if isinstance(tensor, DTensor):
             return tensor
+        note_batch(str(self.mesh.get_group(0).group_name), tensor)
         if dim is None and not tensor.requires_grad and not tensor.is_floating_point():
             return tensor  # whose numbers Python may read, such as sizes of images
-        note_batch(str(self.mesh.get_group(0).group_name), tensor)
         others: list[Placement] = [Replicate()] * (self.mesh.ndim - 1)
         whole = DTensor.from_local(tensor, self.mesh, [Replicate(), *others], run_check=False)
         return whole if dim is None else whole.redistribute(self.mesh, [Shard(dim), *others])

@@ -65,6 +65,11 @@ def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Any]]:
         yield node, ".".join(path) or name or node.name, argument.example
 
 
+def is_argument(name: str) -> bool:
+    """Whether an input with this name, see `graph_inputs`, is neither of a module nor global."""
+    return name.startswith("L[") and not name.startswith("L['self']")
+
+
 def graph_examples(graph: fx.Graph) -> list[Any]:
     """Return the values with which a graph from Dynamo was traced; those of others are missing."""
     examples = {node: example for node, _, example in graph_inputs(graph)}

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from cp_inductor.errors import SequenceWarning
 from cp_inductor.graph.collectives import Collective
 from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.torch_private.dynamo import graph_inputs, is_argument
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.modes import without_modes
 from cp_inductor.trust.agreement import beginning_of, describe_table
@@ -125,14 +126,22 @@ def describe_program(gm: fx.GraphModule) -> dict[str, str]:
 
 
 def batches_of(gm: fx.GraphModule) -> dict[int, str]:
-    """Return which plain inputs of a graph every rank has whole, by place: the name of the group.
+    """Return which plain tensors of a batch every rank has whole, by place: the name of the group.
 
     Args:
-        gm: from Dynamo. It makes DTensors of them.
+        gm: from Dynamo. If it makes DTensors of plain inputs, all are whole.
     """
-    groups = {node: made.device_mesh.get_group(0) for node, made in _made_whole(gm).items()}
+    made = next(iter(_made_whole(gm).values()), None)
+    if made is None:
+        return {}
+    name = str(made.device_mesh.get_group(0).group_name)
+    given = {node for node, source, _ in graph_inputs(gm.graph) if is_argument(source)}
     inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
-    return {place: str(groups[node].group_name) for place, node in inputs if node in groups}
+    return {place: name for place, node in inputs if node in given and not _is_dtensor(node)}
+
+
+def _is_dtensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), DTensor)
 
 
 def _made_whole(gm: fx.GraphModule) -> dict[fx.Node, DTensor]:

@@ -42,8 +42,7 @@ class Reading:
         mesh: of the ranks that share its sequences.
         sums_gradients: whether gradients are summed over these ranks, or each has its part, times
             their number, as somebody else averages them.
-        gather: reads a DTensor on another mesh, such as a shard of a weight; None has it read as
-            it is.
+        gather: reads a DTensor, the shard of a weight; None has it read as it is.
     """
 
     mesh: DeviceMesh
@@ -60,9 +59,7 @@ class Reading:
             return DTensor.from_local(
                 tensor, self.mesh, everywhere, run_check=False, grad_placements=parts
             )
-        if self.gather is not None and tensor.device_mesh != self.mesh:
-            return self.gather(tensor)
-        return tensor
+        return tensor if self.gather is None else self.gather(tensor)
 
 
 def scale_gradient(tensor: Tensor, factor: float) -> Tensor:

@@ -47,6 +47,7 @@ from tests.support.combinations import (
     whole,
 )
 from tests.support.combinations import make_model as make_decoder
+from tests.support.graphs import lowered_graphs
 from tests.support.ranks import fake_rank, run_ranks, world_mesh
 
 TOLERANCE = 1e-12  # relative to the largest of a tensor
@@ -217,6 +218,23 @@ def check_wrapped(wrap: Any, form: str, length: int) -> None:
 )
 def test_wrapped_for_data_parallelism(wrap: Any, form: str) -> None:
     run_ranks(4, check_wrapped, wrap, form, 13)
+
+
+def test_what_is_gathered_are_weights() -> None:
+    """Stored over the ranks of the sequence alone, weights are read whole, and activations stay."""
+    with fake_rank(0, 2):
+        model = cp_inductor.parallelize(make_model(), world_mesh(), weights=world_mesh())
+        graphs = lowered_graphs(model, *make_batch(2, 16))
+        gathers = (
+            node for kind in ("forward", "backward") for node in gathers_of(graphs[kind].graph)
+        )
+        shapes = {tuple(node.meta["val"].shape) for node in gathers}
+        assert shapes and shapes <= {tuple(weight.shape) for weight in model.parameters()}
+
+
+def gathers_of(graph: Any) -> Iterator[Any]:
+    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    yield from graph.find_nodes(op="call_function", target=gather)
 
 
 def check_blocks(way: str) -> None:

@@ -56,6 +56,7 @@ from cp_inductor.torch_private.dispatch import checks_of_given_data
 from cp_inductor.torch_private.dtensor import replicate_plain_tensors
 from cp_inductor.torch_private.modes import is_transforming, run_uncompiled
 from cp_inductor.torch_private.traces import traces
+from cp_inductor.trust.unreduced import watch_gradients
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -379,8 +380,22 @@ traces.before.append(_mark_lengths)
 
 def _adopt(model: nn.Module) -> None:
     """Let modules read what came into the model since its last run."""
-    reading = reading_of(model)
-    assert reading is not None
+    reading, options = reading_of(model), options_of(model)
+    assert reading is not None and options is not None
+    stored = options.weights
+    has_batches = stored is not None and stored.mesh.size() > options.mesh.size()
+    for name, weight in model.named_parameters() if has_batches else ():
+        if weight.requires_grad and not isinstance(weight, DTensor):
+            raise UnsupportedPlacement(
+                site=name,
+                expected="weights that were there when others were stored in shards",
+                got="a plain one, whose gradient nobody would average over batches",
+                remedy="add adapters and the like before parallelize(..., weights=)",
+            )
+    if not reading.sums_gradients:
+        for axis in range(options.mesh.ndim):
+            name = str(options.mesh.get_group(axis).group_name)
+            watch_gradients(name, list(model.parameters()))
     for module in model.modules():
         read_as_dtensors(module, reading)
         # Such as adapters, in a module that computes on a rank's own tokens.

@@ -167,7 +167,7 @@ def _warn(parameters: Sequence[Tensor]) -> None:
         "ranks that share a sequence are about to train apart: the gradients of"
         f" {', '.join(names[:MOST_NAMED])}{more} are of each rank's own tokens; call"
         " cp_inductor.reduce_gradients(model, mesh) after the backward, or let"
-        " DistributedDataParallel or FSDP reduce them",
+        ' DistributedDataParallel or FSDP reduce them; or leave out gradients="partial"',
         SequenceWarning,
         stacklevel=4,
     )

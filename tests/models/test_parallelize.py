@@ -572,6 +572,31 @@ def test_weights_keep_their_memory() -> None:
         cp_inductor.parallelize(Replaces(4, 4), world_mesh())(torch.ones(2, 6, 4))
 
 
+def test_weights_that_nobody_would_average() -> None:
+    """They come after others were stored in shards over more ranks than share a sequence."""
+    with fake_rank(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        weights = mesh["dp", "cp"]._flatten("weights")
+        model = cp_inductor.parallelize(make_model(), mesh["cp"], weights=weights)
+        model.decoder.head = nn.Linear(8, 8)
+        with pytest.raises(UnsupportedPlacement, match=r"decoder.head.weight: .*before parallel"):
+            model(*make_batch(2, 9))
+
+
+def check_partial_gradients() -> None:
+    model = cp_inductor.parallelize(make_model(), world_mesh(), gradients="partial")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(*make_batch(2, 9)).backward()
+    is_first = dist.get_rank() == 0  # says it for all
+    told = pytest.warns(cp_inductor.SequenceWarning, match="train apart")
+    with told if is_first else nullcontext():
+        optimizer.step()
+
+
+def test_partial_gradients_that_nobody_sums_are_told() -> None:
+    run_ranks(2, check_partial_gradients)
+
+
 def test_transforms_are_refused() -> None:
     with fake_rank(0, 2):
         model, batch = cp_inductor.parallelize(make_model(), world_mesh()), make_batch(2, 9)

@@ -69,7 +69,6 @@ def register() -> None:
         "prepare_model": _prepare_model,
         "prepare_data_loader": _prepare_data_loader,
         "maybe_context_parallel": _maybe_context_parallel,
-        "backward": _backward,
         "gather_for_metrics": _gather_for_metrics,
     }
     for name, new in methods.items():
@@ -266,7 +265,6 @@ def _shard(accelerator: Accelerator, model: nn.Module) -> None:
         # As accelerate does: the optimizer works on them, and the policy casts what is gathered.
         is_float32=accelerator.mixed_precision != "no",
         is_offloaded=isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy),
-        sums_batches=True,  # losses are divided by the labels of all batches
     )
     parallelize(model, mesh["cp"], weights=weights)
     # accelerate asks for it while it accumulates. Gradients are summed in every backward.
@@ -344,11 +342,6 @@ def _parallelize(
 def _maybe_context_parallel(original: Method, self: Accelerator, *args: Any, **kwargs: Any) -> Any:
     """Do nothing: a prepared model takes whole batches, and shards them itself."""
     return nullcontext()
-
-
-def _backward(original: Method, self: Accelerator, loss: Any, **kwargs: Any) -> None:
-    # FSDP defines the gradient as that of the mean over batches. Here gradients are summed.
-    original(self, loss / self.parallelism_config.dp_shard_size, **kwargs)
 
 
 def _gather_for_metrics(

@@ -46,7 +46,6 @@ class ShardedWeights:
         is_float32: whether shards of parameters that are trained are float32, whatever they were.
         is_offloaded: whether shards are in the host's memory, and so their gradients and the states
             of their optimizer; each is copied to the device when it is gathered.
-        sums_batches: whether gradients are summed over ranks with other batches, not averaged.
     """
 
     mesh: DeviceMesh
@@ -54,7 +53,6 @@ class ShardedWeights:
     reduce_dtype: torch.dtype | None = None
     is_float32: bool = False
     is_offloaded: bool = False
-    sums_batches: bool = False
 
     def check(self, model: nn.Module) -> None:
         """Refuse parameters that are not plain.
@@ -121,7 +119,7 @@ class ShardedWeights:
             backward_dtype=self.reduce_dtype if is_cast else None,
         )
         local = gathered.to_local(grad_placements=[Partial()])
-        if not self.sums_batches and weight.requires_grad and self.mesh.size() > sequence.size():
+        if weight.requires_grad and self.mesh.size() > sequence.size():
             local = scale_gradient(local, sequence.size() / self.mesh.size())
         return DTensor.from_local(
             local, sequence, [Replicate()], run_check=False, grad_placements=[Partial()]

@@ -511,7 +511,8 @@ def check(name: str, kind: str = "") -> None:
 
     mesh = world_mesh()
     begin = [type(module) for module in model.modules() if type(module).__name__ in BEGINNINGS]
-    cp_inductor.parallelize(model, mesh, whole=begin, outputs="whole")
+    dims = {"input_features": 2}  # (B, F, T) of Whisper
+    cp_inductor.parallelize(model, mesh, whole=begin, outputs="whole", seq_dims=dims)
     compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True)
     with (
         flex_sinks_on_cpu(),

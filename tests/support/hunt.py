@@ -246,6 +246,10 @@ class Batch(NamedTuple):
     image: Tensor
 
 
+# The dims of the tokens, for compilers.
+SEQ_DIMS = {name: None if name == "image" else 1 for name in Batch._fields}
+
+
 def make_batches(program: Program) -> list[Batch]:
     return [make_batch(program, number) for number in range(len(program.lengths))]
 
@@ -430,8 +434,7 @@ def marked(program: Program, tensor: Tensor) -> Tensor:
 def over_plain_shards(program: Program) -> Result:
     mesh, model, batches = world_mesh(), make_model(program), make_batches(program)
     torch.manual_seed(mesh.get_local_rank())  # ranks are to draw numbers of their own
-    seq_dims = {name: None if name == "image" else 1 for name in Batch._fields}
-    options: dict[str, Any] = {"seq_dims": seq_dims}
+    options: dict[str, Any] = {"seq_dims": SEQ_DIMS}
     share = 1.0 if "sum" in program.tags or program.mode == "drawn" else 1 / mesh.size()
     found: Result = {}
     # Sequences of another length are another region.

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -54,27 +54,10 @@ class Block(nn.Module):
         return (x + self.mlp(x)).square().mean()
 
 
-def collectives_of(gm: fx.GraphModule) -> list[dict[str, Any]]:
-    """Return what a graph starts, in order: by name, what is said of it, and the splits."""
-    from cp_inductor.graph.collectives import START, is_start
-
-    found = []
-    for node in gm.graph.nodes:
-        if not is_start(node):
-            continue
-        given: list[Any] = [one for one in node.args if not isinstance(one, fx.Node)]
-        splits = {}
-        if node.target is START:
-            splits = {"receives": given.pop(0), "sends": given.pop(0)}
-        dtype = str(node.meta["val"].dtype)
-        found.append({"what": [str(node.target), dtype, *map(str, given)], **splits})
-    return found
-
-
 def be_rank(rank: int, world_size: int, strategy: str, stages: int) -> dict[str, Any]:
     """Compile the block as one rank; return its collectives, and what it has cost."""
     import cp_inductor
-    from tests.support.graphs import lowered_graphs
+    from tests.support.graphs import collectives_of, lowered_graphs
     from tests.support.ranks import fake_rank
 
     start = time.process_time()
@@ -103,31 +86,6 @@ def start_rank(rank: int, given: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def disagreements(programs: dict[int, list[dict[str, Any]]]) -> list[str]:
-    """Return in which collectives ranks disagree.
-
-    Args:
-        programs: the collectives of each rank, in order.
-    """
-    lengths = {rank: len(program) for rank, program in programs.items()}
-    if len(set(lengths.values())) > 1:
-        return [f"collectives of ranks: {lengths}"]
-    found = []
-    for number, step in enumerate(zip(*programs.values(), strict=True)):
-        of_rank = dict(zip(programs, step, strict=True))
-        kinds = {rank: one["what"] for rank, one in of_rank.items()}
-        if any(kind != step[0]["what"] for kind in kinds.values()):
-            found.append(f"collective {number} of ranks: {kinds}")
-        elif "sends" in step[0]:
-            for source, one in of_rank.items():
-                for destination, other in of_rank.items():
-                    sent, received = one["sends"][destination], other["receives"][source]
-                    if sent != received:
-                        pair = f"rank {source} sends {sent} to rank {destination}, which"
-                        found.append(f"collective {number}: {pair} receives {received}")
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world-size", type=int, default=64)
@@ -141,6 +99,8 @@ def main() -> None:
         found = be_rank(given.be_rank, given.world_size, given.strategy, given.stages)
         print(json.dumps(found))
         return
+    from tests.support.graphs import disagreements
+
     ranks: Sequence[int] = given.ranks or range(given.world_size)
     started = time.monotonic()
     with ThreadPoolExecutor(given.at_once) as pool:

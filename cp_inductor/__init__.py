@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from cp_inductor.modules.along_sequence import pass_states, tokens_before
     from cp_inductor.modules.distribute import distribute
     from cp_inductor.modules.full_state import full_state_dict, load_full_state_dict
+    from cp_inductor.modules.parallelize import parallelize
     from cp_inductor.modules.recurrences import register_recurrence
     from cp_inductor.plan import Device, Level, Machine, Plan, plan_attention
     from cp_inductor.plan.batch import BatchPlan
@@ -100,6 +101,7 @@ __all__ = [
     "local_attention",
     "loss_weight",
     "pad_packed",
+    "parallelize",
     "pass_states",
     "per_rank",
     "plan_attention",
@@ -129,6 +131,7 @@ _HOMES = {
     "modules.along_sequence": "pass_states tokens_before",
     "modules.distribute": "distribute",
     "modules.full_state": "full_state_dict load_full_state_dict",
+    "modules.parallelize": "parallelize",
     "modules.recurrences": "register_recurrence",
     "plan": "Device Level Machine Plan plan_attention",
     "plan.batch": "BatchPlan",

@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.axis import SequenceAxis, is_sequence_sharded, whole_of_shard
 from cp_inductor.dtensor.limits import dim_of
-from cp_inductor.errors import SequenceMixed
+from cp_inductor.errors import InvalidArgument, SequenceMixed
 from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.graph.subgraphs import method_of
 from cp_inductor.passes.follow_graph import Followed, follow_graph, name_of
@@ -59,7 +59,7 @@ from cp_inductor.sequence.follow import shards_at, warn_of_sums
 from cp_inductor.sequence.rules.call import numbers
 from cp_inductor.sequence.types import Mixed, Own, Same, Type
 from cp_inductor.tiles.dims import SEQUENCE_DIM
-from cp_inductor.torch_private.dynamo import graph_examples, graph_inputs
+from cp_inductor.torch_private.dynamo import frame_locals, graph_examples, graph_inputs
 from cp_inductor.torch_private.groups import group_of
 
 
@@ -84,6 +84,7 @@ def check_sequence(
         takes a mean over tokens.
 
     Raises:
+        InvalidArgument: no input has a name in `seq_dims`.
         SequenceMixed: an attention, or a result outside of a region, depends on what mixes tokens.
     """
     sites = [site for site in sites if site.axis.world_size > 1 and _is_of_shards(site)]
@@ -92,6 +93,8 @@ def check_sequence(
     groups += [name for name in groups_of_regions(gm) if group_of(name).size() > 1]
     groups += [axis.group_name] if axis is not None and axis.world_size > 1 else []
     inputs = _inputs(gm, sites, seq_dims or {})
+    if axis is not None:
+        _refuse_other_names(gm, seq_dims or {})
     if not groups or not any(isinstance(one.value, Tensor) for one in inputs):
         return None
     _count_all_labels(gm, groups[0])
@@ -297,6 +300,23 @@ def _tells_length(value: object) -> bool:
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.ndim not in (1, 2, 3):
         return False
     return value.ndim == 3 or not (value.is_floating_point() or value.is_complex())
+
+
+def _refuse_other_names(gm: fx.GraphModule, seq_dims: Mapping[str, int | None]) -> None:
+    """Refuse names that no input has; what a graph does not use is still an input of the frame.
+
+    Only where options declare the mesh: there a model is one graph, and has one frame.
+    """
+    arguments = {_argument(node, name) for node, name, _ in graph_inputs(gm.graph)}
+    known = frame_locals()
+    others = [n for n in seq_dims if n not in arguments and re.split(r"\W", n)[0] not in known]
+    if others and known:
+        raise InvalidArgument(
+            site='options={"seq_dims": ...}',
+            expected=f"names of inputs: {', '.join(sorted(known | arguments))}",
+            got=", ".join(map(repr, others)),
+            remedy="name inputs as the model's forward does",
+        )
 
 
 def _named_dim(argument: str, dim: int | None, value: object) -> int | None:

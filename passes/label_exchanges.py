@@ -15,16 +15,15 @@ Assumes: graphs from AOTAutograd, in which a backward's node has the `seq_nr` of
 from __future__ import annotations
 
 import re
-from collections import Counter
 from typing import Any
 
 from torch import fx
 
-from cp_inductor.graph.collectives import WAIT, is_collective, is_start
+from cp_inductor.graph.collectives import WAIT
 from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.ops.attention import FORWARD
-from cp_inductor.passes.lower_attention import EXPANSIONS, IS_OURS
-from cp_inductor.passes.nodes import TILE_KEY
+from cp_inductor.passes.lower_attention import EXPANSIONS
+from cp_inductor.passes.nodes import EXCHANGE_KEY, TILE_KEY
 from cp_inductor.torch_private.inductor import put_label
 
 # In the meta of an attention, which its expansion shares: (its place in the graph, direction).
@@ -58,21 +57,12 @@ def number_attentions(
 
 def label_exchanges(graph: fx.Graph) -> None:
     """Label starts, waits and tiles of attentions that were numbered before they were lowered."""
-    ours = [n for n in graph.nodes if is_collective(n) and n.meta.get(IS_OURS, False)]
-    starts = [node for node in ours if is_start(node) and PLACE in node.meta]
-    totals = Counter(start.meta[PLACE] for start in starts)
-    numbers = Counter[Any]()
     label_of: dict[object, str] = {}
-    for start in starts:
-        place, direction = start.meta[PLACE]
-        numbers[place, direction] += 1
-        step = f"exchange_{numbers[place, direction]}_of_{totals[place, direction]}"
-        label_of[start] = f"cp_attention_{place}_{direction}_{step}"
-    for node in ours:
+    for node in graph.nodes:
+        for key, what in ((EXCHANGE_KEY, "exchange"), (TILE_KEY, "tile")):
+            if key in node.meta and PLACE in node.meta:
+                (place, direction), (number, total) = node.meta[PLACE], node.meta[key]
+                label_of[node] = f"cp_attention_{place}_{direction}_{what}_{number}_of_{total}"
         label = label_of.get(node.args[0] if node.target is WAIT else node)
         if label is not None:
             put_label(node, label)
-    for node in graph.nodes:
-        if TILE_KEY in node.meta and PLACE in node.meta:
-            (place, direction), (number, total) = node.meta[PLACE], node.meta[TILE_KEY]
-            put_label(node, f"cp_attention_{place}_{direction}_tile_{number}_of_{total}")

@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from cp_inductor.graph.collectives import START
+from cp_inductor.graph.collectives import START, STARTS
 from cp_inductor.graph.nodes import source_line
 from cp_inductor.ops.attention import (
     BACKWARD,
@@ -34,7 +34,13 @@ from cp_inductor.ops.attention import (
     run_backward,
     run_forward,
 )
-from cp_inductor.passes.nodes import BYTES_KEY, TILE_KEY, TILES_KEY, computes_numbers
+from cp_inductor.passes.nodes import (
+    BYTES_KEY,
+    EXCHANGE_KEY,
+    TILE_KEY,
+    TILES_KEY,
+    computes_numbers,
+)
 from cp_inductor.passes.share_pieces import share_pieces
 from cp_inductor.plan import Plan, backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
@@ -51,7 +57,10 @@ from cp_inductor.trust.claims import kind_of, tables_to_note
 from cp_inductor.trust.graph_agreement import NOTE_TABLES
 
 # What nodes of an expansion do not share with their site.
-OWN_META = ("val", BYTES_KEY, TILES_KEY, TILE_KEY, ONE_KERNEL_KEY, "unbacked_bindings")
+OWN_META = (
+    *("val", "unbacked_bindings"),
+    *(BYTES_KEY, EXCHANGE_KEY, TILES_KEY, TILE_KEY, ONE_KERNEL_KEY),
+)
 
 # In the meta of nodes of an expansion.
 IS_OURS = "cp_inductor_expansion"
@@ -173,9 +182,10 @@ def _trace(
     if not this.is_per_batch:
         plan = (forward_plan if op is FORWARD else backward_plan)(this.recipe)
         _note_bytes(traced.graph, plan, batch=size_hint(values[0].shape[0]))
-    tiles = [node for node in traced.graph.nodes if node.target in TILE_OPS]
-    for number, tile in enumerate(tiles, 1):
-        tile.meta[TILE_KEY] = number, len(tiles)
+    for key, targets in ((EXCHANGE_KEY, STARTS), (TILE_KEY, TILE_OPS)):
+        nodes = [node for node in traced.graph.nodes if node.target in targets]
+        for number, numbered in enumerate(nodes, 1):
+            numbered.meta[key] = number, len(nodes)
     for cat in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         cat.meta[ONE_KERNEL_KEY] = True
     _drop_whole_views(traced.graph)
@@ -227,6 +237,7 @@ def _layouts(inputs: Sequence[fx.Node]) -> tuple[Any, ...]:
 def _note_bytes(graph: fx.Graph, plan: Plan, *, batch: int) -> None:
     """Note on starts what the busiest rank moves, so that all ranks estimate them alike."""
     starts = graph.find_nodes(op="call_function", target=START)
+    assert len(starts) == len(plan.exchange_bytes), "a rank starts what its plan does not have"
     for start, num_bytes in zip(starts, plan.exchange_bytes, strict=True):
         start.meta[BYTES_KEY] = batch * num_bytes
 

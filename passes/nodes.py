@@ -14,6 +14,9 @@ from cp_inductor.tiles.tile_ops import TILE_OPS
 # In the meta of a start: what the rank moves that moves most in this exchange, in bytes.
 BYTES_KEY = "cp_inductor_bytes"
 
+# In the meta of a start: its number among those of its attention, from 1, and theirs.
+EXCHANGE_KEY = "cp_inductor_exchange"
+
 # In the meta of a tile: its number among those of its attention, from 1, and theirs.
 TILE_KEY = "cp_inductor_tile"
 

@@ -43,6 +43,7 @@ from cp_inductor.passes.inline_multi_head import inline_multi_head
 from cp_inductor.passes.inline_varlen import inline_varlen
 from cp_inductor.passes.label_exchanges import label_exchanges, number_attentions
 from cp_inductor.passes.lower_attention import lower_attention
+from cp_inductor.passes.merge_starts import merge_starts
 from cp_inductor.passes.note_draws import note_draws
 from cp_inductor.passes.pin_order import number_nodes, pin_order
 from cp_inductor.passes.relax_views import relax_views
@@ -324,6 +325,8 @@ PASSES = (
     # Before Inductor's cache is asked: the numbers are part of its key, and of an expansion's meta.
     Pass(NUMBER, "number_attentions", Lowering.number_attentions),
 
+    # Before the exchanges of attentions are there, which no two share.
+    Pass(LOWER, "merge_starts", _of_all_graphs(merge_starts)),
     # Before lowering, which makes such sizes.
     Pass(LOWER, "number_sizes", Lowering.number_sizes),
     Pass(LOWER, "lower_attention", Lowering.lower_attention),

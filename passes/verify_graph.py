@@ -1,7 +1,7 @@
 """Check a lowered graph. A failure is our own bug, so these are assertions, not refusals.
 
     every start is waited for exactly once, and nothing else reads it      else: torn data
-    every rank has as many starts as the plan                              else: a hang
+    every attention has all starts of its plan, in their order             else: a hang
     no op of the pair is left over                                         else: nothing overlaps
 
 Reads the graph, changes nothing.
@@ -9,11 +9,14 @@ Reads the graph, changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
 from cp_inductor.graph.collectives import STARTS, WAIT, is_start
 from cp_inductor.passes.lower_attention import EXPANSIONS
+from cp_inductor.passes.nodes import EXCHANGE_KEY
 
 SIZE = torch.ops.aten.sym_size.int
 
@@ -30,9 +33,27 @@ def verify_graph(gm: fx.GraphModule) -> list[str]:
             module.graph.lint()
             for node in module.graph.nodes:
                 _verify_node(node)
-                if is_start(node):
-                    starts.append(node.name)
+            own = [node for node in module.graph.nodes if is_start(node)]
+            _verify_starts([node.meta[EXCHANGE_KEY] for node in own if EXCHANGE_KEY in node.meta])
+            starts += [node.name for node in own]
     return starts
+
+
+def _verify_starts(numbers: Sequence[tuple[int, int]]) -> None:
+    """Check that every attention has its starts, which may stand between those of others.
+
+    Args:
+        numbers: of each start, its number among those of its attention, from 1, and theirs.
+    """
+    reached: list[tuple[int, int]] = []
+    for number, total in numbers:
+        before = (number - 1, total)
+        if number > 1:
+            assert before in reached, f"start {number} of {total} stands before the one ahead of it"
+            reached.remove(before)
+        reached.append((number, total))
+    left = [one for one in reached if one[0] < one[1]]
+    assert not left, f"of an attention's starts, numbers and how many there are, only {left} stand"
 
 
 def _verify_node(node: fx.Node) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -20,6 +20,7 @@ from cp_inductor.backend.gradients import with_all_gradients, with_plain_gradien
 from cp_inductor.backend.steps import with_steps_named
 from cp_inductor.backend.versions import with_versions_checked
 from cp_inductor.dtensor.permuted import refuse_permuted
+from cp_inductor.graph.collectives import Collective
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.check_sequence import shards_of
 from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
@@ -31,7 +32,7 @@ from cp_inductor.torch_private.dynamo import is_capturing_whole
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.trust.agreement import graph_called
 from cp_inductor.trust.graph_agreement import Planned, agreed_graph
-from cp_inductor.trust.same_program import describe_program
+from cp_inductor.trust.graph_fields import batches_of, describe_program
 from cp_inductor.trust.unreduced import watch_gradients
 
 
@@ -45,6 +46,8 @@ class Captured:
         agree: makes the context, from the inputs, in which the ranks compare what they run.
         attentions: those that were captured, in the order in which they run.
         types: what checks calls of the graph, if they must be.
+        collectives: what its lowered graphs start, by "forward", "backward" and "inference"; of
+            graphs that come from a cache nothing is known.
     """
 
     kept: tuple[int, ...]
@@ -52,6 +55,7 @@ class Captured:
     agree: Callable[[Sequence[Any]], Any]
     attentions: tuple[Planned, ...] = ()
     types: GraphTypes | AlikeLengths | None = None
+    collectives: dict[str, Sequence[Collective]] = field(default_factory=dict)
 
     @staticmethod
     def of(gm: fx.GraphModule, settings: Settings) -> Captured:
@@ -61,9 +65,11 @@ class Captured:
             CPError: an attention is sharded along the sequence and cannot be rewritten.
         """
         whole = describe_program(gm) if is_capturing_whole() else None
+        batches = batches_of(gm)
         captured = capture(gm, settings)
         planned = tuple(list_attentions(gm))
         agree: Callable[[Sequence[Any]], Any] = nullcontext
+        collectives: dict[str, Sequence[Collective]] = {}
         if settings.check_agreement and (planned or has_notes(gm)):
             inputs = gm.graph.find_nodes(op="placeholder")
             how = {
@@ -72,8 +78,18 @@ class Captured:
                 "schedule": settings.scheduling.schedule,
                 "memory budget": str(settings.scheduling.memory_budget_bytes),
             }
-            agree = agreed_graph(planned, inputs, how, whole=whole, shards=shards_of(gm))
-        return Captured(captured.kept, captured.has_attention, agree, planned, captured.types)
+            agree = agreed_graph(
+                planned,
+                inputs,
+                how,
+                collectives,
+                whole=whole,
+                shards=shards_of(gm),
+                batches=batches,
+            )
+        return Captured(
+            captured.kept, captured.has_attention, agree, planned, captured.types, collectives
+        )
 
     @property
     def is_of_rank(self) -> bool:

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -27,6 +26,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 
+from cp_inductor.backend.cache_key import cache_key, cache_key_of_all
 from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.backend.progress import compile_announced
@@ -38,9 +38,11 @@ from cp_inductor.dtensor.rules.dropout import seed_of_shard
 from cp_inductor.dtensor.rules.loss import correct_losses
 from cp_inductor.dtensor.rules.own_parts import parts_as_data
 from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers
+from cp_inductor.graph.collectives import list_collectives
 from cp_inductor.passes.pipeline import Lowering, PostGrad, Stage, lower, run_passes
 from cp_inductor.passes.settings import Settings, read_settings
 from cp_inductor.region.flex_bias import bias_of_scores
+from cp_inductor.sequence.count_labels import count_labels
 from cp_inductor.source import source_hash
 from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
 from cp_inductor.torch_private.dynamo import one_compile_at_a_time
@@ -130,7 +132,7 @@ def compile_through_inductor(
         The compiled function.
     """
     captured = Captured.of(gm, settings)
-    post_grad = PostGrad(_cache_key(settings))
+    post_grad = PostGrad(cache_key(settings))
     patches = _inductor_patches(settings, mode, post_grad)
     lowered = partial(
         _compile_lowered,
@@ -162,7 +164,7 @@ def _compile_aot_eager(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
 ) -> Callable[..., Any]:
     captured = Captured.of(gm, settings)
-    how: dict[str, Any] = {"settings": settings, "place_of": {}}
+    how: dict[str, Any] = {"settings": settings, "place_of": {}, "captured": captured}
     compilers = {
         f"{role}_compiler": partial(_interpret_lowered, kind=kind, **how)
         for role, kind in (("fw", "forward"), ("bw", "backward"), ("inference", "inference"))
@@ -188,7 +190,7 @@ def _inductor_patches(settings: Settings, mode: str | None, post_grad: PostGrad)
     name = "post_grad_custom_post_pass"
     custom = append_custom_pass(options.get(name, getattr(inductor_config, name)), post_grad)
     ours = (
-        *(bias_of_scores, document_numbers, from_local_like, local_part),
+        *(bias_of_scores, count_labels, document_numbers, from_local_like, local_part),
         *(note_drawn, seed_of_shard, replicated_like, replicated_numbers),
     )
     cacheable = {
@@ -215,18 +217,6 @@ def _tell_whole_logits(projection: fx.Node, reason: str) -> None:
     )
 
 
-def _cache_key(settings: Settings) -> str:
-    """Return what the generated code depends on besides the graph that Inductor hashes."""
-    rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    return repr((rank, settings.axis, _cache_key_of_all(settings)))
-
-
-def _cache_key_of_all(settings: Settings) -> str:
-    """Return the same for graphs that say themselves what in them depends on the rank."""
-    asked_for = (settings.enabled, settings.plan_options, settings.scheduling)
-    return repr((source_hash(), *asked_for, settings.check_agreement))
-
-
 def _compile_lowered(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -249,11 +239,11 @@ def _compile_lowered(
     lowering = Lowering(gm, kind_of(kwargs), *how)
     if settings.enabled:
         run_passes(Stage.NUMBER, lowering)
-    key_of_all = _cache_key_of_all(settings)
+    key_of_all = cache_key_of_all(settings)
     is_of_rank = captured.is_of_rank
     is_lowered_first = is_of_rank or inner_compile is not compile_fx_inner
     if settings.enabled and is_lowered_first:
-        lower(lowering)
+        _lower(lowering, captured)
     # A backward may be compiled later, when it is first called, on any thread.
     with ExitStack() as around:
         around.enter_context(one_compile_at_a_time())
@@ -267,8 +257,14 @@ def _compile_lowered(
             around.enter_context(hints_forgotten(gm))
             around.enter_context(compiled_once())
         if settings.enabled and not is_lowered_first:
-            around.enter_context(changed_before_code(gm, partial(lower, lowering)))
+            around.enter_context(changed_before_code(gm, partial(_lower, lowering, captured)))
         return inner_compile(gm, example_inputs, **kwargs)
+
+
+def _lower(lowering: Lowering, captured: Captured) -> None:
+    """Lower a graph, and note for the other ranks what it starts."""
+    lower(lowering)
+    captured.collectives[lowering.kind] = list_collectives(lowering.gm)
 
 
 def kind_of(kwargs: Mapping[str, Any]) -> str:
@@ -285,11 +281,12 @@ def _interpret_lowered(
     kind: str,
     settings: Settings,
     place_of: dict[Any, int],
+    captured: Captured,
 ) -> Callable[..., Any]:
     if settings.enabled:
         lowering = Lowering(gm, kind, settings.scheduling, {}, settings.check_agreement, place_of)
         run_passes(Stage.NUMBER, lowering)
-        lower(lowering)
+        _lower(lowering, captured)
         run_passes(Stage.INTERPRET, lowering)
     return make_boxed_func(gm.forward)
 

@@ -29,7 +29,7 @@ from cp_inductor.passes.label_exchanges import LABEL
 from cp_inductor.torch_private.inductor import label_of
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import replace_backward
-from cp_inductor.trust.course import waiting_in
+from cp_inductor.trust.agreement import waiting_in
 from cp_inductor.trust.failures import Step, failure, step_of
 from cp_inductor.trust.graph_agreement import Planned
 from cp_inductor.trust.profiler_ranges import named_ranges

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from cp_inductor.graph.exchange_rows import EXCHANGE_ROWS
+from cp_inductor.graph.nodes import graphs_of
 
 START = torch.ops._c10d_functional.all_to_all_single.default
 
@@ -30,3 +34,47 @@ def is_collective(node: fx.Node) -> bool:
 def is_start(node: fx.Node) -> bool:
     """Whether a node starts a functional collective."""
     return is_collective(node) and node.target is not WAIT
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What a graph starts among the ranks of a group.
+
+    Attributes:
+        op: its name, and the dtype of what arrives.
+        shape: of what arrives, if all ranks of the group get as much; None if inputs decide it.
+        group_name: c10d name of the group.
+    """
+
+    op: str
+    shape: tuple[int, ...] | None
+    group_name: str
+
+
+def list_collectives(gm: fx.GraphModule) -> tuple[Collective, ...]:
+    """Return what a graph starts among all ranks of groups, in order.
+
+    Not what one rank sends to one other, as in a pipeline, where ranks differ.
+    """
+    found = []
+    for node in (node for graph in graphs_of(gm) for node in graph.nodes if is_start(node)):
+        target: Any = node.target
+        names = [argument.name for argument in target._schema.arguments]
+        if "group_name" not in names or {"tag", "tag_list"} & {*names}:
+            continue
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        group, value = given["group_name"], node.meta["val"]
+        tensors: list[Tensor] = list(value) if isinstance(value, (list, tuple)) else [value]
+        # Plans say what ranks send each other in an all-to-all, where it differs between them.
+        own = () if target in STARTS else tensors
+        sizes = tuple(size for tensor in own for size in tensor.shape)
+        is_static = all(isinstance(size, int) for size in sizes)
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        found.append(
+            Collective(
+                f"{target.__name__.partition('.')[0]} of {dtype}",
+                sizes if is_static else None,
+                group if isinstance(group, str) else group.group_name,
+            )
+        )
+    return tuple(found)

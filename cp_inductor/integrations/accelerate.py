@@ -13,9 +13,9 @@ accelerate (1.15) and transformers (5.23) know one backend of context parallelis
 check for it by name. `register` replaces the methods that do, on their classes. A program whose
 configuration does not name this library runs the original methods.
 
-The batch is whole on every rank of the axis, and so is the loss. Weights are replicated DTensors,
-whose gradients are those of all tokens: nothing is averaged afterwards. Under FSDP2 they are
-sharded over all ranks, and averaged over those with other batches (`sharded.py`).
+Models are parallelized: the batch is whole on every rank of the axis, and so are the loss and the
+gradients, so that nothing is averaged afterwards. Under FSDP2 weights are stored in shards over all
+ranks, and their gradients averaged over those with other batches.
 """
 
 from __future__ import annotations
@@ -34,21 +34,16 @@ from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.optim import Optimizer
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from cp_inductor.integrations import trainer
 from cp_inductor.integrations.methods import HEAD_IS_EAGER, NAME, Method, is_ours, replace_method
 from cp_inductor.integrations.outputs import gather_objects, gather_outputs
-from cp_inductor.integrations.replicas import (
-    distribute_with_optimizers,
-    run_on_whole_batches,
-    watch_optimizer,
-)
-from cp_inductor.integrations.sharded import shard_weights
+from cp_inductor.modules.parallelize import parallelize
+from cp_inductor.modules.sharded_weights import ShardedWeights
 from cp_inductor.torch_private.checkpoint import redraw_when_recomputed
-from cp_inductor.torch_private.dtensor import plain_for_replicated
 
+_IS_COMPILED = "_cp_inductor_is_compiled"
 COMPILERS = ("CP_INDUCTOR", "CP_AOT_EAGER")  # accelerate writes names of backends in capitals
 
 
@@ -72,7 +67,6 @@ def register() -> None:
         "_prepare_cp": _prepare_cp,
         "_prepare_fsdp2": _prepare_fsdp2,
         "prepare_model": _prepare_model,
-        "prepare_optimizer": _prepare_optimizer,
         "prepare_data_loader": _prepare_data_loader,
         "maybe_context_parallel": _maybe_context_parallel,
         "backward": _backward,
@@ -195,14 +189,9 @@ def _check_plugin(plugin: Any) -> None:
 
 
 def _prepare_cp(original: Method, self: Accelerator, *args: Any) -> Any:
-    if self.is_fsdp2:
-        return args
-    optimizers = [_plain(arg) for arg in args if isinstance(arg, Optimizer)]
     for arg in args:
-        if isinstance(arg, nn.Module):
-            _distribute(self, arg, optimizers)
-    for optimizer in optimizers:
-        watch_optimizer(optimizer)
+        if isinstance(arg, nn.Module) and not self.is_fsdp2:
+            _parallelize(self, arg)
     return args
 
 
@@ -217,12 +206,10 @@ def _prepare_model(
         _shard(self, model)
         _compile_sharded(self, model)
         return model
-    _distribute(self, model, [], device_placement)
-    # Without a wrapper that averages gradients: those of DTensors are whole.
+    _parallelize(self, model, device_placement)
+    # Without a wrapper that averages gradients: they are whole.
     with _compiled_below_head(self, model):
-        prepared = original(self, model, device_placement=False, evaluation_mode=True)
-    run_on_whole_batches(prepared, self.unwrap_model(model, keep_torch_compile=False), _axis(self))
-    return prepared
+        return original(self, model, device_placement=False, evaluation_mode=True)
 
 
 def _prepare_fsdp2(original: Method, self: Accelerator, *args: Any) -> Any:
@@ -239,15 +226,13 @@ def _prepare_fsdp2(original: Method, self: Accelerator, *args: Any) -> Any:
 
 
 def _compile_sharded(accelerator: Accelerator, model: nn.Module) -> None:
-    """Compile a model in place, and let it take whole batches."""
-    if getattr(model, "_cp_inductor_takes_whole_batches", False):
-        return
+    """Compile a model in place, once."""
     plugin = accelerator.state.dynamo_plugin
-    if plugin.backend != DynamoBackend.NO:
+    if plugin.backend != DynamoBackend.NO and not hasattr(model, _IS_COMPILED):
         _let_frozen_embeddings_be(model)
         below: Any = _below_head(model) or model
         below.forward = torch.compile(below.forward, **plugin.to_kwargs())
-    run_on_whole_batches(model, model, _axis(accelerator))
+        setattr(model, _IS_COMPILED, True)
 
 
 def _checkpoint_layers(original: Method, accelerator: Accelerator, model: nn.Module) -> nn.Module:
@@ -274,16 +259,15 @@ def _shard_model(original: Method, accelerator: Accelerator, model: nn.Module) -
 def _shard(accelerator: Accelerator, model: nn.Module) -> None:
     mesh = accelerator.torch_device_mesh
     policy = accelerator.state.fsdp_plugin.mixed_precision_policy
-    shard_weights(
-        model,
+    weights = ShardedWeights(
         mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
-        mesh["cp"],
         param_dtype=getattr(policy, "param_dtype", None),
         reduce_dtype=getattr(policy, "reduce_dtype", None),
         # As accelerate does: the optimizer works on them, and the policy casts what is gathered.
         is_float32=accelerator.mixed_precision != "no",
         is_offloaded=isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy),
     )
+    parallelize(model, mesh["cp"], weights=weights)
     # accelerate asks for it while it accumulates. Gradients are summed in every backward.
     model.set_requires_gradient_sync = _ignore  # type: ignore[assignment]
 
@@ -328,14 +312,6 @@ def _compiled_below_head(accelerator: Accelerator, model: nn.Module) -> Iterator
         plugin.backend = backend
 
 
-def _prepare_optimizer(
-    original: Method, self: Accelerator, optimizer: Optimizer, *args: Any, **kwargs: Any
-) -> Any:
-    if not self.is_fsdp2:
-        watch_optimizer(_plain(optimizer))
-    return original(self, optimizer, *args, **kwargs)
-
-
 def _prepare_data_loader(original: Method, self: Accelerator, *args: Any, **kwargs: Any) -> Any:
     settings = self.dataloader_config
     if settings.dispatch_batches:
@@ -354,24 +330,14 @@ def _prepare_data_loader(original: Method, self: Accelerator, *args: Any, **kwar
         settings.dispatch_batches = before
 
 
-def _distribute(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizers: list[Optimizer],
-    device_placement: bool | None = None,
+def _parallelize(
+    accelerator: Accelerator, model: nn.Module, device_placement: bool | None = None
 ) -> None:
     if getattr(model, "_is_accelerate_prepared", False):
         return
     if accelerator.device_placement if device_placement is None else device_placement:
         model.to(accelerator.device)
-    known = [_plain(optimizer) for optimizer in accelerator._optimizers]
-    bare = accelerator.unwrap_model(model, keep_torch_compile=False)
-    distribute_with_optimizers(bare, _axis(accelerator), [*known, *optimizers])
-
-
-def _plain(optimizer: Any) -> Optimizer:
-    """Return the optimizer that accelerate has wrapped."""
-    return getattr(optimizer, "optimizer", optimizer)
+    parallelize(accelerator.unwrap_model(model, keep_torch_compile=False), _axis(accelerator))
 
 
 def _maybe_context_parallel(original: Method, self: Accelerator, *args: Any, **kwargs: Any) -> Any:
@@ -381,8 +347,7 @@ def _maybe_context_parallel(original: Method, self: Accelerator, *args: Any, **k
 
 def _backward(original: Method, self: Accelerator, loss: Any, **kwargs: Any) -> None:
     # FSDP defines the gradient as that of the mean over batches. Here gradients are summed.
-    with plain_for_replicated():
-        original(self, loss / self.parallelism_config.dp_shard_size, **kwargs)
+    original(self, loss / self.parallelism_config.dp_shard_size, **kwargs)
 
 
 def _gather_for_metrics(

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from cp_inductor.modules.along_sequence import last_tokens, pass_states
 from cp_inductor.modules.libraries import Recurrence
-from cp_inductor.modules.local_weights import ReadsLocally, computing
 from cp_inductor.modules.own_tokens import OnOwnTokens
+from cp_inductor.modules.reading import ReadsLocally, computing
 from cp_inductor.modules.recurrences import (
     Form,
     refuse_steps,

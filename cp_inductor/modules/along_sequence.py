@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.fx.traceback import annotate
 
 from cp_inductor.errors import UnsupportedPlacement
-from cp_inductor.modules.local_weights import computing
+from cp_inductor.modules.reading import computing
 from cp_inductor.torch_private.checkpoint import rerun_within
 from cp_inductor.torch_private.groups import exchange_rows
 

@@ -43,7 +43,7 @@ from cp_inductor.modules.along_sequence import (
     tokens_before,
 )
 from cp_inductor.modules.libraries import Recurrence, libraries
-from cp_inductor.modules.local_weights import (
+from cp_inductor.modules.reading import (
     ReadsLocally,
     check_weights,
     computing,

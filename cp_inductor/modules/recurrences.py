@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from cp_inductor.modules.along_sequence import pass_states, shared_sequence, tokens_before
-from cp_inductor.modules.local_weights import computing
+from cp_inductor.modules.reading import computing
 
 Form = Callable[..., Any]
 

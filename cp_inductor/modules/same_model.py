@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.trust.agreement import agree_once
-from cp_inductor.trust.ledger import Entry
+from cp_inductor.trust.record import Entry
 
 
 def agree_on_model(

@@ -32,13 +32,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.libraries import libraries
-from cp_inductor.modules.local_weights import (
+from cp_inductor.modules.reading import (
     ReadsLocally,
     check_weights,
     computing,
     locally,
     read_locally,
     reads_locally,
+    refuse_plain,
 )
 
 
@@ -77,12 +78,8 @@ class _Routing(ReadsLocally):
 
     def _on_shards(self, method: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(tokens, DTensor):
-            raise UnsupportedPlacement(
-                site=type(self).__name__,
-                expected="tokens as a DTensor, as the weights are",
-                got="a plain tensor",
-                remedy="distribute the input of the model on the same mesh",
-            )
+            refuse_plain(self, "tokens as a DTensor", "a plain tensor")
+            return method(tokens, *args, **kwargs)
         check_weights(self)
         mesh, given = tokens.device_mesh, tokens.placements
         # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.

@@ -40,12 +40,15 @@ from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.along_sequence import sharing
 from cp_inductor.modules.libraries import libraries
-from cp_inductor.modules.local_weights import (
+from cp_inductor.modules.reading import (
     ReadsLocally,
     check_weights,
+    computing,
     locally,
     read_locally,
+    reading_of,
     reads_locally,
+    refuse_plain,
 )
 from cp_inductor.plan.grid import shard_lengths
 
@@ -97,16 +100,16 @@ class OnWhole(ReadsLocally):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the arguments, and compute."""
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
-        if not given:
-            raise UnsupportedPlacement(
-                site=type(self).__name__,
-                expected="a DTensor among the arguments, as the weights are",
-                got="plain tensors",
-                remedy="distribute the input of the model on the same mesh",
-            )
+        reading = reading_of(self) if computing().is_running else None
+        if given:
+            mesh = given[0].device_mesh
+        elif reading is not None:
+            mesh = reading.mesh
+        else:
+            refuse_plain(self, "a DTensor among the arguments", "plain tensors")
+            return super().forward(*args, **kwargs)
         check_weights(self)
-        mesh = given[0].device_mesh
-        placements = _placements_of_result(given, type(self).__name__)
+        placements = _placements_of_result(given, mesh, type(self).__name__)
         args, kwargs = pytree.tree_map(gathered, (args, kwargs))
         # A checkpoint may recompute this together with modules that share the sequence.
         with sharing(None):
@@ -119,12 +122,11 @@ def _is_of_sequence(placement: Placement) -> bool:
     return isinstance(placement, Shard) and placement.dim > 0
 
 
-def _placements_of_result(given: Sequence[DTensor], site: str) -> list[Placement]:
+def _placements_of_result(given: Sequence[DTensor], mesh: DeviceMesh, site: str) -> list[Placement]:
     """Return the placements of the first argument along the sequence, or those of its beginning."""
     for tensor in given:
         if any(map(_is_of_sequence, tensor.placements)):
             return list(tensor.placements)
-    mesh = given[0].device_mesh
     places: list[Placement] = [Replicate()] * mesh.ndim
     for tensor in given:
         for axis, placement in enumerate(tensor.placements):

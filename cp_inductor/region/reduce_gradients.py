@@ -34,7 +34,7 @@ from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.kept import on_reset
 from cp_inductor.torch_private.groups import mesh_axis_ranks, ranks_that_reduce
 from cp_inductor.trust.agreement import agree_once
-from cp_inductor.trust.ledger import Entry
+from cp_inductor.trust.record import Entry
 
 BUCKET_BYTES = 32 << 20
 

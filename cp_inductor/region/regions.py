@@ -119,7 +119,7 @@ class SequenceRegion(RegionMode):
             return self._call_in_region(func, args, kwargs)
         except CPError as error:
             # Other ranks may wait for this one in an attention: they learn what it refuses.
-            tell_refusal(self.group_name, error, is_called=is_sdpa(func))
+            tell_refusal(self.group_name, error)
             raise
 
     def note_compiled(self) -> None:

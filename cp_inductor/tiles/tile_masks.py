@@ -8,10 +8,6 @@ No tensor here is as large as the sequence squared. A mask is computed from the 
 and run-time tables are cut to them. A mask tensor that holds rows of the rank's own queries stays
 with these queries.
 
-Dropout drops a score by a hash of a seed and of the score's indices in the whole attention. So
-forward and backward, and all plans drop the same scores. The seed contains the place of
-this rank's batch entries and heads among all.
-
 Shapes: B batch, H query heads of the tile, S its queries, T its keys; 1 where one does not matter.
 """
 
@@ -29,18 +25,9 @@ from cp_inductor.mask.evaluate import Operations, evaluate
 from cp_inductor.mask.language import BATCH, HEAD, INDICES, KEY, QUERY, SCORE, is_of_pairs
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Span, Tile
+from cp_inductor.tiles.dropout import draw_kept
 from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.sizes import is_known
-
-# Indices by the dims of a score.
-
-
-# How far apart keys are before they are hashed.
-_STRIDE = 0x3C6EF35F
-
-
-# How far apart batch entries are before they are hashed: more than there are heads.
-BATCH_STRIDE = 1 << 16
 
 
 def _as_float(value: Any) -> Any:
@@ -195,15 +182,9 @@ class TileMasks:
         """
         assert self.extras.seed is not None
         indices, place = self.indices(tile), _at_rows(rows)
-        batch, heads, queries, keys = (place(indices.of(symbol)) for symbol in INDICES)
-        of_head = _once(_hash(self.extras.seed + batch * BATCH_STRIDE + heads))
-        of_row = _once(_hash(of_head + queries))
-        # This makes a number of an index. Inductor computes indices in int32 on a GPU.
-        keys = keys & 0xFFFFFFFF
-        word = _hash(of_row ^ (keys * _STRIDE & 0xFFFFFFFF))
+        places = [place(indices.of(symbol)) for symbol in INDICES]
         dtype = torch.promote_types(self.like.dtype, torch.float32)
-        is_kept = word >= int(dropout_p * (1 << 32))
-        return is_kept.to(dtype) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
+        return draw_kept(self.extras.seed, *places, dropout_p=dropout_p, dtype=dtype)
 
     def token_range(self, span: Span, *, of_keys: bool) -> tuple[int | SymInt, int | SymInt]:
         """Return the first token of a span, and the one after its last."""
@@ -220,22 +201,6 @@ def _local(masks: TileMasks, span: Span) -> tuple[int | SymInt, int | SymInt]:
     first, last = masks.token_range(span, of_keys=False)
     own, _ = masks.token_range(masks.own, of_keys=False)
     return first - own, last - own
-
-
-def _hash(word: Tensor) -> Tensor:
-    """Scramble 32 bits; no step leaves the range of int64, whose overflow is nobody's promise."""
-    word = word & 0xFFFFFFFF
-    word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF
-    word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF
-    return (word >> 16) ^ word
-
-
-def _once(word: Tensor) -> Tensor:
-    """Return the same, behind a reduction: what is before it is not computed again by each reader.
-
-    A hash reads every step twice, and Inductor writes out what is read as often as it is.
-    """
-    return word.unsqueeze(-1).expand(*word.shape, 16).amax(-1)
 
 
 # Runs of tokens: [start, stop) each, one behind the other.

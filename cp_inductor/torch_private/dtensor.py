@@ -179,16 +179,15 @@ def are_plain_tensors_replicated() -> bool:
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
-@contextmanager
-def plain_for_replicated() -> Iterator[None]:
-    """Do what `implicit_replication` does; torch's (2.13 to 2.15) ends those around it as well."""
-    dispatcher = DTensor._op_dispatcher
-    before = dispatcher._allow_implicit_replication
-    dispatcher._allow_implicit_replication = True
-    try:
-        yield
-    finally:
-        dispatcher._allow_implicit_replication = before
+def replicate_plain_tensors(is_on: bool) -> bool:
+    """Take plain tensors beside DTensors as replicated on this thread; return if they were before.
+
+    `DTensor._op_dispatcher._allow_implicit_replication`, as of `are_plain_tensors_replicated`.
+    Autograd takes it over from the thread that calls a backward.
+    """
+    before = are_plain_tensors_replicated()
+    DTensor._op_dispatcher._allow_implicit_replication = is_on
+    return before
 
 
 def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:

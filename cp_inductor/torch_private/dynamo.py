@@ -35,6 +35,19 @@ def is_capturing_whole() -> bool:
         return False
 
 
+def frame_locals() -> frozenset[str]:
+    """Return the names of the arguments, and of what a closure holds, of what is being compiled.
+
+    `InstructionTranslator.current_tx().f_locals` (torch._dynamo.symbolic_convert, read in 2.13.0).
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return frozenset(InstructionTranslator.current_tx().f_locals)
+    except AttributeError:
+        return frozenset()
+
+
 def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Any]]:
     """Yield each input of a graph from Dynamo: its node, its name in the model, and its value.
 

@@ -18,13 +18,17 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
 
+from cp_inductor.torch_private.dtensor import (
+    are_plain_tensors_replicated,
+    replicate_plain_tensors,
+)
 from cp_inductor.torch_private.shardings import RememberedShardings
 from cp_inductor.torch_private.symbolic_dtensor import SymbolicLengths
 
@@ -47,6 +51,8 @@ class Traces:
     def __init__(self, *states: State) -> None:
         self._states = states
         self._names: list[tuple[Any, NameOf]] = []
+        # Are called with the local variables of a frame that is about to be traced.
+        self.before: list[Callable[[Mapping[str, Any]], None]] = []
         self._thread: int | None = None
 
     @property
@@ -64,10 +70,13 @@ class Traces:
         self._names.append((backend, name))
         _wrap_once(self)
 
-    def run(self, backend: Any, trace: Callable[[], Any]) -> Any:
-        """Trace for a backend."""
-        innermost = innermost_backend(backend)
+    def run(self, arguments: Mapping[str, Any], trace: Callable[[], Any]) -> Any:
+        """Trace a frame; these are the arguments of `_compile`."""
+        innermost = innermost_backend(arguments["compiler_fn"])
         name = next((name for known, name in self._names if known is innermost), None)
+        if name is not None:
+            for prepare in self.before:
+                prepare(arguments["locals"])
         try:
             with self.switched(name is not None):
                 return trace()
@@ -80,12 +89,13 @@ class Traces:
     @contextmanager
     def switched(self, is_ours: bool) -> Iterator[None]:
         """Within this context, what Dynamo traces is ours, or is not."""
-        before = self.is_ours
+        before, were_replicated = self.is_ours, are_plain_tensors_replicated()
         self._switch(is_ours)
         try:
             yield
         finally:
             self._switch(before)
+            replicate_plain_tensors(were_replicated)  # a parallelized model switches it on
 
     def _switch(self, is_ours: bool) -> None:
         if is_ours == self.is_ours:
@@ -137,7 +147,7 @@ def _wrap_once(traces: Traces) -> None:
         given = signature.bind(*args, **kwargs)
         given.arguments["skip"] = given.arguments.get("skip", 0) + FRAMES
         trace = partial(compile_frame, *given.args, **given.kwargs)
-        return traces.run(given.arguments["compiler_fn"], trace)
+        return traces.run(given.arguments, trace)
 
     convert_frame._compile = compile_watched
 

@@ -1,10 +1,13 @@
 """Ranks compare what they are about to run, and say what failed.
 
-claims, ledger              what a rank says about an attention, and who says otherwise
-agreement, graph_agreement  the comparison, in eager code and around a compiled graph
-course, trail               which way each rank goes, and who waits for whom
-failures                    which exchange failed, and whose fault it was
-hosts                       which ranks run on one host
+log, record                 the one comparison: what a rank tells, and who waits for whom
+cause, comparing            why ranks give up; the threads that compare beside the program
+notes                       what ranks tell each other beside it: samples of gradients, hosts
+claims                      what a rank says about an attention
+agreement, graph_agreement  what is compared, in eager code and around a compiled graph
+graph_fields                what a graph says of itself
+failures, processes         which exchange failed, whose fault it was, and which process that is
 unreduced                   gradients of shards that nobody sums
-board, bounded_store        where ranks write for each other; a store that answers in time
+bounded_store               a store that answers in time
+profiler_ranges             exchanges and tiles in a profile
 """

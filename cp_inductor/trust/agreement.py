@@ -11,9 +11,8 @@ each claim is compared before its attention runs. `graph_agreement` compares tho
 A claim is compared when it differs from the last one that was agreed for its kind of attention.
 The kind is compared once. Lengths, batch and plan are compared whenever they change. Ranks that run
 the same program see the same changes, so a rank that only compiles again waits for nobody. If the
-lengths of one rank alone change, that rank waits for the others before it sends, and then raises.
-One error is not noticed: a rank runs an attention of another kind, where both kinds were agreed on
-before.
+lengths of one rank alone change, that rank waits for the others before it sends, and all raise.
+The other attentions are compared beside the program; see `log`.
 
 The tables of masks and the seeds of dropout are known only at run time. Their digests are compared
 in the first runs, and then as often as the user asks, after the attention or graph has run.
@@ -25,38 +24,44 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import DistError
 
 from cp_inductor import config
 from cp_inductor.errors import CPError, ExchangeFailed, ProcessGroupError, RanksDisagree
 from cp_inductor.kept import on_reset
 from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.dims import SEQUENCE_DIM
-from cp_inductor.torch_private.groups import group_with_store
+from cp_inductor.torch_private.groups import group_of, group_with_store
+from cp_inductor.torch_private.modes import is_transformed
 from cp_inductor.trust.bounded_store import BoundedStore
-from cp_inductor.trust.claims import Claim, claim_attention, digest, kind_of, tables_to_note
-from cp_inductor.trust.course import Course, keep_course
-from cp_inductor.trust.failures import introduce
-from cp_inductor.trust.ledger import (
-    LONGEST_WAIT_S,
-    PATIENCE_S,
-    SHORTEST_WAIT_S,
-    Entry,
-    Ledger,
+from cp_inductor.trust.claims import (
+    Claim,
+    claim_attention,
+    digest,
+    entry_of,
+    kind_of,
+    tables_to_note,
 )
+from cp_inductor.trust.log import Log
+from cp_inductor.trust.record import ATTENTIONS, BATCHES, TABLES, Entry
 
 # Tables are compared in this many runs of each kind of attention: about the layers of a model.
 FIRST_RUNS = 128
+
+# A rank waits for others at this many first events: about the attentions of a model's first step.
+FIRST_EVENTS = 128
+
+# About so many numbers of a batch are compared: all, unless it is a mask of many tokens.
+MOST_OF_BATCH = 1 << 22
 
 # This many elements of a tensor that is drawn are compared: seeds that differ show in the first.
 MOST_OF_DRAW = 1 << 14
@@ -67,86 +72,79 @@ SEED_ALIKE = (
     " the first rank has"
 )
 
+SAME_BATCHES = (
+    "let all ranks that share a sequence skip a batch, or none: agree on it by an all_reduce of a"
+    " flag; evaluate on all of them; then start again from a checkpoint, because numbers of two"
+    " batches may have met; if each rank's whole tensors differ outside of its own part, set"
+    " config.check_agreement = False"
+)
+
 
 class Agreed:
     """What a rank and the others of a group have agreed on.
 
     Attributes:
-        claims, tables: what has been said about them.
+        log: what this rank tells the others.
         last: what was agreed last about each kind of attention.
+        known: which kind of attention has followed which other.
+        noted: tables that were read, and are not compared yet.
         num_runs: how often attentions with tables have run, by kind.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout_s: float) -> None:
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-        bounded = BoundedStore(store, timeout_s)
-        self.peers = introduce(group, bounded)
-        self.course = Course(bounded, rank, ranks, timeout_s, self.peers.look)
-        ledger = partial(
-            Ledger, bounded, rank=rank, ranks=ranks, timeout_s=timeout_s, look=self.course.where
-        )
-        # A rank comes to an attention after it has said all before it, but not what it reads there.
-        self.claims = ledger(
-            name="claims", over=self.course.over, ahead=self.course.ahead, tell=self.course.give_up
-        )
-        self.tables = ledger(name="tables", over=self.course.over)
-        keep_course(group, self.course)
-        self.last: dict[tuple[str, bool | None], Claim] = {}
+        self.log = Log(BoundedStore(store, timeout_s), rank, ranks, timeout_s)
+        self.last: dict[tuple[str, bool], Claim] = {}
+        self.known: set[tuple[str, str]] = set()
+        self.before, self.epoch = "", 0
+        self.noted: list[Entry] = []
         self.num_runs: Counter[str] = Counter()
 
-    def rejoin(self, site: str) -> None:
-        """After a refusal of this rank alone, begin anew with the others, who give up for it.
+    def agree(
+        self,
+        claims: Sequence[tuple[Claim, str]],
+        has_grad: bool | None,
+        begins: Mapping[str, str] = MappingProxyType({}),
+    ) -> list[Entry]:
+        """Compare claims, each with its site, as far as they are not what was agreed last.
 
-        It waits until they have done so, or have refused it as well.
+        Args:
+            claims: of what is about to run.
+            has_grad: whether gradients are on; None where the caller cannot know it. If one rank
+                alone turns gradients off, it does not come to the backward.
+            begins: what inputs begin with, by name.
+
+        Returns:
+            What the other ranks have said of the first, if all were waited for.
         """
-        if not self.claims.has_refused:
-            return
-        deadline, delay = time.monotonic() + self.claims.timeout_s, SHORTEST_WAIT_S
-        is_known = has_left = False
-        with self.course.waiting(site), suppress(DistError):
-            while time.monotonic() < deadline and not self.course.look():
-                # Asked first: who gives up has written into the ledger before.
-                is_known = self.course.found()
-                if not has_left and self.claims.follow():
-                    has_left, deadline = True, min(deadline, time.monotonic() + PATIENCE_S)
-                if is_known or (not has_left and self.claims.is_refused_by_all()):
-                    break
-                time.sleep(delay)
-                delay = min(2 * delay, LONGEST_WAIT_S)
-        self.claims.has_refused = False
-        self.last.clear()
-        if is_known:
-            self.course.restart()
-        else:
-            self.course.pass_by_refusal(site)
-
-    def agree(self, claims: Sequence[tuple[Claim, str]], has_grad: bool | None) -> None:
-        """Compare claims, each with its site, that are not what was agreed last."""
-        self.rejoin(claims[0][1])
-        changed = []
+        self.log.rejoin(claims[0][1])
+        if self.epoch != self.log.record.epoch:  # ranks have given up since the last attention
+            self.epoch = self.log.record.epoch
+            self.last.clear()
+            self.known.clear()
+        is_new, for_all = False, bool(begins)
+        is_early = self.log.record.trails[ATTENTIONS].count < FIRST_EVENTS
+        entries = []
         for claim, site in claims:
-            # If one rank alone turns gradients off, it does not come to the backward.
-            mode = (claim.kind, has_grad)
-            last = self.last.get(mode)
-            if last is not claim and last != claim:
-                changed.append(claim.entry(site, has_grad))
-                self.last[mode] = claim
+            entry = entry_of(claim, site, has_grad)
+            last = self.last.get((entry.kind, bool(claim.program)))
+            is_new |= last is None or last.fields != claim.fields
+            # What its backward starts may be known later.
+            for_all |= last is not None and last.program != claim.program
+            is_early |= (self.before, entry.kind) not in self.known
+            self.known.add((self.before, entry.kind))
+            self.last[entry.kind, bool(claim.program)], self.before = claim, entry.kind
+            entries.append(entry)
+        if begins:
+            entries[0] = replace(entries[0], begins=begins)
         try:
-            if changed:
-                self.claims.say(changed)
-            # An earlier claim may be pending, because its comparison was interrupted by hand.
-            if self.claims.is_pending:
-                with self.course.waiting(claims[0][1]):
-                    self.claims.settle(is_whole=False)
-                    self.peers.meet()
-            kinds = [f"{claim.kind} {has_grad}" for claim, _ in claims if not claim.is_of_graph]
-            self.course.come_to(kinds, claims[0][1])
-        except Exception:
+            return self.log.come(entries, is_new=is_new, is_early=is_early, for_all=for_all)
+        except BaseException:
             self.last.clear()
             raise
 
     def note(self, tables: Sequence[Tensor], kind: str, site: str, *, has_seed: bool) -> None:
-        """Say what the tables of an attention are, if they are to be compared in this run.
+        """Note what the tables of an attention are, if they are to be compared in this run.
 
         Args:
             tables: what must be alike on all ranks.
@@ -159,27 +157,29 @@ class Agreed:
         names = [f"table {number}" for number in range(len(tables) - has_seed)]
         names += ["dropout's seed"] * has_seed
         digests = {name: describe_table(t) for name, t in zip(names, tables, strict=True)}
-        self._say("tables of an attention", digests, site)
+        self._note("tables of an attention", digests, site)
 
     def note_replicated(self, tensor: Tensor, kind: str, site: str) -> None:
-        """Say what a tensor holds that is taken for replicated, if it is to be compared now."""
+        """Note what a tensor holds that is taken for replicated, if it is to be compared now."""
         if self._is_turn_of(kind):
             numbers = {"its numbers": describe_table(beginning_of(tensor))}
-            self._say("a tensor that every rank is to have", numbers, site, SEED_ALIKE)
+            self._note("a tensor that every rank is to have", numbers, site, SEED_ALIKE)
 
     def _is_turn_of(self, kind: str) -> bool:
         self.num_runs[kind] += 1
         every = config.check_tables_every
         return self.num_runs[kind] <= FIRST_RUNS or bool(every and not self.num_runs[kind] % every)
 
-    def _say(self, what: str, values: Mapping[str, str], site: str, remedy: str = "") -> None:
+    def _note(self, what: str, values: Mapping[str, str], site: str, remedy: str = "") -> None:
         every = str(config.check_tables_every)
         fields = {"what": what, "check_tables_every": every, **values}
-        self.tables.say([Entry(site, fields, remedy=remedy)])
+        self.noted.append(Entry(site, fields, remedy=remedy))
 
     def compare_tables(self) -> None:
         """Compare what was noted."""
-        self.tables.settle(is_whole=True)
+        noted, self.noted = self.noted, []
+        if noted:
+            self.log.come(noted, TABLES, is_new=True, is_whole=True)
 
 
 # What ranks have said outlives every compile. None stands for a group with nothing to compare.
@@ -187,22 +187,33 @@ _agreed_in: WeakKeyDictionary[dist.ProcessGroup, Agreed | None] = WeakKeyDiction
 
 
 class _Graph(threading.local):
-    """Whether gradients were on when the graph that this thread runs was called; None outside."""
+    """The graph that this thread runs.
+
+    Attributes:
+        has_grad: whether gradients were on when it was called; None outside.
+        is_compared: whether its attentions were.
+    """
 
     has_grad: bool | None = None
+    is_compared = False
 
 
 _graph = _Graph()
 
 
 @contextmanager
-def graph_called() -> Iterator[None]:
-    """Run a compiled graph inside, in which ops cannot see whether gradients are on."""
-    before, _graph.has_grad = _graph.has_grad, torch.is_grad_enabled()
+def graph_called(*, is_compared: bool = False) -> Iterator[None]:
+    """Run a compiled graph inside, in which ops cannot see whether gradients are on.
+
+    Args:
+        is_compared: its attentions were compared, so that ops in it need not.
+    """
+    before = _graph.has_grad, _graph.is_compared
+    _graph.has_grad, _graph.is_compared = torch.is_grad_enabled(), is_compared
     try:
         yield
     finally:
-        _graph.has_grad = before
+        _graph.has_grad, _graph.is_compared = before
 
 
 # The default group of the process that forked this one, if any. Its groups do not work here.
@@ -253,15 +264,14 @@ def forget_agreements() -> None:
     _agreed_in.clear()
 
 
-def tell_refusal(group_name: str, error: CPError, *, is_called: bool = False) -> None:
+def tell_refusal(group_name: str, error: CPError) -> None:
     """Let the other ranks know what this one refuses, because they may be waiting for it.
+
+    If this rank alone refuses, the others give up. It begins anew with them at its next attention.
 
     Args:
         group_name: c10d name of the process group of the attention.
         error: the refusal. Errors about other ranks are not told.
-        is_called: whether the attention was called, not only compiled. If only this rank refuses,
-            the others are inside the attention. So whatever this rank calls next is compared before
-            it exchanges anything with them.
     """
     told = vars(error).setdefault("_told", set())  # it may pass through here again
     is_of_others = isinstance(error, (RanksDisagree, ExchangeFailed, ProcessGroupError))
@@ -270,11 +280,7 @@ def tell_refusal(group_name: str, error: CPError, *, is_called: bool = False) ->
     told.add(group_name)
     group = agreed_of(group_name)
     if group is not None:
-        group.rejoin(error.site)
-        group.claims.refuse(str(error))
-        group.course.refuse(str(error))
-        if is_called:
-            group.last.clear()
+        group.log.refuse(str(error))
 
 
 def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> None:
@@ -293,14 +299,10 @@ def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> Non
     try:
         entry = describe()
         while left:
-            group = left.pop(0)
-            group.rejoin(entry.site)
-            group.claims.say([entry])
-            group.claims.settle(is_whole=True)
-            group.peers.meet()
+            left.pop(0).log.come([entry], is_new=True)
     except CPError as error:
         for other in left:
-            other.claims.refuse(str(error))  # its ranks may wait, without having seen a difference
+            other.log.refuse(str(error))  # its ranks may wait, without having seen a difference
         raise
 
 
@@ -315,27 +317,44 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
         or tensor.is_floating_point()
         or tensor.is_complex()
         or torch.compiler.is_compiling()
+        or is_transformed(tensor)
         or not config.check_agreement
     ):
         return
     group = agreed_of(group_name)
-    if group is not None:
-        group.course.note_batch(tensor)
+    if group is None:
+        return
+    shape = "x".join(map(str, tensor.shape))
+    flat = tensor.detach().reshape(-1)
+    flat = flat[:: 1 + flat.numel() // MOST_OF_BATCH].contiguous()
+    first = ", ".join(map(str, flat[:4].tolist()))
+    numbers = f"{shape} numbers with {first}, ..., digest {describe_table(flat).split()[-1]}"
+    group.log.rejoin("a batch")
+    number = group.log.record.trails[BATCHES].count + 1
+    fields = {"what": "a batch", f"batch {number}": numbers.removesuffix(",")}
+    group.log.add(BATCHES, [Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)])
+    group.log.record.trails[BATCHES].run_on()
 
 
-def swap_notes(group_name: str, name: str, text: str, patience_s: float) -> list[str] | None:
-    """Leave a text for the other ranks of a group, and return theirs.
+@contextmanager
+def waiting_in(group_name: str, where: str) -> Iterator[None]:
+    """Let others know where this rank waits while it is in an exchange inside."""
+    log = log_of(group_name)
+    with nullcontext() if log is None else log.waiting(where):
+        yield
 
-    Returns:
-        None if some have not left one within the patience; none in groups of one rank.
-    """
-    group = agreed_of(group_name)
-    return [] if group is None else group.peers.swap(name, text, patience_s)
+
+def log_of(group_name: str) -> Log | None:
+    """Return what this rank of a group tells the others, if it has told them anything."""
+    with suppress(RuntimeError, KeyError):  # the group is gone
+        group = _agreed_in.get(group_of(group_name))
+        return None if group is None else group.log
+    return None
 
 
 @contextmanager
 def agreed(
-    this: Attention,
+    attention: Attention,
     query: Tensor,
     key: Tensor,
     extras: Sequence[Tensor] = (),
@@ -346,7 +365,7 @@ def agreed(
     """Run an attention inside, once all ranks are about to run the same.
 
     Args:
-        this: the attention.
+        attention: which.
         query, key: (B, H, S, D), (B, G, T, D), this rank's shards.
         extras: what it reads beside them.
         site: for errors.
@@ -357,19 +376,20 @@ def agreed(
     """
     is_run = type(query) in (Tensor, nn.Parameter) and query.device.type != "meta"
     # What the batch decides is compared where the batch is planned.
-    is_run = is_run and config.check_agreement and not this.is_per_batch
-    group = agreed_of(this.group_name) if is_run else None
+    is_run = is_run and config.check_agreement and not attention.is_per_batch
+    group = agreed_of(attention.group_name) if is_run else None
     if group is None:
         yield
         return
     sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
-    has_grad = _graph.has_grad if has_grad is None else has_grad
-    group.agree([(claim_attention(this, query.dtype, sizes), site)], has_grad)
-    tables = [extras[place] for place in tables_to_note(this)]
+    if has_grad is not None or not _graph.is_compared:
+        has_grad = _graph.has_grad if has_grad is None else has_grad
+        group.agree([(claim_attention(attention, query.dtype, sizes), site)], has_grad)
+    tables = [extras[place] for place in tables_to_note(attention)]
     if tables:
-        kind = kind_of(this, query.dtype)
-        group.note(tables, kind, site, has_seed=this.dropout_p > 0)
-    with group.course.waiting(site):
+        kind = kind_of(attention, query.dtype)
+        group.note(tables, kind, site, has_seed=attention.dropout_p > 0)
+    with group.log.waiting(site):
         yield
     group.compare_tables()
 

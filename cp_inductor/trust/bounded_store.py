@@ -1,11 +1,10 @@
 """A store that answers within a time, or raises: the store of a stopped process never answers.
 
-    store.get(key)          waits for ever, if the process that holds the store is stopped
-    bounded.get(key)        StoreSilent, a DistError, after the limit; from then on at once
+    store.get(key)                          waits for ever, if the process that holds it is stopped
+    bounded.answered(lambda: ...get(key))   StoreSilent, a DistError, after the limit; then at once
 
-Each call is made in a thread of its own. If there is no answer, the thread stays in the call. The
-store is then not asked again, because the waiting call has locked it. Starting a thread takes
-longer than a call, so a caller asks several things in one `answered`.
+What asks the store runs in a thread of its own. If there is no answer, the thread stays there. The
+store is then not asked again, because the waiting call has locked it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -21,6 +21,9 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 # How often a rank that waits looks whether an answer may still come.
 LOOK_EVERY_S = 0.3
+
+# How often `within` looks.
+INTERVAL_S = 0.05
 
 # For how long, at most, a process that ends waits for its threads that ask the store.
 AT_EXIT_S = 1.0
@@ -32,26 +35,22 @@ class StoreSilent(DistError):
     """A store has not answered within the limit."""
 
 
-class Asking(threading.Thread):
-    """A thread that may wait for the store, so that calls in it need no thread of their own."""
-
-    def start(self) -> None:
-        """Start it, and have the process wait a little for it before it ends."""
-        end_before_exit(self)
-        super().start()
-
-
 # Threads that may be running C++ code when the interpreter ends.
 _threads: WeakSet[threading.Thread] = WeakSet()
 
 
-def end_before_exit(thread: threading.Thread) -> None:
-    """Have the process wait for a daemon thread that calls the store, no longer than `AT_EXIT_S`.
+class Asking(threading.Thread):
+    """A thread that may wait for the store, so that calls in it need no thread of their own.
 
-    If a daemon thread returns from C++ while the interpreter ends, Python ends the thread in the
-    middle of C++ code, which then calls abort.
+    The process waits for it before it ends, no longer than `AT_EXIT_S`: if a daemon thread returns
+    from C++ while the interpreter ends, Python ends it in the middle of C++ code, which then calls
+    abort.
     """
-    _threads.add(thread)
+
+    def start(self) -> None:
+        """Start it, and have the process wait for it before it ends."""
+        _threads.add(self)
+        super().start()
 
 
 @atexit.register
@@ -62,24 +61,38 @@ def _end_threads() -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
+def within(
+    call: Callable[[], None],
+    limit_s: float,
+    is_enough: Callable[[], bool] = lambda: False,
+    rest_s: float = 2 * INTERVAL_S,
+) -> None:
+    """Call what asks a store in a thread; go on after a time, or a while after it is enough."""
+
+    def run() -> None:
+        with suppress(RuntimeError):  # a store that has ended
+            call()
+
+    asking = Asking(target=run, daemon=True)
+    asking.start()
+    deadline = time.monotonic() + limit_s
+    while asking.is_alive() and time.monotonic() < deadline:
+        asking.join(INTERVAL_S)
+        if is_enough():
+            deadline = min(deadline, time.monotonic() + rest_s)
+
+
 class BoundedStore:
-    """The part of a `torch.distributed.Store` that ranks need to tell each other something.
+    """A `torch.distributed.Store` that is asked in threads.
 
     Args:
         store: that is asked.
-        limit_s: for how long each call is waited for.
-        silence: set after a call was not answered; shared by all prefixes of a store.
+        limit_s: for how long an answer is waited for.
     """
 
-    def __init__(
-        self, store: Store, limit_s: float, silence: threading.Event | None = None
-    ) -> None:
+    def __init__(self, store: Store, limit_s: float) -> None:
         self.store, self.limit_s = store, limit_s
-        self.silence = silence or threading.Event()
-
-    def under(self, prefix: str) -> BoundedStore:
-        """Return the same store, whose keys begin with a prefix."""
-        return BoundedStore(PrefixStore(prefix, self.store), self.limit_s, self.silence)
+        self.silence = threading.Event()  # set after a call was not answered
 
     @property
     def address(self) -> str:
@@ -88,30 +101,6 @@ class BoundedStore:
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         return f"{store.host}:{store.port}" if isinstance(store, TCPStore) else ""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-        self.answered(lambda: self.store.set(key, value))
-
-    def set_first(self, key: str, value: str) -> None:
-        """Write a value, unless there is one."""
-        self.answered(lambda: self.store.compare_set(key, "", value))
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, and return the sum."""
-        return self.answered(lambda: self.store.add(key, amount))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys were written."""
-        return self.answered(lambda: self.store.check(list(keys)))
-
-    def get(self, key: str) -> bytes:
-        """Return a value that was written."""
-        return self.answered(lambda: self.store.get(key))
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return values that were written."""
-        return self.answered(lambda: self.store.multi_get(list(keys)))
 
     def answered(
         self, call: Callable[[], Answer], is_hopeless: Callable[[], bool] | None = None

@@ -24,14 +24,9 @@ from cp_inductor.plan import Grid, Recipe, forward_plan
 from cp_inductor.run.attention import Attention
 from cp_inductor.source import source_hash
 from cp_inductor.torch_private.groups import group_of
-from cp_inductor.trust.ledger import Entry
+from cp_inductor.trust.record import Entry
 
 UNKNOWN = "not known before the graph runs"
-
-SAME_PROGRAM = (
-    "run one program on all ranks that share a sequence: train() or eval() on all of them, the same"
-    " weights frozen, the same numbers in the code; or set config.check_agreement = False"
-)
 
 # How many claims are kept: more attentions than a model has, at several lengths each.
 NUM_KEPT = 1024
@@ -42,28 +37,30 @@ NUM_DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """How a rank describes one attention, or a whole graph.
+    """How a rank describes one attention.
 
     Attributes:
         kind: the part that is compared once.
         fields: everything that must be equal on all ranks, the kind included.
-        is_of_graph: whether it describes all attentions of a graph together.
+        program: fields of the whole graph, if this attention speaks for it.
     """
 
     kind: str
     fields: tuple[tuple[str, str], ...]
-    is_of_graph: bool = False
+    program: tuple[tuple[str, str], ...] = ()
 
-    def entry(self, site: str, has_grad: bool | None) -> Entry:
-        """Return the ledger's entry. `has_grad` is None where the caller cannot know it."""
-        known = {} if has_grad is None else {"gradients": "on" if has_grad else "off"}
-        follow = ("plan", "stages", "chunks", "strategy", "program")
-        remedy = SAME_PROGRAM if self.is_of_graph else ""
-        return Entry(site, {**dict(self.fields), **known}, follow, remedy)
+
+@lru_cache(maxsize=NUM_KEPT)
+def entry_of(claim: Claim, site: str, has_grad: bool | None) -> Entry:
+    """Return the event that an attention is run. `has_grad` is None where nobody knows it."""
+    known = {} if has_grad is None else {"gradients": "on" if has_grad else "off"}
+    fields = {**dict(claim.fields), **known, **dict(claim.program)}
+    follow = ("plan", "stages", "chunks", "strategy", *dict(claim.program))
+    return Entry(site, fields, follow, kind=f"{claim.kind} {has_grad}")
 
 
 def claim_attention(
-    this: Attention,
+    attention: Attention,
     dtype: torch.dtype,
     sizes: Sequence[int | None],
     heads: Sequence[Any] = (),
@@ -71,48 +68,52 @@ def claim_attention(
     """Return the claim of an attention.
 
     Args:
-        this: the attention.
+        attention: the attention.
         dtype: of its tensors.
         sizes: batch entries, queries and keys that this rank really holds. If the batch decides the
             plan, the queries and keys of the whole sequence stand before the last two. None stands
             for what only the graph knows, while it runs.
         heads: H, G and D, if the batch decides the plan.
     """
-    if not this.is_per_batch:
-        heads = (this.recipe.num_heads, this.recipe.num_kv_heads, this.recipe.head_dim)
-    return _claim(this, dtype, tuple(sizes), tuple(map(int, heads)))
+    if not attention.is_per_batch:
+        heads = (
+            attention.recipe.num_heads,
+            attention.recipe.num_kv_heads,
+            attention.recipe.head_dim,
+        )
+    return _claim(attention, dtype, tuple(sizes), tuple(map(int, heads)))
 
 
 @lru_cache(maxsize=NUM_KEPT)
 def _claim(
-    this: Attention, dtype: torch.dtype, sizes: tuple[int | None, ...], heads: tuple[int, ...]
+    attention: Attention, dtype: torch.dtype, sizes: tuple[int | None, ...], heads: tuple[int, ...]
 ) -> Claim:
     batch, *lengths = sizes
     names = ("query heads", "key-value heads", "head dim")
     fields = {
-        "what": "an attention planned once per batch" if this.is_per_batch else "an attention",
-        "mask": this.source.rule,
+        "what": "an attention planned once per batch" if attention.is_per_batch else "an attention",
+        "mask": attention.source.rule,
         **dict(zip(names, map(str, heads), strict=True)),
         "dtype": str(dtype).removeprefix("torch."),
-        "scale": "1 / sqrt(head dim)" if this.scale is None else repr(this.scale),
-        "kernel": this.kernel,
-        "kernel options": this.kernel_options or "none",
-        "dropout_p": repr(this.dropout_p),
-        "bias with a gradient": "yes" if this.has_bias else "no",
-        **(_sizes_of_batch if this.is_per_batch else _sizes_of_recipe)(this, *lengths),
+        "scale": "1 / sqrt(head dim)" if attention.scale is None else repr(attention.scale),
+        "kernel": attention.kernel,
+        "kernel options": attention.kernel_options or "none",
+        "dropout_p": repr(attention.dropout_p),
+        "bias with a gradient": "yes" if attention.has_bias else "no",
+        **(_sizes_of_batch if attention.is_per_batch else _sizes_of_recipe)(attention, *lengths),
         "batch entries": UNKNOWN if batch is None else str(batch),
         **_versions(),
     }
-    return Claim(kind_of(this, dtype), tuple(fields.items()))
+    return Claim(kind_of(attention, dtype), tuple(fields.items()))
 
 
 def _sizes_of_recipe(
-    this: Attention, num_queries: int | None, num_keys: int | None
+    attention: Attention, num_queries: int | None, num_keys: int | None
 ) -> dict[str, str]:
-    recipe = this.recipe
+    recipe = attention.recipe
     return {
-        "queries": _tokens(recipe, this.rank, num_queries, of_keys=False),
-        "keys": _tokens(recipe, this.rank, num_keys, of_keys=True),
+        "queries": _tokens(recipe, attention.rank, num_queries, of_keys=False),
+        "keys": _tokens(recipe, attention.rank, num_keys, of_keys=True),
         "strategy": recipe.strategy,
         "stages": str(recipe.stages),
         "stages kept": str(recipe.keep),
@@ -121,20 +122,20 @@ def _sizes_of_recipe(
     }
 
 
-def _sizes_of_batch(this: Attention, *lengths: int | None) -> dict[str, str]:
+def _sizes_of_batch(attention: Attention, *lengths: int | None) -> dict[str, str]:
     return {
-        "queries": _tokens_of_batch(this, *lengths[::2]),
-        "keys": _tokens_of_batch(this, *lengths[1::2]),
-        "stages": str(this.source.stages),
-        "nodes": this.nodes or "none",
+        "queries": _tokens_of_batch(attention, *lengths[::2]),
+        "keys": _tokens_of_batch(attention, *lengths[1::2]),
+        "stages": str(attention.source.stages),
+        "nodes": attention.nodes or "none",
     }
 
 
-def _tokens_of_batch(this: Attention, length: int | None, held: int | None) -> str:
+def _tokens_of_batch(attention: Attention, length: int | None, held: int | None) -> str:
     """Say how many tokens a sequence has, and how many this rank has if they are not its part."""
     if length is None or held is None:
         return UNKNOWN if length is None else f"{length} in all"
-    group = group_of(this.group_name)
+    group = group_of(attention.group_name)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     grid = Grid(world_size, 1, length, length)
     return _compare_held(held, length, grid.local_length(rank, of_keys=False), rank)
@@ -156,16 +157,23 @@ def _compare_held(held: int, length: int, planned: int, rank: int) -> str:
     return f"{held} where the plan of {length} has {planned}, at position {rank},"
 
 
-def kind_of(this: Attention, dtype: torch.dtype) -> str:
+def kind_of(attention: Attention, dtype: torch.dtype) -> str:
     """Say of what kind an attention is: all that tells it from others of a model but its sizes."""
     of_recipe: tuple[Any, ...] = ()
-    if not this.is_per_batch:
-        recipe = this.recipe
+    if not attention.is_per_batch:
+        recipe = attention.recipe
         is_cross = recipe.query_length != recipe.key_length
         of_recipe = (is_cross, recipe.num_heads, recipe.num_kv_heads, recipe.head_dim)
     # A mask may be written with lengths.
-    rule = re.sub(r"\d+", "#", this.source.rule)
-    rest = (dtype, this.scale, this.kernel, this.dropout_p, this.has_bias, this.kernel_options)
+    rule = re.sub(r"\d+", "#", attention.source.rule)
+    rest = (
+        dtype,
+        attention.scale,
+        attention.kernel,
+        attention.dropout_p,
+        attention.has_bias,
+        attention.kernel_options,
+    )
     return repr((rule, of_recipe, *rest))
 
 
@@ -179,12 +187,12 @@ def digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()[:NUM_DIGITS]
 
 
-def tables_to_note(this: Attention) -> list[int]:
+def tables_to_note(attention: Attention) -> list[int]:
     """Return which extras of an attention must be alike on all ranks.
 
     A table of queries and keys is not compared: a rank has the rows of its own queries.
     """
-    if this.is_per_batch:
+    if attention.is_per_batch:
         return []  # compared where the batch is planned
-    places = sorted(place for place, at in this.rule.tables.items() if not is_of_pairs(at))
-    return places + [this.num_extras - 1] * (this.dropout_p > 0)
+    places = sorted(place for place, at in attention.rule.tables.items() if not is_of_pairs(at))
+    return places + [attention.num_extras - 1] * (attention.dropout_p > 0)

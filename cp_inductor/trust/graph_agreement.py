@@ -22,12 +22,23 @@ import torch
 from torch import SymInt, Tensor, fx
 from torch.distributed.tensor import DTensor
 
+from cp_inductor.graph.collectives import Collective
 from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.sizes import size_expression
-from cp_inductor.trust.agreement import Agreed, agreed_of, beginning_of
-from cp_inductor.trust.alike import Beginnings
+from cp_inductor.trust.agreement import (
+    Agreed,
+    agreed_of,
+    beginning_of,
+    graph_called,
+    note_batch,
+    waiting_in,
+)
 from cp_inductor.trust.claims import Claim, claim_attention, digest, kind_of
-from cp_inductor.trust.course import waiting_in
+from cp_inductor.trust.graph_fields import (
+    describe_beginnings,
+    describe_collectives,
+    warn_of_alike,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,52 +61,67 @@ class Planned:
     heads: tuple[int, ...] = ()
 
 
+# In so many runs of a graph, with gradients and without, the beginnings of inputs are compared: a
+# program may cut one batch and not the next.
+FIRST_RUNS = 2
+
+
 def agreed_graph(
     planned: Sequence[Planned],
     inputs: Sequence[fx.Node],
-    how: Mapping[str, str],
+    flags: Mapping[str, str],
+    collectives: Mapping[str, Sequence[Collective]],
     *,
     whole: Mapping[str, str] | None,
     shards: Mapping[int, tuple[str, int]],
+    batches: Mapping[int, str],
 ) -> Callable[[Sequence[Any]], Any]:
     """Return what makes the context that a compiled graph is called in.
 
     Args:
         planned: the attentions of the graph, in the order in which they run.
         inputs: the placeholders of the graph, with their example values.
-        how: options and flags that the order of exchanges depends on, or who computes attentions.
+        flags: options and flags that the order of exchanges depends on, or who computes attentions.
+        collectives: what its lowered graphs start, by their kinds, as far as that is known when it
+            is called.
         whole: if the graph is all that is compiled of the model, on every rank: what is known of
             its program, see `describe_program`. It is compared, and how many attentions there are,
             and in which order.
         shards: the plain inputs that are shards: by place, their name and sequence dim.
+        batches: those that every rank has whole: by place, the name of the group.
 
     Returns:
         From the arguments of a call to a context manager, which raises RanksDisagree.
     """
-    claims = _ClaimsOfGraph(planned, inputs, how, whole)
-    kinds = [kind_of(one.attention, one.dtype) for one in planned]
-    order = digest(repr(kinds).encode())
-    beginnings = [Beginnings(name, shards, order) for name in claims.group_names if shards]
+    claims = _ClaimsOfGraph(planned, inputs, flags, collectives, whole)
+    kind = (
+        f"beginnings of {digest(repr([kind_of(p.attention, p.dtype) for p in planned]).encode())}"
+    )
 
     @contextmanager
     def agree(args: Sequence[Any]) -> Iterator[None]:
         has_grad = torch.is_grad_enabled()
+        for place, name in batches.items():
+            note_batch(name, args[place])
         for group_name in claims.group_names:
             group = agreed_of(group_name)
             if group is not None:
-                group.agree(claims.of_call(group_name, args), has_grad)
-        read = [one.read(args) for one in beginnings]
+                run = f"{kind} {has_grad}"
+                group.num_runs[run] += 1
+                is_turn = shards and group.num_runs[run] <= FIRST_RUNS
+                begins = describe_beginnings(shards, args) if is_turn else {}
+                others = group.agree(claims.of_call(group_name, args), has_grad, begins)
+                if begins and len(others) == len(group.log.others) and group.log.rank == 0:
+                    warn_of_alike(begins, others)
         before, _running.call = _running.call, _GraphCall()
         try:
-            with ExitStack() as around:
+            with graph_called(is_compared=True), ExitStack() as around:
                 for group_name in claims.group_names:
                     around.enter_context(waiting_in(group_name, claims.name))
                 yield
             _running.call.say_draws()
             for group in _running.call.groups:
                 group.compare_tables()
-            for one, digests in zip(beginnings, read, strict=True):
-                one.compare(digests)
         finally:
             _running.call = before
 
@@ -109,23 +135,28 @@ class _ClaimsOfGraph:
         self,
         planned: Sequence[Planned],
         inputs: Sequence[fx.Node],
-        how: Mapping[str, str],
+        flags: Mapping[str, str],
+        collectives: Mapping[str, Sequence[Collective]],
         whole: Mapping[str, str] | None,
     ) -> None:
-        self.planned, self.how, self.whole = planned, tuple(how.items()), whole
+        self.planned, self.flags = planned, tuple(flags.items())
+        self.collectives, self.whole = collectives, whole
         # Now: what is found out of a symbol while a backward is compiled is true of that call.
-        self.sizes = [tuple(map(size_expression, one.sizes)) for one in planned]
+        self.sizes = [tuple(map(size_expression, captured.sizes)) for captured in planned]
         symbols = {symbol for sizes in self.sizes for size in sizes for symbol in size.free_symbols}
-        found = {symbol: _source_of(symbol, inputs) for symbol in symbols}
-        self.sources = {symbol: source for symbol, source in found.items() if source is not None}
-        self.group_names = tuple(dict.fromkeys(one.attention.group_name for one in planned))
+        sources = {symbol: _source_of(symbol, inputs) for symbol in symbols}
+        self.sources = {symbol: source for symbol, source in sources.items() if source is not None}
+        self.group_names = tuple(
+            dict.fromkeys(captured.attention.group_name for captured in planned)
+        )
         self.known: dict[tuple[Any, ...], list[tuple[Claim, str]]] = {}
         self.name = f"a graph of {len(planned)} attention{'s' * (len(planned) != 1)}"
 
     def of_call(self, group_name: str, args: Sequence[Any]) -> list[tuple[Claim, str]]:
         """Return the claims to a group, each with its site."""
         values = tuple(source(args) for source in self.sources.values())
-        key = (group_name, *values)
+        # A backward may be lowered when it is first called.
+        key = (group_name, *values, *self.collectives)
         if key not in self.known:
             by_symbol = dict(zip(self.sources, map(sympy.Integer, values), strict=True))
             self.known[key] = self._make(group_name, by_symbol)
@@ -135,24 +166,22 @@ class _ClaimsOfGraph:
         self, group_name: str, values: Mapping[sympy.Symbol, sympy.Integer]
     ) -> list[tuple[Claim, str]]:
         claims = []
-        for one, expressions in zip(self.planned, self.sizes, strict=True):
-            if one.attention.group_name == group_name:
+        for captured, expressions in zip(self.planned, self.sizes, strict=True):
+            if captured.attention.group_name == group_name:
                 sizes = [_value(expression, values) for expression in expressions]
-                claim = claim_attention(one.attention, one.dtype, sizes, one.heads)
-                fields = (*claim.fields, *self.how)
-                claims.append((replace(claim, fields=fields), one.site))
+                claim = claim_attention(captured.attention, captured.dtype, sizes, captured.heads)
+                fields = (*claim.fields, *self.flags)
+                claims.append((replace(claim, fields=fields), captured.site))
         if self.whole is not None:
-            # Last: where an attention differs, too, that says more.
-            claims.append(_claim_whole([claim for claim, _ in claims], self.whole))
+            # The first speaks for the graph. Where its attention differs, too, that says more.
+            order = digest(repr([claim.kind for claim, _ in claims]).encode())
+            whole = {"attentions": str(len(claims)), "their order": order, **self.whole}
+            for kind, started in self.collectives.items():
+                direction = "backward" if kind == "backward" else "forward"
+                whole |= describe_collectives(direction, started, group_name)
+            first, site = claims[0]
+            claims[0] = replace(first, program=tuple(whole.items())), site
         return claims
-
-
-def _claim_whole(claims: Sequence[Claim], program: Mapping[str, str]) -> tuple[Claim, str]:
-    order = digest(repr([claim.kind for claim in claims]).encode())
-    number = str(len(claims))
-    fields = {"what": "a graph", "attentions": number, "their order": order, **program}
-    claim = Claim(f"graph {order}", tuple(fields.items()), is_of_graph=True)
-    return claim, f"a graph of {number} attention{'s' * (len(claims) != 1)}"
 
 
 def _value(size: sympy.Expr, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | None:

@@ -34,7 +34,7 @@ from cp_inductor import config
 from cp_inductor.errors import SequenceWarning
 from cp_inductor.kept import on_reset
 from cp_inductor.torch_private.groups import group_of
-from cp_inductor.trust.agreement import swap_notes
+from cp_inductor.trust.notes import swap_notes
 
 # How many numbers of a parameter, and of its gradient, are compared beside their norms.
 NUM_SAMPLES = 8

@@ -6,20 +6,30 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import fx
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import cp_inductor
 from cp_inductor import source
+from cp_inductor.backend import compile as backend
+from cp_inductor.backend.captured import Captured
 from cp_inductor.dtensor.recipe import PlanOptions
+from cp_inductor.passes.pipeline import PostGrad
 from cp_inductor.passes.schedule_exchange import Scheduling
+from cp_inductor.passes.settings import Settings
+from cp_inductor.sequence.count_labels import count_labels
 from tests.support.graphs import AttentionBlock
 from tests.support.processes import run_python
 from tests.support.ranks import fake_rank, run_ranks, stop_workers
@@ -131,6 +141,28 @@ def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, is_distributed: b
         assert warm == {"fx_hit": 2, "fx_miss": 0, "aot_hit": 1, "aot_miss": 0}
 
 
+def test_a_mean_over_labels_of_plain_shards_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts the labels is a function of ours, in a graph that AOTAutograd may not know."""
+
+    def check(gm: fx.GraphModule, inputs: object, settings: Settings) -> Callable[..., Any]:
+        Captured.of(gm, settings)
+        assert count_labels in [node.target for node in gm.graph.nodes]
+        with inductor_config.patch(backend._inductor_patches(settings, None, PostGrad(""))):
+            check_cacheable(gm)
+        return gm.forward
+
+    monkeypatch.setattr(backend, "_compile_aot_eager", check)
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        compiled = torch.compile(
+            lambda scores, labels: F.cross_entropy(scores.flatten(0, 1), labels.flatten()),
+            backend="cp_aot_eager",
+            fullgraph=True,
+            options={"mesh": mesh},
+        )
+        compiled(torch.randn(3, 6, 5), torch.zeros(3, 6, dtype=torch.int64))
+
+
 def key_of(**settings: Any) -> str:
     plan_options = PlanOptions("auto", stages=0, keep_bytes=0)
     scheduling, _ = Scheduling.read({})
@@ -142,7 +174,7 @@ def key_of(**settings: Any) -> str:
         "inductor_options": {},
         **settings,
     }
-    return cp_inductor.backend.compile._cache_key(cp_inductor.passes.settings.Settings(**values))
+    return cp_inductor.backend.cache_key.cache_key(cp_inductor.passes.settings.Settings(**values))
 
 
 def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +189,7 @@ def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.Mon
             keys.append(key_of(plan_options=PlanOptions("auto", stages=3, keep_bytes=0)))
             keys.append(key_of(scheduling=Scheduling.read({"schedule": "none"})[0]))
     keys.append(key_of())
-    monkeypatch.setattr(cp_inductor.backend.compile, "source_hash", lambda: "another source")
+    monkeypatch.setattr(cp_inductor.backend.cache_key, "source_hash", lambda: "another source")
     keys.append(key_of())
     assert len(set(keys)) == len(keys)
 

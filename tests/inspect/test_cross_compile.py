@@ -310,12 +310,21 @@ def test_as_a_real_rank_generates_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "name"), [("cuda:sm_80", "sm_80"), ("cuda:sm_90", "sm_90"), ("cuda:b200", "sm_100")]
+    ("target", "name", "is_model"),
+    [
+        ("cuda:sm_80", "sm_80", False),
+        ("cuda:sm_90", "sm_90", False),
+        ("cuda:b200", "sm_100", False),
+        pytest.param("cuda:sm_90", "sm_90", True, marks=pytest.mark.long),
+    ],
 )
-def test_kernels_become_machine_code(target: str, name: str) -> None:
-    compiled = cross_compile(attend_causal, (heads(),) * 3, world_size=2, rank=1, target=target)
+def test_kernels_become_machine_code(target: str, name: str, is_model: bool) -> None:
+    function: Any = two_layers() if is_model else attend_causal
+    inputs = [tokens()] if is_model else [heads().requires_grad_() for _ in range(3)]
+    compiled = cross_compile(function, inputs, world_size=4, rank=2, target=target)
     kernels = compiled.compile_kernels()
     assert {kernel.graph for kernel in kernels} == {"forward", "backward"}
+    assert len({kernel.name for kernel in kernels}) >= (8 if is_model else 2)
     code = "".join(compiled.code.values())
     for kernel in kernels:
         assert f"{kernel.name}.run(" in code

@@ -47,12 +47,8 @@ def run_both(name: str, backend: str | None, sizes: dict[str, Any], **how: Any) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that mixers are not sharded
         begin = [type(one) for one in model.modules() if type(one).__name__ in models.BEGINNINGS]
-        cp_inductor.distribute(model, mesh, whole=begin)
+        cp_inductor.parallelize(model, mesh, whole=begin)
     inputs = models.inputs_of(reference)
-    shards = {
-        key: distribute_tensor(value, mesh, [models.place_of(key, value)])
-        for key, value in inputs.items()
-    }
     called: Any = model
     if backend is not None:
         called = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
@@ -60,9 +56,8 @@ def run_both(name: str, backend: str | None, sizes: dict[str, Any], **how: Any) 
     expected = reference(**inputs, **how)
     models.loss_of(lambda **_: expected, inputs).backward()
     torch.manual_seed(1)
-    with implicit_replication():
-        found = called(**shards, **how)
-        models.loss_of(lambda **_: found, shards).backward()
+    found = called(**inputs, **how)
+    models.loss_of(lambda **_: found, inputs).backward()
     for (path, p), (_, q) in zip(
         model.named_parameters(), reference.named_parameters(), strict=True
     ):

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import cp_inductor
 from cp_inductor import CPError, RanksDisagree, UnevenSequence
-from cp_inductor.trust import ledger
+from cp_inductor.trust import log
 from tests.support.ranks import fake_mesh, run_ranks
 
 
@@ -95,7 +95,7 @@ def _refuse(shape: tuple[int, ...], cases: list[int]) -> list[str]:
         before = dict(model.named_parameters())
         started = time.monotonic()
         try:
-            with patch.object(ledger, "PATIENCE_S", 1.0):  # of an axis, and then of the next
+            with patch.object(log, "PATIENCE_S", 1.0):  # of an axis, and then of the next
                 cp_inductor.distribute(model, mesh)
         except CPError as error:
             found.append(f"{type(error).__name__}: {error}")

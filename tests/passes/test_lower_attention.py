@@ -16,13 +16,21 @@ from cp_inductor.graph.collectives import START, WAIT
 from cp_inductor.ops.attention import attention
 from cp_inductor.passes import lower_attention as lowering
 from cp_inductor.passes.lower_attention import lower_attention
-from cp_inductor.passes.nodes import BYTES_KEY
+from cp_inductor.passes.nodes import BYTES_KEY, EXCHANGE_KEY
 from cp_inductor.passes.pin_order import META_KEY, number_nodes, pin_order
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.plan import Mask, Recipe, resolve
+from cp_inductor.plan.strategies import TABLE
 from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.tracing import fakes_of_shapes, trace_fake
-from tests.support.graphs import attend_causal, attend_full, format_graph, lowered_graphs
+from tests.support.graphs import (
+    attend_causal,
+    attend_full,
+    collectives_of,
+    disagreements,
+    format_graph,
+    lowered_graphs,
+)
 from tests.support.ranks import fake_mesh
 from tests.support.reference import make_qkv
 
@@ -239,6 +247,17 @@ def test_verify_sees_what_was_not_lowered() -> None:
         verify_graph(fx.GraphModule({}, graph))
 
 
+def test_verify_sees_a_start_that_is_missing_or_out_of_order() -> None:
+    gm = lower_on(0, 3, seq_len=3)["forward"]
+    first, second = (node for node in gm.graph.nodes if node.target is START)
+    first.meta[EXCHANGE_KEY], second.meta[EXCHANGE_KEY] = (2, 2), (1, 2)
+    with pytest.raises(AssertionError, match="start 2 of 2 stands before the one ahead of it"):
+        verify_graph(gm)
+    first.meta[EXCHANGE_KEY] = second.meta[EXCHANGE_KEY] = (1, 2)
+    with pytest.raises(AssertionError, match=r"only \[\(1, 2\), \(1, 2\)\] stand"):
+        verify_graph(gm)
+
+
 def test_a_graph_says_whose_it_is() -> None:
     """Who is in a group, and whether there is one, is not asked: the op says the rank."""
     assert not dist.is_initialized()
@@ -252,6 +271,42 @@ def test_a_graph_says_whose_it_is() -> None:
         verify_graph(gm)
         tiles.append(sum(node.target in TILE_OPS for node in gm.graph.nodes))
     assert tiles == [1, 2, 3]
+
+
+# What ranks start: as many collectives, of the same kinds, and each sends what another receives.
+
+
+@pytest.mark.parametrize("strategy", [*TABLE, "heads2+rows", "nodes2+blocks"])
+def test_ranks_start_the_same_collectives(strategy: str) -> None:
+    world_size, programs = 4, dict[str, dict[int, list[dict[str, Any]]]]()
+    for rank in range(world_size):
+        with fake_mesh(rank, world_size) as mesh:
+            shards = [t.requires_grad_() for t in make_qkv(seq_len=5, num_heads=4)[:3]]
+            options = {"mesh": mesh, "strategy": strategy}
+            graphs = lowered_graphs(attend_causal, *shards, options=options)
+        torch._dynamo.reset()
+        for kind in ("forward", "backward"):
+            programs.setdefault(kind, {})[rank] = collectives_of(graphs[kind])
+    for of_ranks in programs.values():
+        assert of_ranks[0] and disagreements(of_ranks) == []
+
+
+def splits(sends: list[int], receives: list[int], name: str = "all_to_all") -> dict[str, Any]:
+    return {"what": [name], "sends": sends, "receives": receives}
+
+
+def test_collectives_that_differ_are_found() -> None:
+    first, second = splits([0, 3], [0, 2]), splits([2, 0], [3, 0])
+    reduce = {"what": ["all_reduce"]}
+    assert disagreements({0: [first, reduce], 1: [second, reduce]}) == []
+    assert disagreements({0: [first], 1: [splits([2, 0], [4, 0])]}) == [
+        "collective 0: rank 0 sends 3 to rank 1, which receives 4"
+    ]
+    assert disagreements({0: [first, reduce], 1: [reduce, second]}) == [
+        "collective 0 of ranks: {0: ['all_to_all'], 1: ['all_reduce']}",
+        "collective 1 of ranks: {0: ['all_reduce'], 1: ['all_to_all']}",
+    ]
+    assert disagreements({0: [first], 1: []}) == ["collectives of ranks: {0: 1, 1: 0}"]
 
 
 # pin_order: the chain follows the numbers, whatever the graph's order has become.

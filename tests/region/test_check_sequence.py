@@ -323,19 +323,20 @@ def test_a_mean_behind_an_attention(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize(
-    "run",
+    ("length", "run"),
     [
-        lambda x: x[..., : LENGTH + 1, :],
-        lambda x: x[:, -LENGTH - 1 :],
-        lambda x: x.split(LENGTH + 1, 1)[0],
+        (LENGTH, lambda x: x[..., : LENGTH + 1, :]),
+        (LENGTH, lambda x: x[:, -LENGTH - 1 :]),
+        (LENGTH, lambda x: x.split(LENGTH + 1, 1)[0]),
+        (1, lambda x: x[:, ::2]),
     ],
 )
 @pytest.mark.parametrize("prepare", [lambda run: run, compile_here])
 def test_a_part_that_is_longer_than_a_shard(
-    mesh: DeviceMesh, run: Callable[[Tensor], Tensor], prepare: Callable[[Any], Any]
+    mesh: DeviceMesh, length: int, run: Callable[[Tensor], Tensor], prepare: Callable[[Any], Any]
 ) -> None:
     """It is all of a shard, and a part of the sequence."""
-    x = torch.randn(BATCH, 2 * LENGTH, WIDTH)
+    x = torch.randn(BATCH, 2 * length, WIDTH)
     region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
     with pytest.raises(cp_inductor.SequenceMixed, match=r"slice|split|part of"), region:
         prepare(lambda x: run(project(x)).square().sum())(x).backward()
@@ -357,6 +358,19 @@ def test_a_dim_that_is_named(mesh: DeviceMesh) -> None:
     for wrong in ([1], {"x": "1"}, {0: 1}, {"x": True}):
         with pytest.raises(cp_inductor.InvalidArgument, match="the dim of the tokens, or None"):
             cp_inductor.explain(run, x, mesh=mesh, options={"seq_dims": wrong})
+
+
+def test_a_name_that_no_input_has(mesh: DeviceMesh) -> None:
+    def run(x: Tensor, unused: Tensor) -> Tensor:
+        return x * 2
+
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    named = {"mesh": mesh, "seq_dims": {"x": 1, "unused": None}}
+    compile_here(run, options=named, fullgraph=True)(x, x)
+    forget_compiles()
+    named["seq_dims"] = {"X": 1}
+    with pytest.raises(cp_inductor.InvalidArgument, match=r"unused, x, got 'X'"):
+        compile_here(run, options=named, fullgraph=True)(x, x)
 
 
 def test_a_table_as_wide_as_it_is_long(mesh: DeviceMesh) -> None:

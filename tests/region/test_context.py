@@ -313,6 +313,22 @@ def test_model(form: str) -> None:
         run_ranks(3, check_model, form, length)
 
 
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_gradients_add_up(form: str) -> None:
+    """A second batch finds the gradients of the first, and adds its own."""
+    mesh = make_mesh(2, names=("cp",))
+    batches = make_batch(seed=2), make_batch(seed=3)
+    _, grads = unsharded(*batches)
+    model = make_model()
+    run = compiled(model, form, fullgraph=True)
+    for batch in batches:
+        with shards_of(batch, mesh) as (ids, positions, labels):
+            mean_loss(run(ids, positions), labels).backward()
+    assert_rewritten(form)
+    assert_grads(averaged_grads(model, mesh), grads)
+
+
 def check_one_attention(form: str, attention: Callable[..., Tensor], **sizes: int) -> None:
     """One attention, backward after the context was left, against float64."""
     mesh = make_mesh(2, names=("cp",))
@@ -676,6 +692,22 @@ def test_dropout() -> None:
         torch.testing.assert_close(eager, other)
     without = attend_on_shards(EAGER, mesh, is_causal=True)
     assert not torch.allclose(results[0][0], without[0])
+
+
+@on_ranks(2)
+def test_dtensors_under_a_mask() -> None:
+    mesh = make_mesh(2, names=("cp",))
+    whole = make_qkv(MASKED_LENGTH)
+    mask = make_mask("pairs")
+    expected = attend_with_grads(*whole, allowed=mask)
+    *leaves, grad_out = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    with cp_inductor.context_parallel(mesh):
+        out = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    for actual, other in zip((out, *grads), expected, strict=True):
+        assert actual.placements == (Shard(2),)
+        assert_close(actual.full_tensor().detach(), other, torch.float32)
 
 
 @on_ranks(2)

@@ -101,7 +101,7 @@ def test_public_names() -> None:
         " UnsupportedWrite UntiedWeights balanced batch_plans calibrate"
         " config context_parallel context_parallel_unshard cross_compile distribute estimate"
         " explain flex_gradients_on_cpu full_state_dict load_full_state_dict local_attention"
-        " loss_weight pad_packed pass_states per_rank plan_attention"
+        " loss_weight pad_packed parallelize pass_states per_rank plan_attention"
         " prepared reduce_gradients register_recurrence reset shard"
         " tokens_before unshard"
     )
@@ -193,6 +193,7 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
         "cp_inductor.dtensor.rules.on_whole": {trees},
         "cp_inductor.dtensor.rules.partials": {trees},
         "cp_inductor.modules.own_tokens": {trees},
+        "cp_inductor.modules.parallelize": {trees},
         "cp_inductor.modules.whole": {trees},
         "cp_inductor.passes.follow_graph": {trees},
         "cp_inductor.passes.graph_types": {trees},

@@ -45,7 +45,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cp_inductor
 import cp_inductor.backend.compile
-from cp_inductor.trust.ledger import Ledger
+from cp_inductor.trust.log import Log
 from tests.support.combinations import AOT, COMPILED, EAGER
 from tests.support.ranks import _processes, forget_compiles
 
@@ -276,14 +276,14 @@ def serve(
         with said:
             pipe.send(what)
 
-    settle = Ledger.settle
+    come = Log.come
 
-    def settle_then(self: Ledger, *, is_whole: bool) -> None:
+    def note_and_come(self: Log, *args: Any, **kwargs: Any) -> Any:
         outcome.ready_at = outcome.ready_at or time.monotonic()
-        settle(self, is_whole=is_whole)
+        return come(self, *args, **kwargs)
 
     try:
-        Ledger.settle = settle_then  # type: ignore[method-assign]
+        Log.come = note_and_come  # type: ignore[method-assign]
         prepare_debugging(case.debugging)
         size = case.world_size
         is_host = case.store == "first" and rank == 0

@@ -17,6 +17,7 @@ from torch._inductor.graph import GraphLowering
 
 import cp_inductor.backend
 from cp_inductor.backend import captured
+from cp_inductor.graph.collectives import START, is_start
 from cp_inductor.passes.pipeline import Capture, Lowering
 from cp_inductor.passes.settings import Settings
 from cp_inductor.sequence.eager import TRUST
@@ -109,6 +110,46 @@ def lowered_graphs(
         compiled = torch.compile(function, backend="cp_aot_eager", fullgraph=True, options=options)
         _run_backward(compiled(*args))
     return graphs
+
+
+def collectives_of(gm: fx.GraphModule) -> list[dict[str, Any]]:
+    """Return what a graph starts, in order: by name, what is said of it, and the splits."""
+    found = []
+    for node in gm.graph.nodes:
+        if not is_start(node):
+            continue
+        given: list[Any] = [one for one in node.args if not isinstance(one, fx.Node)]
+        splits = {}
+        if node.target is START:
+            splits = {"receives": given.pop(0), "sends": given.pop(0)}
+        dtype = str(node.meta["val"].dtype)
+        found.append({"what": [str(node.target), dtype, *map(str, given)], **splits})
+    return found
+
+
+def disagreements(programs: dict[int, list[dict[str, Any]]]) -> list[str]:
+    """Return in which collectives ranks disagree.
+
+    Args:
+        programs: the collectives of each rank, in order.
+    """
+    lengths = {rank: len(program) for rank, program in programs.items()}
+    if len(set(lengths.values())) > 1:
+        return [f"collectives of ranks: {lengths}"]
+    found = []
+    for number, step in enumerate(zip(*programs.values(), strict=True)):
+        of_rank = dict(zip(programs, step, strict=True))
+        kinds = {rank: one["what"] for rank, one in of_rank.items()}
+        if any(kind != step[0]["what"] for kind in kinds.values()):
+            found.append(f"collective {number} of ranks: {kinds}")
+        elif "sends" in step[0]:
+            for source, one in of_rank.items():
+                for destination, other in of_rank.items():
+                    sent, received = one["sends"][destination], other["receives"][source]
+                    if sent != received:
+                        pair = f"rank {source} sends {sent} to rank {destination}, which"
+                        found.append(f"collective {number}: {pair} receives {received}")
+    return found
 
 
 def generate_code(

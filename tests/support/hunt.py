@@ -589,7 +589,7 @@ def judge(program: Program) -> Verdict:
 
 def is_miscompiled(program: Program) -> bool:
     """Whether torch's own compiler makes other numbers of it on one process."""
-    compile_one = partial(torch.compile, backend="aot_eager", dynamic=False)
+    compile_one = partial(torch.compile, backend="aot_eager_decomp_partition", dynamic=False)
     try:
         found = step(program, make_model(program), make_batches(program), compile_one)
     except Exception:

@@ -20,8 +20,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor import DTensor
 
 import cp_inductor
 from tests.support.pages import read_part, write_part
@@ -289,12 +288,7 @@ SITES = {
     **dict.fromkeys((f"{name}ForConditionalGeneration" for name in ("T5", "Bart", "Whisper")), 6),
 }
 
-# What is given otherwise than sharded along dim 1: images whole, spectrograms sharded in time.
-PLACES: Mapping[str, Placement] = {
-    **{"pixel_values": Replicate(), "input_features": Shard(2)},
-}
-
-# Modules of models for images that make the tokens, each on every rank: `distribute(whole=)`.
+# Modules of models for images that make the tokens, each on every rank: `parallelize(whole=)`.
 BEGINNINGS = {
     *("ViTEmbeddings", "SiglipVisionEmbeddings", "CLIPVisionEmbeddings", "Dinov2Embeddings"),
     *("BeitEmbeddings", "DeiTEmbeddings"),
@@ -426,14 +420,6 @@ def of_text_and_image(ids: Tensor) -> dict[str, Tensor]:
     }
 
 
-def place_of(key: str, value: Tensor) -> Placement:
-    """Return how ranks hold an input."""
-    if key == "labels" and value.ndim == 1:
-        return Replicate()  # of the whole sequence
-    is_of_images = key == "position_ids" and value.ndim == 3
-    return Shard(2) if is_of_images else PLACES.get(key, Shard(1))
-
-
 def loss_of(model: Any, inputs: Mapping[str, Tensor], **keywords: Any) -> Tensor:
     """Return the model's own loss, or a mean over what it makes of an image."""
     result = model(**inputs, **keywords)
@@ -525,25 +511,19 @@ def check(name: str, kind: str = "") -> None:
 
     mesh = world_mesh()
     begin = [type(module) for module in model.modules() if type(module).__name__ in BEGINNINGS]
-    cp_inductor.distribute(model, mesh, whole=begin)
-    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
-    shards = {
-        key: distribute_tensor(value, mesh, [place_of(key, value)]) for key, value in inputs.items()
-    }
+    cp_inductor.parallelize(model, mesh, whole=begin, outputs="whole")
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True)
     with (
-        implicit_replication(),
         flex_sinks_on_cpu(),
         _nothing_on_whole() if name in HYBRIDS else nullcontext(),
         # transformers makes a BlockMask with an option that torch warns of.
         torch._dynamo.config.patch(ignore_logging_functions={warnings.warn}),
         masks_found() as masks,
     ):
-        loss = loss_of(compiled, shards, **keywords)
+        loss = loss_of(compiled, inputs, **keywords)
         loss.backward()
     assert torch._dynamo.utils.counters["cp_inductor"]["sites_rewritten"] == SITES.get(name, 2)
     assert masks == MASKS.get((name, kind), masks)
-    # For images, it is computed in eager code, where item() is a part of the sum.
-    loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
     assert abs(loss.item() - expected.item()) <= of_loss * expected.item(), "the loss differs"
     for (path, p), (_, q) in zip(
         model.named_parameters(), reference.named_parameters(), strict=True
@@ -566,8 +546,8 @@ def _check_gradient(
     assert (actual is None) == (expected is None), path
     if actual is None or expected is None:
         return
-    assert isinstance(actual, DTensor)
-    difference = (actual.full_tensor() - expected).abs().max().item()
+    assert not isinstance(actual, DTensor)
+    difference = (actual - expected).abs().max().item()
     assert difference <= tolerance * max(1e-3, expected.abs().max().item()), (path, difference)
 
 

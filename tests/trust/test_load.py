@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import cp_inductor
-from benchmarks.many_ranks import disagreements
 from cp_inductor.batches.plans import numbers_of
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from tests.support.graphs import recorded_lowering
@@ -224,24 +222,6 @@ def test_some_of_64_ranks_are_processes_and_issue_the_same_collectives() -> None
     # Two stages of plans that send work away and results home, and the mean of the loss.
     assert int(found[1]) >= 4, printed
     assert int(found[2]) >= 3, printed
-
-
-def splits(sends: list[int], receives: list[int], name: str = "all_to_all") -> dict[str, Any]:
-    return {"what": [name], "sends": sends, "receives": receives}
-
-
-def test_collectives_that_differ_are_found() -> None:
-    first, second = splits([0, 3], [0, 2]), splits([2, 0], [3, 0])
-    reduce = {"what": ["all_reduce"]}
-    assert disagreements({0: [first, reduce], 1: [second, reduce]}) == []
-    assert disagreements({0: [first], 1: [splits([2, 0], [4, 0])]}) == [
-        "collective 0: rank 0 sends 3 to rank 1, which receives 4"
-    ]
-    assert disagreements({0: [first, reduce], 1: [reduce, second]}) == [
-        "collective 0 of ranks: {0: ['all_to_all'], 1: ['all_reduce']}",
-        "collective 1 of ranks: {0: ['all_reduce'], 1: ['all_to_all']}",
-    ]
-    assert disagreements({0: [first], 1: []}) == ["collectives of ranks: {0: 1, 1: 0}"]
 
 
 def test_memory_threads_and_descriptors_of_a_long_training() -> None:

@@ -121,7 +121,7 @@ def _handle_forward(
             # Let Dynamo go on: the graph pass will raise the same error, with the source line.
             return _shapes_of(op, query, bound)
         if axis is not None:
-            tell_refusal(axis.group_name, error, is_called=True)
+            tell_refusal(axis.group_name, error)
         raise
     if _is_traced(local[0]):
         out, lse = attention(*local, extras, *this.arguments)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from cp_inductor.dtensor.axis import first_batch_and_head
-from cp_inductor.tiles.tile_masks import BATCH_STRIDE
+from cp_inductor.tiles.dropout import BATCH_STRIDE
 
 
 def seed_of_shard(seed: Tensor, like: Tensor) -> Tensor:

@@ -51,8 +51,8 @@ def _moved(call: OpCall, given: Shards, tensor: Tensor, out: Tensor) -> Shards:
 
 
 def _is_bound_beyond(call: OpCall, dim: int, size: int) -> bool:
-    """Whether a slice or split ends beyond this rank's tokens, where those of others may be."""
-    asked = [call.bound.get(name) for name in ("start", "end", "split_size")]
+    """Whether a slice or split ends or steps beyond this rank's tokens, to where others' may be."""
+    asked = [call.bound.get(name) for name in ("start", "end", "step", "split_size")]
     bounds = [abs(number(one)) for one in asked if one is not None]
     return any(size < bound < sys.maxsize for bound in bounds) and dim in call.dims()
 

@@ -19,10 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
 from cp_inductor import RanksDisagree
-from cp_inductor.trust import agreement
-from cp_inductor.trust import course as courses
+from cp_inductor.trust import agreement, comparing, log
 from cp_inductor.trust.agreement import forget_agreements
-from cp_inductor.trust.trail import DIGEST_BYTES, MOST_TOLD, Trail
+from cp_inductor.trust.record import MOST_TOLD, NUM_DIGITS, Entry, Trail
 from tests.support.ranks import run_ranks, world_mesh
 
 
@@ -89,7 +88,7 @@ def test_a_skipped_batch_is_noticed_before_its_attention(where: str, form: str) 
 
 def skip_late() -> tuple[int, str]:
     """The same where no event is waited for any more, but the first of a new kind."""
-    with mock.patch.object(courses, "FIRST_EVENTS", 2):
+    with mock.patch.object(agreement, "FIRST_EVENTS", 2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         done = 0
         try:
@@ -120,12 +119,12 @@ def evaluate_alone() -> tuple[str, str]:
     """Rank 0 evaluates once more than rank 1, which waits for it in a barrier."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     told = StringIO()
-    with mock.patch.object(courses, "REPORT_AFTER_S", 0.3), mock.patch.object(sys, "stderr", told):
+    with mock.patch.object(log, "REPORT_AFTER_S", 0.3), mock.patch.object(sys, "stderr", told):
         for number in range(3):
             attend_in_region(mesh, number)
         agreed = agreement.agreed_of(str(mesh.get_group().group_name))
         assert agreed is not None
-        agreed.course.timeout_s = agreed.claims.timeout_s = 1.5
+        agreed.log.timeout_s = 1.5
         said = ""
         if dist.get_rank() == 0:
             with torch.no_grad():
@@ -145,7 +144,7 @@ def evaluate_before_the_others_go_on() -> str:
 
 def test_ranks_that_run_on_without_an_evaluation_are_told() -> None:
     for said in run_ranks(2, evaluate_before_the_others_go_on, deadline_s=60):
-        assert "ranks that ran on without it: rank 0: in " in said
+        assert "gradients: on on rank 0, off on rank 1" in said
 
 
 def test_who_waits_says_where_all_are_and_gives_up() -> None:
@@ -191,28 +190,37 @@ def test_ranks_that_have_caught_it_go_on() -> None:
 
 
 def test_trails_that_part_are_told_apart() -> None:
-    one, other = Trail(), Trail()
+    one, other, ahead = Trail(), Trail(), Trail()
     for number in range(3 * MOST_TOLD):
-        one.add(f"{number}", f"event {number}")
-        other.add(f"{number}" if number != 3 * MOST_TOLD - 5 else "another", "")
-    found = one.told().first_difference(other.told())
-    assert found == 3 * MOST_TOLD - 4
-    assert one.told().words_at(found) == f"event {found - 1}"
-    assert one.told().words_at(1) == "another"  # long ago
-    ahead = Trail()
-    assert ahead.told().first_difference(one.told()) is None
-    assert len(one.told().digests) == MOST_TOLD * 2 * DIGEST_BYTES
-    assert one.told().first_difference(one.told()) is None
+        kind = f"{number}" if number != 3 * MOST_TOLD - 5 else "another"
+        one.add(Entry(f"event {number}", {"what": "an event"}, kind=f"{number}"))
+        other.add(Entry("", {"what": "an event"}, kind=kind))
+    one.run_on()
+    told = Trail.parse(one.told())
+    assert told.first_difference(other) == other.first_difference(told) == 3 * MOST_TOLD - 4
+    last = told.entry_at(told.count)
+    assert last is not None and last.site == f"event {told.count - 1}"
+    assert told.entry_at(1) is None  # long ago
+    assert ahead.first_difference(told) is None and told.first_difference(one) is None
+    assert len(one.told()["digests"]) == MOST_TOLD * NUM_DIGITS
+
+
+def test_what_is_taken_back_was_never_there() -> None:
+    one, other = Trail(), Trail()
+    for trail, kinds in ((one, "abc"), (other, "ab")):
+        for kind in kinds:
+            trail.add(Entry(kind, {"what": kind}, kind=kind))
+    one.take_back(1)
+    assert one.told() == other.told() and one.digest == other.digest
 
 
 def leave_no_thread() -> int:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     attend_in_region(mesh, 0)
     dist.barrier()
-    watches = list(courses._comparing)
+    watches = list(comparing._comparing)
     assert any(watch.is_alive() for watch in watches)
     forget_agreements()
-    courses._courses.clear()
     deadline = time.monotonic() + 5
     while any(watch.is_alive() for watch in watches) and time.monotonic() < deadline:
         gc.collect()

@@ -1,0 +1,417 @@
+"""Parallelize a model along the sequence: whole batches in, plain weights, the loss of all tokens.
+
+    cp_inductor.parallelize(model, mesh["cp"])       nothing moves, nothing is replaced
+    loss = torch.compile(model, backend="cp_inductor")(ids, labels)
+    loss.backward(); optimizer.step()                .grad is plain and complete
+
+While the model runs, its modules read their parameters and buffers as DTensors (`reading`), and its
+inputs are DTensors that are sharded along the sequence (`whole_batches`). Outside of a run they are
+the plain tensors that they always were. So optimizers, checkpoints, clipping, adapters and
+`generate` see a model of one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from cp_inductor.dtensor.rules import register_rules
+from cp_inductor.dtensor.rules.loss import correct_losses_along
+from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
+from cp_inductor.modules.libraries import libraries
+from cp_inductor.modules.own_tokens import run_on_own_tokens
+from cp_inductor.modules.reading import (
+    READING,
+    Reading,
+    ReadsLocally,
+    computing,
+    read_as_dtensors,
+    read_locally,
+    reading_of,
+    reads_locally,
+)
+from cp_inductor.modules.same_model import agree_on_model
+from cp_inductor.modules.sharded_weights import ShardedWeights
+from cp_inductor.modules.tokenwise import run_on_shards
+from cp_inductor.modules.whole import run_known_on_whole, run_on_whole
+from cp_inductor.modules.whole_batches import WholeBatches, names_of
+from cp_inductor.torch_private.dtensor import replicate_plain_tensors
+from cp_inductor.torch_private.modes import run_uncompiled
+from cp_inductor.torch_private.traces import traces
+
+Module = TypeVar("Module", bound=nn.Module)
+
+SITE = "parallelize"
+# Of a parallelized model: the options of its class, and the forward that the object had of its own.
+OPTIONS, OWN_FORWARD, BATCHES = "_cp_options", "_cp_forward", "_cp_batches"
+_numbers = itertools.count()
+
+
+def parallelize(
+    model: Module,
+    mesh: DeviceMesh,
+    *,
+    tokenwise: Sequence[type[nn.Module]] = (),
+    recurrent: Sequence[type[nn.Module]] = (),
+    whole: Sequence[type[nn.Module]] = (),
+    seq_dims: Mapping[str, int | None] | None = None,
+    outputs: str = "sharded",
+    weights: DeviceMesh | ShardedWeights | None = None,
+    gradients: str = "sum",
+) -> Module:
+    """Let a model compute each batch on all ranks of a mesh, each rank its part of the sequence.
+
+    The model takes whole batches, which are the same on all ranks, eager or compiled with
+    ``backend="cp_inductor"``. Each rank cuts out its part. Results without tokens, such as losses,
+    come out plain and whole. Parameters, buffers and gradients stay plain and whole, or as DDP,
+    `fully_shard` and others have them on other axes, before or after this call. Nothing in the
+    model is replaced but the classes of its modules, by subclasses. `generate`, and whoever calls a
+    part of the model, gets the model of one process.
+
+    All ranks get the parameters and buffers of the first. Parameters and modules may be added or
+    replaced later. Means and losses are over all tokens. A DTensor that is passed is taken as it
+    is, and so is one among the weights, on the same mesh.
+
+    Args:
+        model: the same on every rank, except for its values.
+        mesh: one axis, of the ranks that share sequences; or several that have names, of which the
+            first holds the sequences.
+        tokenwise: classes of modules that treat every token alone, and run on this rank's tokens.
+            Their first argument is (B, S, ...) or (T, ...), and so is their result. Mixtures of
+            experts of transformers are known.
+        recurrent: classes of modules that pass states along the sequence by functions that
+            `register_recurrence` or the table of recurrences knows, by `pass_states` or by
+            `tokens_before`, and otherwise treat every token alone. They run on this rank's tokens.
+            Their first tensor is (B, S, H), and so is their first result. Most state-space layers,
+            linear attentions and short convolutions of transformers are known.
+        whole: classes of modules that mix tokens in another way than by attention, and run on the
+            whole sequence on every rank. Their arguments are gathered. Their results are
+            (B, S, ...), or have the sequence in the dim in which it was sharded, and each rank
+            keeps its tokens. If no argument is sharded along the sequence, the sequence begins in
+            the module, such as the patches of an image. Modules of transformers that mix tokens so,
+            and whose recurrence is in no table, are known, and a warning names them.
+        seq_dims: the dim of tokens of an argument of the model, by its name or its key in a dict;
+            None leaves it whole. By default, dim 1 of integers and booleans (B, S), and of other
+            tensors the dim that is as long. It is a matter of speed: numbers do not depend on it.
+        outputs: "sharded" returns results with tokens, such as logits, as DTensors; "whole" gathers
+            them.
+        weights: 1-D, of the ranks over which parameters are stored in shards, each gathered where
+            it is read: the ranks of the sequence, or these and those with other batches. Parameters
+            become DTensors, so build optimizers afterwards; their gradients are summed over all
+            these ranks. None leaves parameters as they are.
+        gradients: "sum" gives each rank those of all tokens; "partial" those of its own, for
+            whoever sums them, such as `fully_shard` over an axis that contains these ranks.
+
+    Returns:
+        The model.
+
+    Raises:
+        InvalidArgument: an argument cannot be meant; or the model was parallelized otherwise.
+        UnsupportedPlacement: a parameter is a DTensor on a mesh over the same ranks.
+        RanksDisagree: the model of another rank has other modules or tensors. Nothing is changed.
+    """
+    _check_arguments(model, mesh, seq_dims, outputs, gradients)
+    mesh = _first_equal(mesh)
+    stored = ShardedWeights(weights) if isinstance(weights, DeviceMesh) else weights
+    options = (mesh, tuple((seq_dims or {}).items()), outputs, stored, gradients)
+    before = getattr(type(model), OPTIONS, None)
+    if before is not None:
+        if before != options:
+            raise InvalidArgument(
+                site=SITE,
+                expected=f"the arguments of the first call for this model: {_words(before)}",
+                got=_words(options),
+                remedy="parallelize a model once, or build it anew",
+            )
+        return model
+    named = {"tokenwise": tokenwise, "recurrent": recurrent, "whole": whole}
+    check = partial(_check, model, mesh, stored, named)
+    everybody = mesh if stored is None else stored.mesh
+    agree_on_model(model, everybody, site=SITE, with_meta=stored is None, check=check)
+    if stored is not None:
+        stored.shard(model)
+    _take_values_of_first(model, everybody)
+    register_rules()
+    for axis in range(mesh.ndim):
+        correct_losses_along(mesh, str(mesh.get_group(axis).group_name))
+    gather = None if stored is None else partial(stored.gather, sequence=mesh)
+    reading = Reading(mesh, sums_gradients=gradients == "sum", gather=gather)
+    for module in list(model.modules()):
+        read_as_dtensors(module, reading)
+    for library in libraries():
+        library.adapt(model)
+    run_on_whole(model, whole)
+    run_on_own_tokens(model, recurrent)
+    run_known_on_whole(model, mesh)
+    run_on_shards(model, tokenwise)
+    batches = WholeBatches(
+        site=type(model).__name__,
+        mesh=mesh,
+        names=names_of(type(model).forward),
+        seq_dims=dict(seq_dims or {}),
+        are_outputs_whole=outputs == "whole",
+    )
+    model.__class__ = _entrance(type(model), batches, options)  # type: ignore[assignment]
+    if "forward" in vars(model):  # replaced on the object, which would go past the class
+        setattr(model, OWN_FORWARD, vars(model).pop("forward"))
+    return model
+
+
+_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+
+
+def _first_equal(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the first of equal meshes: DTensor's caches (torch 2.13) know that one alone."""
+    first = _meshes.setdefault(mesh.get_group(0), mesh)
+    return first if first == mesh else mesh
+
+
+def _words(options: tuple[Any, ...]) -> str:
+    mesh, seq_dims, outputs, weights, gradients = options
+    return f"mesh={mesh}, seq_dims={dict(seq_dims)}, {outputs=}, {weights=}, {gradients=}"
+
+
+def _entrance(cls: Any, batches: WholeBatches, options: tuple[Any, ...]) -> type[nn.Module]:
+    """Return a subclass whose forward takes whole batches."""
+
+    def compute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = self.__dict__.get(OWN_FORWARD)
+        return cls.forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+    @wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        here = computing()
+        if here.is_running is not None:  # within another such model, or in `generate`
+            return compute(self, *args, **kwargs)
+        output = None
+        is_traced = torch.compiler.is_compiling()
+        (_begin_trace if is_traced else _begin)(self)
+        here.is_running = True
+        try:
+            parts, named = batches.cut(args, kwargs)
+            output = batches.make_whole(compute(self, *parts, **named))
+        finally:
+            here.is_running = None
+            if not is_traced:  # a trace ends by itself
+                _replicating.end_with(output)
+        return output
+
+    @wraps(getattr(cls, "generate", forward))
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        here = computing()
+        before, here.is_running = here.is_running, False
+        try:
+            return cls.generate(self, *args, **kwargs)
+        finally:
+            here.is_running = before
+
+    methods = {"forward": forward} | ({"generate": generate} if hasattr(cls, "generate") else {})
+    # Dynamo counts what it has compiled, and gives up, by code.
+    code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")  # type: ignore[attr-defined]
+    forward.__code__ = code  # type: ignore[attr-defined]
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    names |= {OPTIONS: options, BATCHES: batches, READING: getattr(cls, READING)}
+    made: type[nn.Module] = type(cls.__name__, (cls,), {**names, **methods})
+    return made
+
+
+class _Replicating(threading.local):
+    """Takes plain tensors beside DTensors as replicated, as long as somebody asks for it.
+
+    Autograd asks as well: its formulas compute with tensors that a forward saved. So it goes on
+    until what the model has returned is gone.
+    """
+
+    def __init__(self) -> None:
+        self.num_askers, self.before = 0, False
+
+    def begin(self) -> None:
+        if not self.num_askers:
+            self.before = replicate_plain_tensors(True)
+        self.num_askers += 1
+
+    def end(self) -> None:
+        self.num_askers -= 1
+        if not self.num_askers:
+            replicate_plain_tensors(self.before)
+
+    def end_with(self, output: Any) -> None:
+        """End when the tensors of a result are gone that have gradients."""
+        tensors = [one for one in pytree.tree_leaves(output) if isinstance(one, Tensor)]
+        asker = _Asker()
+        weakref.finalize(asker, self.end).atexit = False
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(asker)
+
+
+class _Asker:
+    def __call__(self, gradient: Tensor) -> None:
+        """Be a hook of a tensor, and live as long as it."""
+
+
+_replicating = _Replicating()
+run_uncompiled(_Replicating.end_with)
+
+
+def _begin(model: nn.Module) -> None:
+    _adopt(model)
+    _replicating.begin()
+
+
+run_uncompiled(_begin)  # where a graph break has left the forward to Python
+
+
+# Dynamo calls it while it traces, and raises what it raises.
+@torch.compiler.assume_constant_result
+def _begin_trace(model: nn.Module) -> None:
+    if not traces.is_ours:
+        raise InvalidArgument(
+            site=type(model).__name__,
+            expected='backend="cp_inductor" or "cp_aot_eager", for a parallelized model',
+            got="another backend of torch.compile",
+            remedy='torch.compile(model, backend="cp_inductor")',
+        )
+    _adopt(model)
+    replicate_plain_tensors(True)  # until the trace ends
+
+
+def _mark_lengths(frame: Mapping[str, Any]) -> None:
+    """Mark the lengths of a batch for which Dynamo is about to trace the forward of a model."""
+    batches: WholeBatches | None = getattr(type(frame.get("self")), BATCHES, None)
+    if batches is not None:
+        batches.mark_lengths(frame.get("args", ()), frame.get("kwargs", {}))
+
+
+traces.before.append(_mark_lengths)
+
+
+def _adopt(model: nn.Module) -> None:
+    """Let modules read what came into the model since its last run."""
+    reading = reading_of(model)
+    assert reading is not None
+    for module in model.modules():
+        read_as_dtensors(module, reading)
+        # Such as adapters, in a module that computes on a rank's own tokens.
+        new = [one for one in module.modules() if not reads_locally(one)]
+        for inner in new if reads_locally(module) else ():
+            read_locally(inner, ReadsLocally)
+
+
+def _take_values_of_first(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give all ranks of a mesh the parameters and buffers of the first, in place, as DDP does."""
+    tensors = {id(one): one for one in itertools.chain(model.parameters(), model.buffers())}
+    with torch.no_grad():
+        for tensor in tensors.values():
+            is_there = isinstance(tensor, DTensor) and tensor.device_mesh == mesh
+            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if is_there or own.is_meta:
+                continue
+            sent = own.detach().contiguous()
+            for axis in range(mesh.ndim):
+                dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
+            if sent.data_ptr() != own.data_ptr():
+                own.copy_(sent)
+
+
+def _check_arguments(
+    model: object, mesh: object, seq_dims: object, outputs: object, gradients: object
+) -> None:
+    def refuse(expected: str, got: str, remedy: str) -> None:
+        raise InvalidArgument(site=SITE, expected=expected, got=got, remedy=remedy)
+
+    if not isinstance(model, nn.Module) or not isinstance(mesh, DeviceMesh):
+        refuse(
+            "an nn.Module and a DeviceMesh",
+            f"a {type(model).__name__} and a {type(mesh).__name__}",
+            'call parallelize(model, mesh["cp"])',
+        )
+    assert isinstance(mesh, DeviceMesh)
+    if mesh.ndim > 1 and not mesh.mesh_dim_names:
+        refuse(
+            "a mesh of one axis, or of axes that have names",
+            f"{mesh.ndim} axes without names",
+            'init_device_mesh(..., mesh_dim_names=("cp", "tp")), and of it mesh["cp"]',
+        )
+    for name, value, known in (
+        ("outputs", outputs, ("sharded", "whole")),
+        ("gradients", gradients, ("sum", "partial")),
+    ):
+        if value not in known:
+            refuse(
+                f"{name}={known[0]!r} or {known[1]!r}", f"{name}={value!r}", f"name one of {known}"
+            )
+    is_table = isinstance(seq_dims, Mapping) and all(
+        isinstance(name, str) and (dim is None or type(dim) is int)
+        for name, dim in seq_dims.items()
+    )
+    if seq_dims is not None and not is_table:
+        refuse(
+            "seq_dims as a dict of dims by names",
+            f"{seq_dims!r:.80}",
+            'seq_dims={"pixel_values": 2, "lengths": None}',
+        )
+
+
+def _check(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    stored: ShardedWeights | None,
+    named: Mapping[str, Sequence[type[nn.Module]]],
+) -> None:
+    if stored is not None:
+        stored.check(model)
+    for argument, classes in named.items():
+        _check_named(model, argument, classes)
+    ranks = set(mesh.mesh.flatten().tolist())
+    # fully_shard hands out plain weights while the model runs.
+    are_handed_out = any(isinstance(module, FSDPModule) for module in model.modules())
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if not isinstance(tensor, DTensor) or tensor.device_mesh == mesh:
+            continue
+        others = tensor.device_mesh.mesh.flatten().tolist()
+        if not are_handed_out or len(ranks.intersection(others)) > 1:
+            raise UnsupportedPlacement(
+                site=name,
+                expected=f"a plain tensor, or a DTensor on {mesh.mesh_dim_names}, or fully_shard"
+                " over other ranks",
+                got=f"a DTensor on {tensor.device_mesh.mesh_dim_names}",
+                remedy='pass fully_shard a mesh of other ranks, as in mesh["dp"]; or'
+                ' parallelize(..., gradients="partial") first, and then fully_shard; beside tensor'
+                " parallelism use context_parallel (docs/fsdp.md)",
+            )
+
+
+def _check_named(model: nn.Module, argument: str, classes: object) -> None:
+    """Refuse names that nothing would follow, as the module would mix tokens of one rank alone."""
+    site = f"{SITE}(..., {argument}=)"
+    given = tuple(classes) if isinstance(classes, Iterable) else (classes,)
+    if isinstance(classes, (str, type)) or not all(isinstance(one, type) for one in given):
+        raise InvalidArgument(
+            site=site,
+            expected="a list of classes of modules",
+            got=f"{classes!r:.80}",
+            remedy=f"pass the classes themselves, as in {argument}=[type(model.layers[0].mixer)]",
+        )
+    for one in given:
+        if not any(isinstance(module, one) for module in model.modules()):
+            kinds = {type(module).__name__ for module in model.modules()}
+            raise InvalidArgument(
+                site=site,
+                expected="classes of modules that the model has",
+                got=f"{one.__module__}.{one.__qualname__}, of which it has none",
+                remedy="leave it out, or name one of " + ", ".join(sorted(kinds)),
+            )

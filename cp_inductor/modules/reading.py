@@ -1,0 +1,333 @@
+"""Let the modules of a model read their plain tensors as DTensors, while the model runs.
+
+    module.weight      an nn.Parameter (N, K), outside of a run
+    module.weight      a DTensor [Replicate] of it, within a run; its gradient is summed over ranks
+    module.weight      that DTensor's own tensor, whose gradient is this rank's part of the sum,
+                       within a module that computes on a rank's own tokens
+
+Modules keep their parameters, names and hooks: state dicts, optimizers and whoever else looks at
+the parameters see those of one process. Their class becomes a subclass, as in torch's `parametrize`
+and `fully_shard`, with a property for each tensor.
+
+What a checkpoint recomputes runs outside of the run, and reads as within.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.kept import cache
+from cp_inductor.torch_private.checkpoint import is_recomputing
+from cp_inductor.torch_private.dynamo import are_gradients_reduced
+
+# What classes made here have beside their methods: how their tensors are read, and a mixin.
+READING, _MIXIN = "_cp_reading", "_cp_mixin"
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """How the modules of one model read their tensors while it runs.
+
+    Attributes:
+        mesh: of the ranks that share its sequences.
+        sums_gradients: whether gradients are summed over these ranks, or each keeps its part.
+        gather: reads a DTensor on another mesh, such as a shard of a weight; None has it read as
+            it is.
+    """
+
+    mesh: DeviceMesh
+    sums_gradients: bool = True
+    gather: Callable[[DTensor], Tensor] | None = None
+
+    def as_dtensor(self, tensor: Tensor) -> Tensor:
+        """Return a DTensor on the mesh, of a plain tensor that every rank has whole."""
+        if not isinstance(tensor, DTensor):
+            everywhere = [Replicate()] * self.mesh.ndim
+            parts = None if self.sums_gradients else [Partial()] * self.mesh.ndim
+            return DTensor.from_local(
+                tensor, self.mesh, everywhere, run_check=False, grad_placements=parts
+            )
+        if self.gather is not None and tensor.device_mesh != self.mesh:
+            return self.gather(tensor)
+        return tensor
+
+
+class Computing:
+    """What a thread is computing now.
+
+    Attributes:
+        is_running: whether a parallelized model runs (True), or runs on its plain weights, as on
+            one process (False); None if none runs.
+        is_local: whether modules now read local tensors (True) or DTensors (False); None if no
+            module runs that computes on a rank's own tokens.
+        tokens: the input of a mixture of experts, if the logits of its routers are recorded.
+        sequence: of which such a module has this rank's tokens, if it passes states between ranks:
+            a `SharedSequence`.
+        questions: how often anybody has asked for it.
+        is_in_form: whether a function runs that a form calls to compute this rank's tokens.
+    """
+
+    # In slots: Dynamo (2.13) loses what is assigned to other attributes after a flex_attention, if
+    # they were also assigned to before it.
+    __slots__ = ("is_in_form", "is_local", "is_running", "questions", "sequence", "tokens")
+
+    is_running: bool | None
+    is_local: bool | None
+    tokens: DTensor | None
+    sequence: Any
+    questions: int
+    is_in_form: bool
+
+    def __init__(self) -> None:
+        self.is_running = None
+        self.is_local = None
+        self.tokens = None
+        self.sequence = None
+        self.questions = 0
+        self.is_in_form = False
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:  # in every thread that asks
+        self.computing = Computing()
+
+
+_threads = _Threads()
+
+
+def computing() -> Computing:
+    """Return what this thread is computing."""
+    here: Computing = _threads.computing
+    return here
+
+
+def locally(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method; modules that run inside read local tensors."""
+    return _reading(True, method, args, kwargs)
+
+
+def _reading(
+    is_local: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    here = computing()
+    before, here.is_local = here.is_local, is_local
+    try:
+        return method(*args, **kwargs)
+    finally:
+        here.is_local = before
+
+
+class ReadsLocally(nn.Module):
+    """What `read_locally` adds to a module: a base of the mixins, and one itself."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Read what the module around this one reads. The outermost decides by its arguments.
+
+        If all its arguments are plain tensors, a checkpoint within a module is recomputing it.
+        """
+        if computing().is_local is not None:
+            return super().forward(*args, **kwargs)
+        is_local = not any(isinstance(value, DTensor) for value in (*args, *kwargs.values()))
+        return _reading(is_local, super().forward, args, kwargs)
+
+
+def read_as_dtensors(module: nn.Module, reading: Reading) -> None:
+    """Let a module read its tensors as DTensors while its model runs.
+
+    A second call does the same for tensors that came into the module since the first.
+    """
+    names = tuple(name for name in _stored_names(module) if not _is_property(module, name))
+    if names or reading_of(module) is None:
+        module.__class__ = _subclass(cast("Any", type(module)), None, names, reading)
+
+
+def read_locally(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Let a module read local tensors, and override its methods. Modules inside it do not change.
+
+    Args:
+        module: changed in place.
+        mixin: has the new methods, which call the old ones `locally`.
+    """
+    # Also what hooks set, as in weight_norm.
+    held = (name for name, value in vars(module).items() if isinstance(value, Tensor))
+    names = tuple(dict.fromkeys((*_stored_names(module), *held)))
+    cls, methods = cast("Any", type(module)), cast("Any", mixin)
+    module.__class__ = _subclass(cls, methods, names, reading_of(module))
+
+
+def reading_of(module: nn.Module) -> Reading | None:
+    """Return how a module reads its tensors; None if it is of no parallelized model."""
+    reading: Reading | None = getattr(type(module), READING, None)
+    return reading
+
+
+def reads_locally(module: nn.Module) -> bool:
+    """Whether `read_locally` was called of this module."""
+    return getattr(type(module), _MIXIN, None) is not None
+
+
+def refuse_plain(module: nn.Module, expected: str, got: str) -> None:
+    """Refuse plain tokens beside weights of `distribute`; others run as on one process.
+
+    Raises:
+        UnsupportedPlacement: the module is of no parallelized model.
+    """
+    if reading_of(module) is None:
+        raise UnsupportedPlacement(
+            site=type(module).__name__,
+            expected=f"{expected}, as the weights are",
+            got=got,
+            remedy="distribute the input of the model on the same mesh",
+        )
+
+
+def check_weights(module: nn.Module) -> None:
+    """Refuse weights that came into a module after `distribute`; `parallelize` reads them.
+
+    The gradient of a plain weight is only a rank's part of the sum, unless DDP or `fully_shard`
+    sums gradients over ranks. DTensors under new names are not read as local tensors.
+
+    Raises:
+        UnsupportedPlacement: there are such weights.
+    """
+    for inner in module.modules() if reading_of(module) is None else ():
+        for name, weight in inner._parameters.items():
+            if weight is None:
+                continue
+            if isinstance(weight, DTensor):
+                is_right = hasattr(type(inner), name)
+            else:
+                is_right = not (weight.requires_grad and torch.is_grad_enabled())
+            if not is_right:
+                _refuse(
+                    name, isinstance(weight, DTensor), type(inner).__name__, type(module).__name__
+                )
+
+
+# Dynamo calls it while it traces, and raises what it raises.
+@torch.compiler.assume_constant_result
+def _refuse(name: str, is_distributed: bool, inner: str, outer: str) -> None:
+    if is_distributed:
+        got = "a DTensor under a new name, which this module does not read as a local tensor"
+    elif are_gradients_reduced():
+        return
+    else:
+        got = "a plain weight, whose gradient would be that of this rank's tokens alone"
+    raise UnsupportedPlacement(
+        site=f"{name} of {inner} in {outer}",
+        expected="weights as DTensors that distribute has made in it",
+        got=got,
+        remedy="add adapters and the like before cp_inductor.distribute(model, mesh)",
+    )
+
+
+def _stored_names(module: nn.Module) -> Iterator[str]:
+    # Also names whose value is None, which may be set later.
+    yield from (*module._parameters, *module._buffers)
+
+
+def _is_property(module: nn.Module, name: str) -> bool:
+    return isinstance(getattr(type(module), name, None), property)
+
+
+@cache
+def _subclass(
+    cls: Any, mixin: Any, names: tuple[str, ...], reading: Reading | None
+) -> type[nn.Module]:
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        # `self.count = self.count + 1`, of a buffer: it stays plain.
+        if name in module._buffers and isinstance(value, DTensor) and computing().is_running:
+            value = value.full_tensor()
+        cls.__setattr__(module, name, value)
+
+    def reduce(module: nn.Module, protocol: int) -> Any:
+        return _new, (class_of(module),), module.__dict__
+
+    def copy_deeply(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        copied: nn.Module = memo.setdefault(id(module), _new(type(module)))
+        copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
+        return copied
+
+    properties = {name: property(_reader(name), _writer(name), _deleter(name)) for name in names}
+    # pickle looks classes up by name, and this class has no place of its own.
+    special = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__setattr__": set_attribute,
+        "__reduce_ex__": reduce,
+        "__deepcopy__": copy_deeply,
+        READING: reading,
+        _MIXIN: mixin or getattr(cls, _MIXIN, None),
+    }
+    bases = (cls,) if mixin is None else (mixin, cls)
+    made: type[nn.Module] = type(cls.__name__, bases, {**special, **properties})
+    return made
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before any of this, as which it is pickled."""
+    classes: tuple[Any, ...] = type(module).__mro__
+    return next(
+        cls for cls in classes if READING not in vars(cls) and not issubclass(cls, ReadsLocally)
+    )
+
+
+def _new(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
+
+
+def _reader(name: str) -> Callable[[nn.Module], Any]:
+    def read(module: nn.Module) -> Any:
+        tensor, reading, here = _stored(module, name), reading_of(module), computing()
+        if not isinstance(tensor, Tensor):
+            return tensor
+        # A checkpoint recomputes outside of the run.
+        is_running = is_recomputing() if here.is_running is None else here.is_running
+        if reading is not None and is_running:
+            tensor = reading.as_dtensor(tensor)
+        # It may recompute a function of a module without calling the module.
+        is_local = is_recomputing() if here.is_local is None else here.is_local
+        if not isinstance(tensor, DTensor) or not is_local or not reads_locally(module):
+            return tensor
+        mesh = tensor.device_mesh
+        if not all(place.is_replicate() for place in tensor.placements):
+            # As by tensor parallelism. The module reads the whole.
+            tensor = tensor.redistribute(mesh, [Replicate()] * mesh.ndim)
+        parts: list[Placement] = [Partial()] * mesh.ndim
+        return tensor.to_local(grad_placements=parts)
+
+    return read
+
+
+def _stored(module: nn.Module, name: str) -> Any:
+    for table in (module._parameters, module._buffers, module.__dict__):
+        if name in table:
+            return table[name]
+    raise AttributeError(name)  # deleted: torch's own error follows
+
+
+def _writer(name: str) -> Callable[[nn.Module, Any], None]:
+    # nn.Module writes parameters and buffers itself. It calls this after one was deleted.
+    def write(module: nn.Module, value: Any) -> None:
+        module.__dict__[name] = value
+
+    return write
+
+
+def _deleter(name: str) -> Callable[[nn.Module], None]:
+    def delete(module: nn.Module) -> None:
+        if name not in module.__dict__:
+            raise AttributeError(name)
+        del module.__dict__[name]
+
+    return delete

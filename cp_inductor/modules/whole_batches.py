@@ -1,0 +1,217 @@
+"""Cut whole batches into a rank's part, inside a model, and make its results whole.
+
+    model(input_ids (B, S), labels (B, S), pixel_values (B, C, H, W))      plain, on every rank
+      =>
+    input_ids, labels      DTensors [Shard(1)]
+    pixel_values           a DTensor [Replicate]
+      => the model's own forward =>
+    loss                   plain, of the whole batch
+    logits                 a DTensor [Shard(1)]; plain and whole with outputs="whole"
+
+A DTensor says how it is cut, and what computes with it asks it. So the choice of what to cut is one
+of speed and memory, and never of numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from cp_inductor.errors import InvalidArgument
+from cp_inductor.trust.agreement import note_batch
+
+log = logging.getLogger("cp_inductor")
+
+# The dim of tokens in a batch of sequences.
+TOKENS = 1
+
+
+@dataclass(frozen=True)
+class WholeBatches:
+    """How a model takes whole batches.
+
+    Attributes:
+        site: of the model, for errors.
+        mesh: whose first axis holds the sequences.
+        names: of the arguments of the model's forward, by position.
+        seq_dims: the dims of tokens of some arguments, by their names; None has one whole.
+        are_outputs_whole: whether results with tokens are made whole.
+        lengths: that were compiled.
+    """
+
+    site: str
+    mesh: DeviceMesh
+    names: tuple[str, ...]
+    seq_dims: Mapping[str, int | None] = field(default_factory=dict)
+    are_outputs_whole: bool = False
+    lengths: set[tuple[int, ...]] = field(default_factory=set)
+
+    def cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+        """Return the arguments of a call, of which plain tensors are DTensors, or stay whole."""
+        named, leaves, lengths = self._read(args, kwargs)
+
+        def place(name: str, tensor: Tensor) -> Any:
+            return self._placed(tensor, self._dim(name, tensor, lengths))
+
+        placed = [_mapped(place, name, value) for name, value in named]
+        _say(self.site, tuple((name, self._dim(name, one, lengths)) for name, one in leaves))
+        return placed[: len(args)], dict(zip(kwargs, placed[len(args) :], strict=True))
+
+    def mark_lengths(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Let Dynamo take lengths for symbols, and nothing else, from the second ones on.
+
+        It takes all sizes that change for symbols, unless dynamic=False. The number of sequences
+        must stay a number: DTensor (torch 2.13) has no views of tensors in which it is a symbol.
+        """
+        _, leaves, lengths = self._read(args, kwargs)
+        self.lengths.add(tuple(lengths))
+        for name, tensor in leaves if len(self.lengths) > 1 else ():
+            dim = self._dim(name, tensor, lengths)
+            if dim is not None:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+                torch._dynamo.mark_static(tensor, [n for n in range(tensor.ndim) if n != dim])
+
+    def _read(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[tuple[str, Any]], list[tuple[str, Tensor]], list[int]]:
+        """Return the arguments and their tensors, with names, and the lengths of sequences."""
+        more = [f"argument {number}" for number in range(len(self.names), len(args))]
+        names = [*self.names, *more][: len(args)]
+        named = [*zip(names, args, strict=True), *kwargs.items()]
+        leaves = [leaf for name, value in named for leaf in _leaves(name, value)]
+        lengths: list[int] = []
+        for name, tensor in leaves:
+            dim = self._dim(name, tensor, ())
+            # Symbols that are compared become one, from here on: the graphs of all ranks are alike.
+            if dim is not None and not any(tensor.shape[dim] == length for length in lengths):
+                lengths.append(tensor.shape[dim])
+        return named, leaves, lengths
+
+    def make_whole(self, output: Any) -> Any:
+        """Return results of which those without tokens are plain and whole."""
+
+        def whole(name: str, tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DTensor):
+                return tensor
+            has_tokens = not all(p.is_replicate() or p.is_partial() for p in tensor.placements)
+            if has_tokens and not self.are_outputs_whole:
+                return tensor
+            plain: Tensor = tensor.full_tensor()
+            if plain.requires_grad and not torch.compiler.is_compiling():
+                plain.register_hook(_full)  # as eager code may use it beside results with tokens
+            return plain
+
+        return _mapped(whole, "", output)
+
+    def _dim(self, name: str, tensor: Tensor, lengths: Sequence[int]) -> int | None:
+        """Return the dim in which a tensor is cut; None if it stays whole."""
+        if isinstance(tensor, DTensor) or not tensor.numel():
+            return None
+        if name in self.seq_dims:
+            dim = self.seq_dims[name]
+            if dim is not None and not -tensor.ndim <= dim < tensor.ndim:
+                raise InvalidArgument(
+                    site=f"{self.site}, seq_dims[{name!r}]",
+                    expected=f"a dim of a tensor of shape {tuple(tensor.shape)}",
+                    got=str(dim),
+                    remedy="name the dim of its tokens, or None if it has none",
+                )
+            return None if dim is None else dim % tensor.ndim
+        if tensor.ndim == 2 and not (tensor.is_floating_point() or tensor.is_complex()):
+            return TOKENS
+        dims = [
+            dim for dim in range(1, tensor.ndim) if any(tensor.shape[dim] == n for n in lengths)
+        ]
+        # A mask of pairs has two such dims. It stays whole.
+        return dims[0] if dims[:1] == [TOKENS] or len(dims) == 1 else None
+
+    def _placed(self, tensor: Tensor, dim: int | None) -> Any:
+        if isinstance(tensor, DTensor):
+            return tensor
+        if dim is None and not tensor.requires_grad and not tensor.is_floating_point():
+            return tensor  # whose numbers Python may read, such as sizes of images
+        note_batch(str(self.mesh.get_group(0).group_name), tensor)
+        others: list[Placement] = [Replicate()] * (self.mesh.ndim - 1)
+        whole = DTensor.from_local(tensor, self.mesh, [Replicate(), *others], run_check=False)
+        return whole if dim is None else whole.redistribute(self.mesh, [Shard(dim), *others])
+
+
+def _full(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a method's positional arguments, without the first."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(forward).parameters.values()
+    return tuple(one.name for one in parameters if one.kind in kinds)[1:]
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a value, each with the name that is nearest to it."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(str(key), item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(name, item)
+    elif _is_record(value):
+        for part in dataclasses.fields(value):
+            yield from _leaves(part.name, getattr(value, part.name))
+
+
+def _mapped(function: Callable[[str, Tensor], Any], name: str, value: Any) -> Any:
+    """Return a value with its tensors replaced; what has none is returned as it is."""
+    if isinstance(value, Tensor):
+        return function(name, value)
+    if isinstance(value, dict):
+        items = {key: _mapped(function, str(key), item) for key, item in value.items()}
+        if type(value) is dict:
+            return items
+        for key, item in items.items():  # such as a ModelOutput
+            if item is not value[key]:
+                value[key] = item
+        return value
+    if isinstance(value, (list, tuple)):
+        parts = [_mapped(function, name, item) for item in value]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if _is_record(value):
+        fields = {
+            part.name: _mapped(function, part.name, getattr(value, part.name))
+            for part in dataclasses.fields(value)
+            if part.init
+        }
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+_said: set[tuple[str, tuple[tuple[str, int | None], ...]]] = set()
+
+
+# Dynamo calls it while it traces.
+@torch.compiler.assume_constant_result
+def _say(site: str, dims: tuple[tuple[str, int | None], ...]) -> None:
+    """Log once what of a batch is cut."""
+    if (site, dims) in _said:
+        return
+    _said.add((site, dims))
+    cut = ", ".join(f"{name} along dim {dim}" for name, dim in dims if dim is not None)
+    whole = ", ".join(name for name, dim in dims if dim is None)
+    log.info("%s: each rank takes its part of %s; whole: %s", site, cut or "nothing", whole or "-")

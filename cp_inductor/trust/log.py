@@ -1,0 +1,469 @@
+"""The one comparison of ranks: every rank tells where it is, and reads where the others are.
+
+    rank 0    batch 1: attention, attention    batch 2: attention, attention
+    rank 1    batch 1: attention, attention    batch 3: ...               => RanksDisagree on both
+
+Each rank of a group has one key in the group's store, with its `Record`. Event n of one rank is
+compared with event n of every other rank: attentions, batches that it cuts into shards, tables that
+it has read. The ranks communicate through the store, not by a collective: ranks that disagree must
+not start an exchange.
+
+    come(entry, is_new=True)      wait until all others have come to as many events; compare fields
+    come(entry, is_early=True)    the same with the next rank of the group: the ranks form a ring
+    come(entry)                   go on; a thread compares with the next rank
+    refuse(reason)                an event, too: whoever comes to another one there gives up
+
+A rank that sees a difference, or waits in vain, leaves the cause in a key of its own. The first
+cause counts. All ranks raise because of it, and begin a new epoch, in which nothing was said yet.
+A rank that had refused was told its error before: it begins anew without another one.
+
+Ranks may come to different numbers of events at a time: one rank may run a graph as a whole that
+another runs in two parts. So a rank waits only until all others have come to the first of its
+events. Whichever of two ranks comes to an event later compares it. Neither runs it before that.
+
+Assumes: ranks that run the same program come to the same events in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+
+from torch.distributed import DistError, PrefixStore
+
+from cp_inductor.errors import CPError, ProcessGroupError, RanksDisagree
+from cp_inductor.trust.bounded_store import LOOK_EVERY_S, Answer, BoundedStore, within
+from cp_inductor.trust.cause import Cause, cause_of_absence, cause_of_difference
+from cp_inductor.trust.comparing import Comparing
+from cp_inductor.trust.processes import Fate, describe_process
+from cp_inductor.trust.record import (
+    ATTENTIONS,
+    Entry,
+    Record,
+    fate_of,
+    name_ranks,
+    new_trails,
+    refusal,
+)
+
+# A rank that waits looks at growing intervals: others may be about to come, or compile for minutes.
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.05
+
+# How often the thread looks; the part per rank keeps the store fast enough for a thousand ranks.
+INTERVAL_S, INTERVAL_PER_RANK_S = 0.05, 0.003
+
+# A rank says after this time that it waits, and then again at intervals that grow by a factor.
+REPORT_AFTER_S, REPORT_GROWTH = 10.0, 3
+
+# How long a rank that has seen a difference waits for the others to see it: the store goes away
+# with the rank that holds it.
+PATIENCE_S = 10.0
+
+# For how long a rank asks what has become of the others, which may wait for each other.
+LOOK_S = 1.0
+
+
+class Log:
+    """What this rank of a group tells the others, and what it knows of them.
+
+    Args:
+        store: of the group.
+        rank: this process's position in the group.
+        ranks: the global ranks of the group, by position.
+        timeout_s: of the group.
+        host: that this rank runs on; "" for the one that it sees.
+    """
+
+    def __init__(
+        self,
+        store: BoundedStore,
+        rank: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        host: str = "",
+    ) -> None:
+        self.rank, self.ranks, self.timeout_s = rank, tuple(ranks), timeout_s
+        self.others = [at for at in range(len(ranks)) if at != rank]
+        self.next = [(rank + 1) % len(ranks)]
+        self.root, self.store = store, PrefixStore("cp_inductor", store.store)
+        self.record = Record(describe_process(), host or socket.gethostname())
+        self.records: dict[int, Record] = {}  # of others, as they were read last
+        self.lock, self.exchanging = threading.Lock(), threading.Lock()
+        self.is_told, self.written, self.incarnation = False, "", -1
+        self.causes: dict[int, Cause] = {}  # by epoch
+        self.has_refused = False  # and it is not known what the others have made of it
+        self.look_every_s = max(LOOK_EVERY_S, INTERVAL_PER_RANK_S * len(ranks))
+        self.comparing: Comparing | None = None
+        self.reported, self.report_after_s = 0.0, REPORT_AFTER_S
+        with suppress(DistError):  # the next caller that needs the store says where
+            self.ask(self.exchange)
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why this rank has to give up, if it has."""
+        return self.causes.get(self.record.epoch)
+
+    # --- The program -------------------------------------------------------------------------
+
+    def come(
+        self,
+        entries: Sequence[Entry],
+        name: str = ATTENTIONS,
+        *,
+        is_new: bool,
+        is_early: bool = False,
+        for_all: bool = False,
+        is_whole: bool = False,
+    ) -> list[Entry]:
+        """Come to events, the first of them now.
+
+        Args:
+            entries: the events.
+            name: of the trail.
+            is_new: wait for all ranks. What is not new is sure to be run: if a rank has ended, an
+                exchange will fail, and that error will say why.
+            is_early: wait for the next rank of the group.
+            for_all: wait for all ranks, although it is not new.
+            is_whole: wait until the others have come to all events, not only to the first.
+
+        Returns:
+            What the others have come to, if all were waited for.
+
+        Raises:
+            RanksDisagree: other ranks have come to something else, or do not come.
+            ProcessGroupError: the store does not answer.
+        """
+        site = entries[0].site
+        self.rejoin(site)
+        if self.cause is not None:
+            raise self.give_up(site)
+        trail = self.record.trails[name]
+        first = trail.count + 1
+        self.add(name, entries)
+        if self.comparing is None:
+            interval_s = max(INTERVAL_S, INTERVAL_PER_RANK_S * len(self.ranks))
+            self.comparing = Comparing(self.compare_beside, self.end, interval_s)
+        if not (is_new or is_early or for_all):
+            trail.run_on()
+            return []
+        try:
+            needed = trail.count if is_whole else first
+            positions = self.others if is_new or for_all else self.next
+            with self.waiting(site, is_settling=True):
+                records = self._settle(name, needed, site, positions, is_new=is_new)
+        except (RanksDisagree, ProcessGroupError):
+            raise
+        except BaseException:  # interrupted by hand: it will come again
+            with self.lock:
+                trail.take_back(len(entries))
+            raise
+        trail.settle()
+        told = [record.trails[name].entry_at(first) for record in records.values()]
+        return [entry for entry in told if entry is not None]
+
+    def add(self, name: str, entries: Sequence[Entry]) -> None:
+        """Note events, without comparing anything now."""
+        with self.lock:
+            for entry in entries:
+                self.record.trails[name].add(entry)
+            self.is_told = False
+
+    def refuse(self, reason: str) -> None:
+        """Let the others know that this rank refuses what may be their next attention."""
+        self.rejoin("a refusal")
+        self.add(ATTENTIONS, [refusal(reason)])
+        self.has_refused = True
+        with suppress(DistError, RuntimeError):  # the refusal is raised in any case
+            self.ask(self.exchange)
+
+    def rejoin(self, site: str) -> None:
+        """After a refusal, wait for what the others make of it: they give up, or refuse as well.
+
+        If they give up, this rank begins anew with them.
+        """
+        if self.has_refused:
+            count = self.record.trails[ATTENTIONS].count
+            with suppress(CPError), self.waiting(site, is_settling=True):
+                self._settle(ATTENTIONS, count, site, self.others, is_new=True)
+            self.has_refused = False
+
+    @contextmanager
+    def waiting(self, where: str, *, is_settling: bool = False) -> Iterator[None]:
+        """Say where this rank is, while it waits for others inside."""
+        record, before = self.record, (self.record.inside, self.record.is_waiting)
+        record.inside, record.is_waiting = where, is_settling
+        record.since, self.is_told = time.time(), False
+        try:
+            yield
+        finally:
+            record.inside, record.is_waiting = before
+            record.since, self.is_told = time.time(), False
+
+    # --- Waiting and comparing ---------------------------------------------------------------
+
+    def _settle(
+        self, name: str, needed: int, site: str, waiting: Sequence[int], *, is_new: bool
+    ) -> dict[int, Record]:
+        """Wait until other ranks have come to an event, and compare.
+
+        Returns:
+            Their records, by position. If it is not new, and a process has ended or the store does
+            not answer, nothing is compared: the exchange fails with an error that says so.
+        """
+        started, delay = time.monotonic(), SHORTEST_WAIT_S
+        deadline, look_at = started + self.timeout_s, started + self.look_every_s
+        epoch, is_hopeless = self.record.epoch, None if is_new else self._is_one_gone
+        records = dict[int, Record]()
+        difference: tuple[str, int] | None = None
+        while True:
+            try:
+                records |= self.ask(partial(self.exchange, waiting), is_hopeless)
+            except DistError as error:
+                if is_new:
+                    raise self._store_error(site, error) from error
+                return records
+            if self.cause is not None:
+                raise self.give_up(site)
+            if difference is None:
+                difference = self._difference(records.values())
+                if difference is not None:  # the error names what all have
+                    (name, needed), waiting = difference, self.others
+                    deadline = min(deadline, time.monotonic() + PATIENCE_S)
+            waiting = [at for at in waiting if self._count(name, records.get(at)) < needed]
+            missing = [at for at in waiting if at in records and records[at].is_over]
+            if not missing and time.monotonic() > look_at:
+                gone = self.look()
+                if gone and not is_new and difference is None:
+                    return records
+                missing = [at for at in waiting if self.ranks[at] in gone]
+                look_at = time.monotonic() + self.look_every_s
+            if missing or not waiting or time.monotonic() > deadline:
+                break
+            time.sleep(delay)
+            delay = min(2 * delay, LONGEST_WAIT_S)
+        if difference is None and not waiting:
+            return records
+        if difference is not None:
+            cause = self._cause_of(*difference, records)
+        else:
+            missing = missing or waiting
+            cause = cause_of_absence(
+                missing, self._what_became_of(missing), site, self.rank, self.ranks, self.timeout_s
+            )
+        try:
+            self.ask(partial(self._decide, cause, epoch))
+        except DistError as error:
+            raise self._store_error(site, error) from error
+        raise self.give_up(site)
+
+    def _count(self, name: str, record: Record | None) -> int:
+        """Return to how many events of this epoch another rank has come."""
+        is_here = record is not None and record.epoch == self.record.epoch
+        return record.trails[name].count if record is not None and is_here else 0
+
+    def _difference(self, records: Iterable[Record]) -> tuple[str, int] | None:
+        """Return the trail and number of the first event in which another rank differs."""
+        here = [record for record in records if record.epoch == self.record.epoch]
+        with self.lock:
+            for name, trail in self.record.trails.items():
+                numbers = [trail.first_difference(record.trails[name]) for record in here]
+                differing = [number for number in numbers if number is not None]
+                if differing:
+                    return name, min(differing)
+        return None
+
+    def _cause_of(self, name: str, number: int, records: Mapping[int, Record]) -> Cause:
+        """Return the cause that an event differs."""
+        here = {at: record for at, record in records.items() if record.epoch == self.record.epoch}
+        return cause_of_difference(
+            name, number, {**here, self.rank: self.record}, self.rank, self.ranks
+        )
+
+    def give_up(self, site: str) -> RanksDisagree:
+        """Begin anew because of the cause; return the error about it."""
+        cause = self.cause
+        assert cause is not None
+        self._begin_anew(cause)
+        expected, got = cause.expected, cause.got
+        if not cause.is_shared and cause.rank != self.ranks[self.rank]:
+            expected = f"{name_ranks(self.ranks)} to run the same"
+            got = (
+                f"rank {cause.rank}, which has given up, because rank {cause.rank} at {cause.site}"
+                f" expected {cause.expected}, got {cause.got}"
+            )
+        return RanksDisagree(site=site, expected=expected, got=got, remedy=cause.remedy)
+
+    def _begin_anew(self, cause: Cause) -> None:
+        """Forget all events, as every rank does that raises, and wait until the others do."""
+        with self.lock:
+            self.record.epoch, self.record.trails = self.record.epoch + 1, new_trails()
+            self.is_told = False
+        deadline, delay = time.monotonic() + PATIENCE_S, SHORTEST_WAIT_S
+        waiting = [at for at in cause.seen_by if at != self.rank and self.record.is_waiting]
+        with suppress(DistError, RuntimeError):
+            while True:
+                records = self.ask(partial(self.exchange, waiting))
+                waiting = [
+                    at
+                    for at in waiting
+                    if at not in records or records[at].epoch < self.record.epoch
+                ]
+                if not waiting or time.monotonic() > deadline:
+                    return
+                time.sleep(delay)
+                delay = min(2 * delay, LONGEST_WAIT_S)
+
+    def find_cause(self) -> Cause | None:
+        """Return why ranks are known to have gone different ways, after an exchange has failed."""
+        if self.cause is None:
+            with suppress(DistError, RuntimeError):
+                self.ask(self.compare, self._is_one_gone)
+        return self.cause
+
+    def _store_error(self, site: str, error: Exception) -> ProcessGroupError:
+        """Return the error that says where the store was needed."""
+        address = f", {self.root.address}," if self.root.address else ""
+        return ProcessGroupError(
+            site=site,
+            expected=f"the store of the process group{address} to answer",
+            got=f"{error}{self._what_became_of(self.others)}",
+            remedy="find out why the process that holds the store, which is rank 0 unless a"
+            " launcher holds it, has ended or is stopped; then start all ranks again, from a"
+            " checkpoint",
+        )
+
+    # --- The store ---------------------------------------------------------------------------
+
+    def ask(
+        self, call: Callable[[], Answer], is_hopeless: Callable[[], bool] | None = None
+    ) -> Answer:
+        """Call what asks the store, and return its result; see `BoundedStore.answered`."""
+        return self.root.answered(call, is_hopeless)
+
+    def _is_one_gone(self) -> bool:
+        return bool(self.look())
+
+    def exchange(self, positions: Sequence[int] = ()) -> dict[int, Record]:
+        """Tell the others where this rank is; return the records of some, by position."""
+        with self.exchanging:  # otherwise an older record might be written last
+            if self.incarnation < 0:
+                # A store may outlive a group and serve another group of the same name. All ranks
+                # of the first group have joined before any rank of the second does.
+                self.incarnation = (self.store.add("joined", 1) - 1) // len(self.ranks)
+                self.store = PrefixStore(str(self.incarnation), self.store)
+            with self.lock:
+                epoch, text, self.is_told = self.record.epoch, self.record.format(), True
+            if text != self.written:
+                self.store.set(str(self.rank), text)
+                self.written = text
+            self._read_cause(epoch)
+            return self.read(positions)
+
+    def read(self, positions: Sequence[int]) -> dict[int, Record]:
+        """Return the records of some ranks, by position, but of those that have told nothing."""
+        keys = {at: str(at) for at in positions}
+        if not self.store.check(list(keys.values())):
+            keys = {at: key for at, key in keys.items() if self.store.check([key])}
+        texts = self.store.multi_get(list(keys.values())) if keys else []
+        records = {at: Record.parse(text) for at, text in zip(keys, texts, strict=True)}
+        self.records |= records
+        return records
+
+    def _read_cause(self, epoch: int) -> None:
+        key = f"cause/{epoch}"
+        if epoch not in self.causes and self.store.check([key]):
+            self.causes = {epoch: Cause(**json.loads(self.store.get(key)))}
+
+    def _decide(self, cause: Cause, epoch: int) -> None:
+        """Leave a cause for all ranks, unless one of them has left another."""
+        self.store.compare_set(f"cause/{epoch}", "", json.dumps(asdict(cause)))
+        self._read_cause(epoch)
+
+    def compare(self) -> None:
+        """Tell where this rank is, and compare its way with that of the next one."""
+        epoch, records = self.record.epoch, self.exchange(self.next)
+        if self.cause is not None or self.record.is_waiting:
+            return  # who waits judges
+        difference = self._difference(records.values())
+        if difference is not None:
+            self._decide(self._cause_of(*difference, self.read(self.others)), epoch)
+
+    # --- The other ranks ---------------------------------------------------------------------
+
+    def fates(self) -> dict[int, Fate]:
+        """Say what has become of the others, by global rank, as far as it is known by now."""
+        return {self.ranks[at]: fate_of(self.records.get(at)) for at in self.others}
+
+    def look(self) -> dict[int, str]:
+        """Return what has become of other ranks that do not run as usual, by global rank."""
+        gone: dict[int, str] = {}
+
+        def note() -> None:
+            gone.update({rank: fate.text for rank, fate in self.fates().items() if fate.is_known})
+
+        def ask() -> None:
+            note()
+            self.read(self.others)
+            note()
+
+        # The store may be that of a process that is stopped, and never answer.
+        within(ask, LOOK_S, lambda: bool(gone))
+        return dict(gone)
+
+    def where(self) -> dict[int, str]:
+        """Return where other ranks are, or were last, and what became of them, by global rank."""
+        gone = self.look()
+        told = {self.ranks[at]: record.describe() for at, record in self.records.items()}
+        told.pop(self.ranks[self.rank], None)
+        return told | {
+            rank: f"{told[rank]}, {text}" if rank in told else text for rank, text in gone.items()
+        }
+
+    def _what_became_of(self, positions: Sequence[int]) -> str:
+        """Say, in parentheses, what has become of ranks, as far as that is known."""
+        told = self.where()
+        ranks = [self.ranks[at] for at in positions if self.ranks[at] in told]
+        text = "; ".join(f"rank {rank}: {told[rank]}" for rank in ranks)
+        return f" ({text})" if text else ""
+
+    # --- Beside the program ------------------------------------------------------------------
+
+    def compare_beside(self) -> None:
+        """Compare, and print where all ranks are if this one has waited for long."""
+        record = self.record
+        if record.inside or not self.is_told:
+            self.compare()
+        if not record.inside or record.since != self.reported:
+            self.reported, self.report_after_s = record.since, REPORT_AFTER_S
+        elif time.time() - self.reported > self.report_after_s:
+            self.report_after_s *= REPORT_GROWTH
+            text = self._report()
+            if text:
+                print(text, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Tell the others that this rank's program is over."""
+        self.record.is_over = True
+        self.exchange()
+
+    def _report(self) -> str:
+        """Say where all ranks are, if this one waits for another; else ""."""
+        records, own = self.read(self.others), self.record
+        count = own.trails[ATTENTIONS].count
+        is_waiting = any(
+            other.trails[ATTENTIONS].count < count or not other.inside for other in records.values()
+        )
+        if not is_waiting or not own.inside:
+            return ""
+        told = self.where() | {self.ranks[self.rank]: own.describe()}
+        nothing = "has come to no attention yet"
+        lines = [f"  rank {rank}: {told.get(rank, nothing)}" for rank in self.ranks]
+        title = f"cp_inductor: rank {self.ranks[self.rank]} waits for others of its group"
+        return "\n".join([title, *lines])

@@ -1,0 +1,225 @@
+"""What a rank tells the others of its group: where it is, and the events that it has come to.
+
+    attention, attention, batch 2, attention
+      =>  attentions: 3, digests "9f86d081 884c7d65 9a2feaa0", the last of them in full; batches: 1
+
+The digest after an event covers all events before it. So two trails part at the first event whose
+digests differ, or whose fields do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cp_inductor.trust.processes import Fate, look_at
+
+# So many events are told by their digests, and so many that nobody waits for in full. No rank is
+# further ahead of another.
+MOST_TOLD, MOST_IN_FULL = 512, 16
+
+# So many bytes of a digest are compared, written in hexadecimal digits.
+DIGEST_BYTES, NUM_DIGITS = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An event: what a rank is about to run, has cut, or has read.
+
+    Attributes:
+        site: where it is in the user's program, on this rank; for the error.
+        fields: values that must be equal on all ranks, by name. A field that one of two ranks
+            leaves out is not compared between them. Every entry has the field "what".
+        consequences: names of fields that follow from others. The error names them only if no
+            other field differs.
+        remedy: what to do if ranks have different values; empty for an attention. The other ranks
+            are not told, because their entries have remedies of their own.
+        kind: what the digest of the trail covers.
+        begins: what inputs begin with, by name, where it is to differ between ranks.
+    """
+
+    site: str
+    fields: Mapping[str, str]
+    consequences: tuple[str, ...] = ()
+    remedy: str = ""
+    kind: str = ""
+    begins: Mapping[str, str] = field(default_factory=dict)
+
+    def differs(self, other: Entry) -> bool:
+        """Whether any field that both have is unequal."""
+        return any(other.fields.get(name, value) != value for name, value in self.fields.items())
+
+
+def refusal(reason: str) -> Entry:
+    """Return the event that a rank refuses what may be its next attention."""
+    return Entry(reason, {"what": "a refusal"}, kind="refused")
+
+
+def is_refusal(entry: Entry) -> bool:
+    """Whether an event is a refusal, whose reason is its site."""
+    return entry.fields.get("what") == "a refusal"
+
+
+class Trail:
+    """The events of one sort that a rank has come to, counted from 1."""
+
+    def __init__(self) -> None:
+        self.count, self.digest, self.digests = 0, b"", ""
+        self.entries: deque[Entry] = deque(maxlen=MOST_TOLD)
+        # Events up to the settlement before last are not told in full.
+        self.settled = self.num_dropped = 0
+
+    def add(self, entry: Entry) -> None:
+        """Add an event."""
+        text = self.digest + entry.kind.encode()
+        self.digest = hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
+        self.digests = (self.digests + self.digest.hex())[-MOST_TOLD * NUM_DIGITS :]
+        self.count += 1
+        self.entries.append(entry)
+
+    def take_back(self, count: int) -> None:
+        """Take back the last events, as if this rank had not come to them."""
+        for _ in range(count):
+            self.entries.pop()
+        self.count, self.digests = self.count - count, self.digests[: -count * NUM_DIGITS]
+        self.digest = bytes.fromhex(self.digests[-NUM_DIGITS:])
+
+    def settle(self) -> None:
+        """Note that all events were compared: others may still have to compare the last few."""
+        self.num_dropped, self.settled = self.settled, self.count
+
+    def run_on(self) -> None:
+        """Note that nobody waits for what was added."""
+        self.num_dropped = max(self.num_dropped, self.count - MOST_IN_FULL)
+
+    def told(self) -> dict[str, Any]:
+        """Return what others are told. What entries have in common is told once."""
+        entries = list(self.entries)[max(0, self.num_dropped - self.count + len(self.entries)) :]
+        texts: dict[Any, int] = {}
+        events = []
+        for entry in entries:
+            text = (tuple(entry.fields.items()), entry.consequences, tuple(entry.begins.items()))
+            events.append((entry.site, texts.setdefault(text, len(texts))))
+        told = {"count": self.count, "digests": self.digests}
+        return {**told, "events": events, "texts": list(texts)}
+
+    @staticmethod
+    def parse(told: Mapping[str, Any]) -> Trail:
+        """Return the trail of another rank."""
+        trail = Trail()
+        trail.count, trail.digests = told["count"], told["digests"]
+        for site, number in told["events"]:
+            fields, names, begins = told["texts"][number]
+            trail.entries.append(Entry(site, dict(fields), tuple(names), begins=dict(begins)))
+        return trail
+
+    def entry_at(self, number: int) -> Entry | None:
+        """Return an event; None if it is not there, or was not told in full."""
+        at = number - self.count - 1
+        return self.entries[at] if -len(self.entries) <= at < 0 else None
+
+    def digest_at(self, number: int) -> str | None:
+        """Return the digest after an event; None if it is not told."""
+        at = NUM_DIGITS * (number - self.count - 1)
+        told = self.digests[at : at + NUM_DIGITS or None]
+        return told if -len(self.digests) <= at < 0 else None
+
+    def first_difference(self, other: Trail) -> int | None:
+        """Return the first event in which two trails differ."""
+        stop = min(self.count, other.count)
+        start = max(trail.count - len(trail.entries) for trail in (self, other))
+        if self._goes_apart(other, stop):
+            start = stop - MOST_TOLD
+        for number in range(max(0, start) + 1, stop + 1):
+            own, theirs = self.entry_at(number), other.entry_at(number)
+            if own is not None and theirs is not None and own.differs(theirs):
+                return number
+            if self._goes_apart(other, number):
+                return number
+        return None
+
+    def _goes_apart(self, other: Trail, number: int) -> bool:
+        digests = self.digest_at(number), other.digest_at(number)
+        return None not in digests and digests[0] != digests[1]
+
+
+# Batches first: attentions follow from them.
+TRAILS = BATCHES, ATTENTIONS, TABLES = "batches", "attentions", "tables"
+
+
+def new_trails() -> dict[str, Trail]:
+    """Return the trails of a rank that has come to nothing yet."""
+    return {name: Trail() for name in TRAILS}
+
+
+@dataclass(slots=True)
+class Record:
+    """What a rank tells the others.
+
+    Attributes:
+        process: which process it is; see `processes`.
+        host: on which host.
+        epoch: how often its group has begun anew, after an error that all ranks have raised.
+        failed: which exchange has failed; "" if none has.
+        inside: the attention or graph that it is in; "" if in none.
+        since: when it came there, in seconds since 1970.
+        is_waiting: whether it waits for events of other ranks, and will see why they give up.
+        is_over: whether its program has ended.
+        trails: what it has come to in this epoch.
+    """
+
+    process: str
+    host: str
+    epoch: int = 0
+    failed: str = ""
+    inside: str = ""
+    since: float = field(default_factory=time.time)
+    is_waiting: bool = False
+    is_over: bool = False
+    trails: dict[str, Trail] = field(default_factory=new_trails)
+
+    def format(self) -> str:
+        """Return the text that is told."""
+        told = {name: getattr(self, name) for name in self.__slots__}
+        trails = {name: trail.told() for name, trail in self.trails.items() if trail.count}
+        return json.dumps({**told, "trails": trails})
+
+    @staticmethod
+    def parse(text: bytes) -> Record:
+        """Return the record that `format` wrote."""
+        told: dict[str, Any] = json.loads(text)
+        trails = told.pop("trails")
+        record = Record(**told)
+        record.trails |= {name: Trail.parse(trail) for name, trail in trails.items()}
+        return record
+
+    def describe(self) -> str:
+        """Describe where the rank is, for people."""
+        trail, waited = self.trails[ATTENTIONS], max(0.0, time.time() - self.since)
+        done = f"{trail.count} attention{'s' * (trail.count != 1)}"
+        if self.is_over:
+            return f"its program has ended, after {done}"
+        if self.inside:
+            return f"in {self.inside}, since {waited:.0f} s, after {trail.count - 1} others"
+        last = f", the last: {trail.entries[-1].site}" if trail.entries else ""
+        return f"outside of any attention, since {waited:.0f} s, after {done}{last}"
+
+
+def fate_of(record: Record | None) -> Fate:
+    """Say what has become of a rank, given what it told last."""
+    if record is not None and record.failed:
+        return Fate(f"it failed as well, in {record.failed}", False, True)
+    return look_at(None if record is None else record.process)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name global ranks, as in "ranks 0, 1 and 2"."""
+    names = [str(rank) for rank in ranks]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,471 @@
+"""Whole batches in, weights that stay plain, the loss of one process out.
+
+Each model beside itself on one process, in float64. The models of transformers are in
+test_models.py, trainers in tests/trainers.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import cp_inductor
+from cp_inductor import InvalidArgument, RanksDisagree, UnsupportedPlacement
+from tests.support.combinations import (
+    AOT,
+    COMPILED,
+    EAGER,
+    VOCABULARY,
+    compiled,
+    make_batch,
+    mean_loss,
+    plain_name,
+    whole,
+)
+from tests.support.combinations import make_model as make_decoder
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
+
+TOLERANCE = 1e-12  # relative to the largest of a tensor
+
+
+class Training(nn.Module):
+    """A decoder whose embedding is its head, its loss, and counts that its forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = make_decoder(is_tied=True)
+        self.register_buffer("seen", torch.zeros(VOCABULARY))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen.add_(F.one_hot(ids, VOCABULARY).sum((0, 1)))
+            self.calls = self.calls + 1
+        return mean_loss(self.decoder(ids, positions), labels)
+
+
+def make_model() -> Training:
+    return Training().double()
+
+
+def assert_close(actual: Any, expected: Tensor, name: str = "") -> None:
+    difference = (whole(actual) - expected).abs().max().item()
+    assert difference <= TOLERANCE * max(1.0, expected.abs().max().item()), (name, difference)
+
+
+def assert_same_gradients(model: nn.Module, reference: nn.Module, scale: float = 1) -> None:
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert_close(whole(parameter.grad) * scale, expected[plain_name(name)].grad, name)
+
+
+# --- A step -------------------------------------------------------------------------------------
+
+
+def check_steps(form: str, batch: int, length: int) -> None:
+    model, reference = make_model(), make_model()
+    optimizers = [
+        torch.optim.AdamW(each.parameters(), fused=True, lr=0.01) for each in (model, reference)
+    ]
+    assert cp_inductor.parallelize(model, world_mesh()) is model
+    run = compiled(model, form, **({} if form == EAGER else {"fullgraph": True}))
+    for step in range(3):
+        tensors = make_batch(batch, length, step)
+        expected = reference(*tensors)
+        expected.backward()
+        loss = run(*tensors)
+        loss.backward()
+        assert type(loss) is Tensor
+        assert_close(loss.detach(), expected.detach())
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert {type(tensor) for tensor in model.state_dict().values()} == {Tensor}
+    for name, tensor in reference.state_dict().items():
+        assert_close(model.state_dict()[name], tensor, name)
+    assert type(model.decoder.head.weight) is nn.Parameter
+    assert model.decoder.head.weight is model.decoder.tokens.weight
+    if form != EAGER:
+        assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "ranks", "batch", "length"),
+    [
+        (EAGER, 3, 2, 33),
+        (EAGER, 3, 1, 2),  # one rank has no token
+        (AOT, 2, 2, 33),
+        (AOT, 3, 1, 12),
+        pytest.param(COMPILED, 2, 2, 33, marks=pytest.mark.long),
+    ],
+)
+def test_steps_are_those_of_one_process(form: str, ranks: int, batch: int, length: int) -> None:
+    run_ranks(ranks, check_steps, form, batch, length)
+
+
+def check_lengths(dynamic: bool | None) -> None:
+    model = cp_inductor.parallelize(make_model(), world_mesh())
+    run = torch.compile(model, backend=AOT, fullgraph=True, dynamic=dynamic)
+    for length in (24, 32, 40, 48, 16):
+        assert_close(run(*make_batch(2, length)).detach(), make_model()(*make_batch(2, length)))
+    assert counters["stats"]["unique_graphs"] == 2  # for the first, and for all others
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [None, pytest.param(False, marks=pytest.mark.long)])
+def test_one_graph_serves_all_lengths_that_divide(dynamic: bool | None) -> None:
+    run_ranks(2, check_lengths, dynamic)
+
+
+# --- What is wrapped around a model, or put into it -----------------------------------------------
+
+
+def by_ddp(mesh: DeviceMesh) -> nn.Module:
+    model = cp_inductor.parallelize(make_model(), mesh["cp"])
+    return DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+
+
+def by_fully_shard(mesh: DeviceMesh) -> nn.Module:
+    model = cp_inductor.parallelize(make_model(), mesh["cp"])
+    for layer in model.decoder.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def sharded_before(mesh: DeviceMesh) -> nn.Module:
+    return cp_inductor.parallelize(fully_shard(make_model(), mesh=mesh["dp"]), mesh["cp"])
+
+
+def over_both_axes(mesh: DeviceMesh) -> nn.Module:
+    model = cp_inductor.parallelize(make_model(), mesh["cp"], gradients="partial")
+    return fully_shard(model, mesh=mesh["dp", "cp"]._flatten("fsdp"))
+
+
+def with_weights(mesh: DeviceMesh) -> nn.Module:
+    weights = mesh["dp", "cp"]._flatten("weights")
+    return cp_inductor.parallelize(make_model(), mesh["cp"], weights=weights)
+
+
+# How large gradients are, where the sum over all ranks is not the mean over batches.
+SCALES = {over_both_axes: 2.0, with_weights: 0.5}
+
+
+def check_wrapped(wrap: Any, form: str, length: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model, reference = wrap(mesh), make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batches = [make_batch(2, length, seed) for seed in (1, 2)]
+    losses = [reference(*batch) for batch in batches]
+    (sum(losses) / 2).backward()
+    rank = mesh.get_local_rank("dp")
+    loss = compiled(model, form)(*batches[rank])
+    loss.backward()
+    assert_close(loss.detach(), losses[rank].detach())
+    assert_same_gradients(model, reference, SCALES.get(wrap, 1.0))
+    optimizer.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "wrap", [by_ddp, by_fully_shard, sharded_before, over_both_axes, with_weights]
+)
+def test_wrapped_for_data_parallelism(wrap: Any, form: str) -> None:
+    run_ranks(4, check_wrapped, wrap, form, 13)
+
+
+def check_blocks(way: str) -> None:
+    model, reference, batch = make_model(), make_model(), make_batch(2, 33)
+    cp_inductor.parallelize(model, world_mesh())
+    run: Any = model
+    if way == "layers":
+        for layer in model.decoder.layers:
+            layer.compile(backend=AOT)
+    else:
+        model.decoder.layers[1].register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+        run = torch.compile(model, backend=AOT)
+    loss, expected = run(*batch), reference(*batch)
+    loss.backward()
+    expected.backward()
+    assert_close(loss.detach(), expected.detach())
+    assert_same_gradients(model, reference)
+    assert counters["cp_inductor"]["sites_rewritten"] > 0
+    # A graph of another model, of which Dynamo knows nothing of the first one's breaks.
+    other = torch.compile(
+        cp_inductor.parallelize(make_model(), world_mesh()), backend=AOT, fullgraph=True
+    )
+    assert_close(other(*batch).detach(), expected.detach())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["layers", "a graph break"])
+def test_compiled_in_parts(way: str) -> None:
+    run_ranks(2, check_blocks, way)
+
+
+def check_copies() -> None:
+    mesh, batch, reference = world_mesh(), make_batch(1, 9), make_model()
+    model = cp_inductor.parallelize(make_model(), mesh)
+    reference(*batch).backward()
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert type(pickled) is Training  # of one process, wherever it is loaded
+    for other in (copied, cp_inductor.parallelize(pickled, mesh)):
+        other(*batch).backward()
+        assert_same_gradients(other, reference)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    make_model().load_state_dict(torch.load(file))
+    with torch.device("meta"):
+        empty = Training().double()
+    cp_inductor.parallelize(empty, mesh).to_empty(device="cpu")
+    empty.decoder.head.weight = empty.decoder.tokens.weight
+    empty.load_state_dict(reference.state_dict())
+    empty(*batch).backward()
+    assert_same_gradients(empty, reference)
+
+
+@pytest.mark.slow
+def test_copies_pickles_state_dicts_and_models_on_meta() -> None:
+    run_ranks(2, check_copies)
+
+
+class Adapted(nn.Module):
+    """What LoRA makes of a linear layer."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        generator = torch.Generator().manual_seed(4)
+        self.down = nn.Parameter(torch.randn(2, base.in_features, generator=generator).double())
+        self.up = nn.Parameter(torch.randn(base.out_features, 2, generator=generator).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def check_adapters(form: str) -> None:
+    model, reference, batch = make_model(), make_model(), make_batch(2, 13)
+    cp_inductor.parallelize(model, world_mesh())
+    for each in (model, reference):
+        each.requires_grad_(False)
+        for layer in each.decoder.layers:
+            layer.query = Adapted(layer.query)
+    compiled(model, form)(*batch).backward()
+    reference(*batch).backward()
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (expected[name].grad is None)
+        if parameter.grad is not None:
+            assert_close(parameter.grad, expected[name].grad, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_adapters_that_are_added_later(form: str) -> None:
+    run_ranks(2, check_adapters, form)
+
+
+def check_generation() -> None:
+    pytest.importorskip("transformers")
+    from tests.support.models import make
+
+    model, ids = make("Llama"), torch.arange(7)[None] + 3
+    how = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = make("Llama").generate(ids, **how)
+    cp_inductor.parallelize(model, world_mesh())
+    assert torch.equal(model.generate(ids, **how), expected)
+    for context in (torch.no_grad, torch.inference_mode):
+        for run in (model, torch.compile(model, backend=AOT)):
+            with context():
+                loss = run(input_ids=ids, labels=ids).loss
+                expected = make("Llama")(input_ids=ids, labels=ids).loss
+            assert abs(loss.item() - expected.item()) <= 1e-6
+
+
+@pytest.mark.slow
+def test_evaluation_and_generation() -> None:
+    run_ranks(2, check_generation)
+
+
+# --- What is cut ----------------------------------------------------------------------------------
+
+
+class Drawn(nn.Module):
+    """A random model of inputs of odd shapes, some of which are as long as sequences by chance."""
+
+    def __init__(self, draw: random.Random, dims: int) -> None:
+        super().__init__()
+        self.tokens, self.mix = nn.Embedding(VOCABULARY, dims), nn.Linear(dims, dims)
+        self.order = draw.sample(range(4), 4)
+
+    def forward(self, ids: Tensor, features: list[Tensor], record: dict[str, Tensor]) -> Tensor:
+        x = self.tokens(ids)
+        for number in self.order:
+            if number == 0:
+                x = x + self.mix(F.scaled_dot_product_attention(x, x, x, is_causal=True))
+            elif number == 1:
+                x = x + features[0].mean() + features[1].sum(0).mean(-1)[..., None, None]
+            elif number == 2:
+                x = torch.where(record["keep"][..., None] > 0, x, x.tanh())
+            else:
+                x = x + record["bias"].to(x.dtype).cumsum(0).mean()
+        weights = record["keep"].to(x.dtype)
+        return (x.square().mean(-1) * weights).sum() / weights.sum()
+
+
+def draw_inputs(draw: random.Random) -> tuple[Any, ...]:
+    batch, length = draw.randint(1, 3), draw.randint(2, 9)
+    sizes = [batch, length, 1, 2, 5]
+    generator = torch.Generator().manual_seed(draw.randint(0, 1 << 20))
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    ids = torch.randint(VOCABULARY, (batch, length), generator=generator)
+    features = [some(*draw.choices(sizes, k=draw.randint(1, 4)))]
+    features.append(some(draw.choice(sizes), 1, draw.choice(sizes)))
+    bias = torch.randint(9, tuple(draw.choices(sizes, k=draw.randint(1, 3))), generator=generator)
+    record = {"keep": (some(batch, length) > -1).long(), "bias": bias}
+    record["keep"][:, 0] = 1
+    return ids, features, record
+
+
+def check_guesses(seeds: list[int], form: str) -> None:
+    for seed in seeds:
+        torch._dynamo.reset()
+        draw = random.Random(seed)
+        inputs = draw_inputs(draw)
+        order = random.Random(seed)
+        torch.manual_seed(0)
+        model = Drawn(order, 8).double()
+        reference = copy.deepcopy(model)
+        cp_inductor.parallelize(model, world_mesh())
+        expected = reference(*inputs)
+        expected.backward()
+        loss = compiled(model, form)(*inputs)
+        loss.backward()
+        assert_close(loss.detach(), expected.detach(), f"seed {seed}")
+        assert_same_gradients(model, reference)
+
+
+@pytest.mark.slow
+def test_what_is_cut_never_changes_numbers() -> None:
+    run_ranks(2, check_guesses, list(range(40)), EAGER)
+    run_ranks(3, check_guesses, list(range(40, 44)), AOT)
+
+
+@pytest.mark.long
+def test_what_is_cut_never_changes_numbers_of_many() -> None:
+    run_ranks(3, check_guesses, list(range(100, 300)), EAGER)
+    run_ranks(2, check_guesses, list(range(300, 340)), AOT)
+
+
+def check_placements() -> None:
+    class Seeing(nn.Module):
+        def forward(self, ids: Tensor, image: Tensor, sizes: Tensor) -> Any:
+            seen.append((ids, image, sizes))
+            return {"tokens": ids.float(), "sum": ids.sum()}
+
+    seen: list[Any] = []
+    model = cp_inductor.parallelize(Seeing(), world_mesh(), seq_dims={"image": 2})
+    given = torch.arange(10).view(2, 5), torch.randn(2, 3, 4), torch.tensor([3, 2])
+    out = model(*given)
+    assert [str(tensor.placements) for tensor in seen[0][:2]] == [
+        "(Shard(dim=1),)",
+        "(Shard(dim=2),)",
+    ]
+    assert type(seen[0][2]) is Tensor  # Python may read it
+    assert type(out["sum"]) is Tensor and out["sum"] == 21
+    assert isinstance(out["tokens"], DTensor)
+    model(distribute_tensor(given[0], world_mesh(), [Replicate()]), *given[1:])
+    assert seen[1][0].placements == (Replicate(),)  # is taken as it is
+    with pytest.raises(InvalidArgument, match=r"seq_dims\['image'\].*expected a dim"):
+        model(given[0], torch.randn(3, 4), given[2])
+    everything = cp_inductor.parallelize(Seeing(), world_mesh(), outputs="whole")
+    assert type(everything(*given)["tokens"]) is Tensor
+
+
+def test_what_is_cut_and_what_comes_out() -> None:
+    with fake_rank(0, 2):
+        check_placements()
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
+def check_other_batches(form: str) -> None:
+    run = compiled(cp_inductor.parallelize(make_model(), world_mesh()), form)
+
+    def run_with(*seeds: int) -> None:
+        for seed in seeds:
+            run(*make_batch(2, 9, seed))
+
+    run_with(2)
+    with pytest.raises(RanksDisagree, match=r"batch .*2x9 numbers with"):
+        run_with(dist.get_rank() + 5, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_ranks_that_pass_other_batches_are_told(form: str) -> None:
+    run_ranks(2, check_other_batches, form)
+
+
+def refusals(mesh: DeviceMesh) -> Iterator[tuple[type[Exception], str, Any]]:
+    plane = init_device_mesh("cpu", (2, 1))
+    named = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "cp"))
+    model = cp_inductor.parallelize(make_model(), mesh)
+    split = nn.Linear(4, 4)
+    split.weight = nn.Parameter(distribute_tensor(split.weight.detach(), mesh, [Replicate()]))
+    call = cp_inductor.parallelize
+    yield InvalidArgument, "axes without names", lambda: call(make_model(), plane)
+    yield InvalidArgument, "an nn.Module", lambda: call(make_model().forward, mesh)
+    yield InvalidArgument, "first call", lambda: call(model, mesh, outputs="whole")
+    yield InvalidArgument, "'sharded' or 'whole'", lambda: call(make_model(), mesh, outputs="all")
+    yield InvalidArgument, "a dict of dims", lambda: call(make_model(), mesh, seq_dims={"ids": "1"})
+    yield InvalidArgument, "has none", lambda: call(make_model(), mesh, whole=[nn.GRU])
+    yield UnsupportedPlacement, "weight", lambda: call(split, named["cp"])
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        for error, words, call in refusals(mesh):
+            with pytest.raises(error, match=words):
+                call()
+        assert cp_inductor.parallelize(model := make_model(), mesh) is model
+        assert cp_inductor.parallelize(model, mesh) is model
+
+
+def test_another_backend_is_refused() -> None:
+    with fake_rank(0, 2):
+        run = torch.compile(cp_inductor.parallelize(make_model(), world_mesh()), backend="eager")
+        with pytest.raises(Exception, match=r"cp_aot_eager"):
+            run(*make_batch(2, 9))
+
+
+def test_one_line_says_what_was_cut(caplog: pytest.LogCaptureFixture) -> None:
+    with fake_rank(0, 2), caplog.at_level(logging.INFO, "cp_inductor"):
+        model = cp_inductor.parallelize(nn.Embedding(9, 4), world_mesh())
+        model(torch.zeros(2, 6, dtype=torch.long))
+    assert "Embedding: each rank takes its part of input along dim 1; whole: -" in caplog.text

@@ -1,0 +1,285 @@
+"""What ranks say and hear, as data: several logs over one store, in threads or in turn."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+import cp_inductor.trust.cause
+import cp_inductor.trust.log
+from cp_inductor.errors import ProcessGroupError, RanksDisagree
+from cp_inductor.trust.bounded_store import BoundedStore
+from cp_inductor.trust.log import Log
+from cp_inductor.trust.record import ATTENTIONS, TABLES, Entry
+
+# Global ranks of the group: not its positions.
+RANKS = (4, 7, 9)
+
+
+def entry(**fields: str) -> Entry:
+    return Entry("here", {"what": "a test", **fields})
+
+
+def logs(store: dist.Store, timeout_s: float = 20) -> list[Log]:
+    bounded = BoundedStore(store, timeout_s)
+    return [Log(bounded, rank, RANKS, timeout_s) for rank in range(len(RANKS))]
+
+
+def run(*programs: Callable[[], object]) -> list[object]:
+    """Run programs at the same time; return what they return, or raise."""
+
+    def outcome(program: Callable[[], object]) -> object:
+        try:
+            return program()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(programs)) as pool:
+        return [future.result() for future in [pool.submit(outcome, p) for p in programs]]
+
+
+def say_all(log: Log, batches: list[list[Entry]], *, is_whole: bool = False) -> None:
+    for batch in batches:
+        log.come(batch, TABLES if is_whole else "attentions", is_new=True, is_whole=is_whole)
+
+
+def test_the_same_entries_in_batches_of_any_size() -> None:
+    said = [entry(number=str(number)) for number in range(12)]
+    first, second, third = logs(dist.HashStore())
+    assert run(
+        lambda: say_all(first, [said]),
+        lambda: say_all(second, [[one] for one in said]),
+        lambda: say_all(third, [said[:5], said[5:7], said[7:]]),
+    ) == [None, None, None]
+    # What all have compared is forgotten.
+    assert [
+        len(log.record.trails["attentions"].told()["events"]) for log in (first, second, third)
+    ] == [12, 1, 5]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_difference_is_raised_on_every_rank_alike(is_whole: bool) -> None:
+    both = ("one", "two")
+    others = [entry(size=size, plan=size) for size in both]
+    odd = [others[0], entry(size="three", plan="other")]
+    results = run(
+        *(
+            lambda log=log, said=said: say_all(log, [said], is_whole=is_whole)
+            for log, said in zip(logs(dist.HashStore()), (others, odd, others), strict=True)
+        )
+    )
+    assert all(isinstance(result, RanksDisagree) for result in results)
+    assert {str(result) for result in results} == {
+        "here: expected ranks 4, 7 and 9 to run the same, got size: two on ranks 4 and 9, three on"
+        f" rank 7; plan: two on ranks 4 and 9, other on rank 7; {cp_inductor.trust.cause.REMEDY}"
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "plan", "expected"), [("2", "y", "size: 1"), ("1", "y", "plan: x")]
+)
+def test_consequences_are_named_if_nothing_else_differs(
+    size: str, plan: str, expected: str
+) -> None:
+    usual = Entry("here", {"size": "1", "plan": "x"}, ("plan",))
+    odd = Entry("here", {"size": size, "plan": plan}, ("plan",))
+    first, second, third = logs(dist.HashStore())
+    results = run(
+        lambda: say_all(first, [[usual]]),
+        lambda: say_all(second, [[odd]]),
+        lambda: say_all(third, [[usual]]),
+    )
+    assert all(f"got {expected} on ranks 4 and 9" in str(result) for result in results)
+
+
+def test_what_one_rank_does_not_know_is_not_compared() -> None:
+    first, second, third = logs(dist.HashStore())
+    assert (
+        run(
+            lambda: say_all(first, [[entry(gradients="on")]]),
+            lambda: say_all(second, [[entry()]]),
+            lambda: say_all(third, [[entry(gradients="on")]]),
+        )
+        == [None] * 3
+    )
+
+
+def test_after_a_difference_ranks_agree_again() -> None:
+    def disagree_then_agree(log: Log, word: str) -> None:
+        with pytest.raises(RanksDisagree):
+            say_all(log, [[entry(word=word)]])
+        say_all(log, [[entry(word="same")], [entry(word="other")]])
+
+    assert (
+        run(
+            *(
+                lambda log=log, word=word: disagree_then_agree(log, word)
+                for log, word in zip(logs(dist.HashStore()), "aab", strict=True)
+            )
+        )
+        == [None] * 3
+    )
+
+
+def test_a_rank_that_does_not_come_is_named_and_hears_of_it() -> None:
+    first, second, third = logs(dist.HashStore(), timeout_s=0.2)
+    results = run(lambda: say_all(first, [[entry()]]), lambda: say_all(second, [[entry()]]))
+    for result in results:
+        assert isinstance(result, RanksDisagree)
+        assert "expected ranks 4, 7 and 9 to arrive within 0.2 s" in str(result)
+        assert "got nothing from rank 9 (rank 9: outside of any attention, " in str(result)
+    with pytest.raises(RanksDisagree, match=r"which has given up, because .* nothing from rank 9"):
+        say_all(third, [[entry()]])
+
+
+def test_who_leaves_later_names_the_first_cause_once() -> None:
+    """Not the reason of the reason of a reason."""
+    told, store = [], BoundedStore(dist.HashStore(), 20)
+    for rank in range(4):
+        log = Log(store, rank, (4, 7, 9, 12), 0.05)
+        with pytest.raises(RanksDisagree) as raised:
+            say_all(log, [[Entry(f"attention {rank}", {"what": "a test"})]])
+        told.append(str(raised.value))
+    first, *others = told
+    ranks, nothing = "ranks 4, 7, 9 and 12", "nothing from ranks 7, 9 and 12"
+    remedy = first.partition("; see ")[2]
+    assert remedy.startswith("the log of ranks 7, 9 and 12: ")
+    came = f"{ranks} to arrive within 0.05 s"
+    assert first == f"attention 0: expected {came}, got {nothing}; see {remedy}"
+    for number, message in enumerate(others, 1):
+        assert message == (
+            f"attention {number}: expected {ranks} to run the same, got rank 4, which has given up,"
+            f" because rank 4 at attention 0 expected {came}, got {nothing}; see {remedy}"
+        )
+
+
+def test_what_became_of_who_does_not_come_is_named_at_once() -> None:
+    """One has failed in an exchange, and one has ended; one that runs may still come."""
+    store, ranks = BoundedStore(dist.HashStore(), 20), (4, 7, 9, 12)
+    ended = subprocess.Popen(["true"])
+    group = [Log(store, rank, ranks, 60) for rank in range(4)]
+    group[1].record.failed = "exchange 1 of 2 of its backward, attention (model.py:41)"
+    process = group[2].record.process
+    group[2].record.process = process.replace(str(os.getpid()), str(ended.pid))
+    ended.wait()
+    for log in group:
+        log.exchange()
+    with pytest.raises(RanksDisagree) as raised:
+        say_all(group[0], [[entry()]])
+    where = r"outside of any attention, since \d+ s, after 0 attentions"
+    assert re.fullmatch(
+        rf"nothing from ranks 7 and 9 \(rank 7: {where}, it failed as well, in exchange 1 of 2 of"
+        rf" its backward, attention \(model.py:41\); rank 9: {where}, its process {ended.pid} has"
+        r" ended\)",
+        raised.value.got,
+    ), raised.value.got
+
+
+def test_a_rank_that_refuses_is_not_waited_for_long() -> None:
+    with mock.patch.object(cp_inductor.trust.log, "PATIENCE_S", 0.2):
+        first, second, third = logs(dist.HashStore())
+        second.refuse("such a mask")
+        results = run(*(lambda one=one: say_all(one, [[entry()]]) for one in (first, third)))
+        assert [str(result).partition("; ")[0] for result in results] == [
+            "here: expected ranks 4, 7 and 9 to run the same, got rank 7, which refuses to:"
+            " such a mask"
+        ] * 2
+
+
+def test_what_all_refuse_is_nothing_to_wait_for() -> None:
+    with mock.patch.object(cp_inductor.trust.log, "PATIENCE_S", 0.01):
+        group = logs(dist.HashStore())
+        for log in group:
+            log.refuse("such a mask")
+
+        def come_late(log: Log) -> None:
+            time.sleep(0.1)
+            say_all(log, [[entry()]])
+
+        first, *others = group
+        assert (
+            run(
+                lambda: say_all(first, [[entry()]]),
+                *(lambda log=log: come_late(log) for log in others),
+            )
+            == [None] * 3
+        )
+
+
+def test_a_store_serves_groups_of_one_name_one_after_the_other() -> None:
+    store = dist.HashStore()
+    for word in ("first", "second"):
+        group = logs(store)
+        assert (
+            run(
+                *(
+                    lambda log=log, word=word: say_all(
+                        log, [[entry(word=word)], [entry(word=f"{word} again")]], is_whole=True
+                    )
+                    for log in group
+                )
+            )
+            == [None] * 3
+        )
+
+
+def test_a_store_that_is_gone() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    client = dist.TCPStore("127.0.0.1", server.port, 1, is_master=False)
+    where = f"expected the store of the process group, 127.0.0.1:{server.port}, to answer"
+    log = Log(BoundedStore(client, 20), 1, RANKS, 20)
+    ended = subprocess.Popen(["true"])
+    process = log.record.process.replace(str(os.getpid()), str(ended.pid))
+    log.records[0] = replace(log.record, process=process)
+    ended.wait()
+    del server
+    with pytest.raises(
+        ProcessGroupError, match=rf"here: {where}, .* \(rank 4: .*, its process \d+ has ended\)"
+    ):
+        say_all(log, [[entry()]])
+    with pytest.raises(ProcessGroupError, match=f"here: {where}"):
+        say_all(log, [[entry()]])
+
+
+class StoppedStore(dist.Store):
+    """As one of a process that is stopped: it takes questions, and answers none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.goes_on = 0, threading.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        self.asked += 1
+        self.goes_on.wait(20)
+        return 1
+
+
+def test_a_store_that_does_not_answer_is_named_within_the_timeout() -> None:
+    stopped = StoppedStore()
+    log = Log(BoundedStore(stopped, 0.2), 0, RANKS, 0.2)
+    assert stopped.asked == 1, "who introduces itself goes on"
+    with pytest.raises(ProcessGroupError, match=r"here: .* got no answer for 0\.2 s; find"):
+        say_all(log, [[entry()]])
+    assert stopped.asked == 1, "it is not asked again"
+    assert log.look() == {}
+    stopped.goes_on.set()
+
+
+def test_what_all_have_said_costs_no_waiting() -> None:
+    """A rank that comes last finds all there, and does not sleep."""
+    first, second, third = logs(dist.HashStore())
+    for log in (first, second):
+        log.add(ATTENTIONS, [entry()])
+        log.exchange()
+    with mock.patch.object(cp_inductor.trust.log.time, "sleep", side_effect=AssertionError):
+        say_all(third, [[entry()]])

@@ -187,15 +187,6 @@ def test_keys_that_lie_apart_are_put_together_once_for_all_tiles() -> None:
     assert all(key is value for key, value in read)
 
 
-def test_lowering_twice_changes_nothing() -> None:
-    from cp_inductor.passes.lower_attention import lower_attention
-
-    gm = lower_on(1, 2, seq_len=3)["forward"]
-    before = format_graph(gm.graph)
-    assert lower_attention(gm, decompositions={}) == 0
-    assert format_graph(gm.graph) == before
-
-
 def test_attentions_alike_are_traced_once() -> None:
     """Two of four are alike; one is not causal, and one has the same tensor as query and key."""
 

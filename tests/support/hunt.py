@@ -81,7 +81,8 @@ WAYS = {
     "region_aot": "plain shards in a context_parallel, through cp_aot_eager",
     "mesh": 'plain shards through cp_aot_eager with options={"mesh": mesh}',
 }
-COMPILED = ("aot", "region_aot", "mesh")
+# Nothing draws "inductor": DTensors through cp_inductor take minutes.
+COMPILED = ("aot", "region_aot", "mesh", "inductor")
 GROUPS = {"dtensor": ["eager", "aot"], "plain": ["region", "region_aot", "mesh"], "all": [*WAYS]}
 # A training step; two, whose gradients add up, or the second of another length; two calls before a
 # backward, by one model or by two with the same weights; rows within checkpoints; graph breaks.
@@ -422,7 +423,8 @@ def compiled(program: Program, model: nn.Module, options: Any = None) -> Any:
         return model
     dynamic = None if program.dynamic else False
     how: Any = {"fullgraph": program.is_whole, "dynamic": dynamic, "options": options}
-    return torch.compile(model, backend="cp_aot_eager", **how)
+    backend = "cp_inductor" if program.way == "inductor" else "cp_aot_eager"
+    return torch.compile(model, backend=backend, **how)
 
 
 def marked(program: Program, tensor: Tensor) -> Tensor:
@@ -506,7 +508,7 @@ def judge_here(program: Program) -> Verdict:
     """Run a program on this rank, and say what became of it."""
     expected = on_one_process(program)
     cp_inductor.reset()  # what an eager region has checked once, it does not check again
-    run = over_dtensors if program.way in GROUPS["dtensor"] else over_plain_shards
+    run = over_plain_shards if program.way in GROUPS["plain"] else over_dtensors
     try:
         with cp_inductor.config.patch(**dict(program.flags)):
             found = run(program)

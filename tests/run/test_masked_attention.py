@@ -63,9 +63,11 @@ def under_alibi(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def wide(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """A bias in float32 under any dtype: of bfloat16, numbers of this size are 2 apart."""
+    """A bias in float32 at the least: of bfloat16, numbers of this size are 2 apart."""
     q, k = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
-    return sdpa(query, key, value, (q * 7 + k * 13) % 11 * 0.3 + 300.0)
+    bias = (q * 7 + k * 13) % 11 * 0.3 + 300.0
+    # Of a float64 query, torch would read a bias in float32 as float64.
+    return sdpa(query, key, value, bias.to(torch.promote_types(query.dtype, bias.dtype)))
 
 
 def given(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

@@ -320,9 +320,3 @@ def test_plain_tensors_of_dynamic_lengths(mesh: DeviceMesh) -> None:
         add(torch.zeros(2, 4, 32, 8), sharded(mesh))
     with implicit_replication():
         assert add(torch.zeros(2, 4, 32, 8), sharded(mesh)).placements == sharded(mesh).placements
-
-
-def test_a_failed_trace_leaves_the_next_one_named(mesh: DeviceMesh) -> None:
-    for _ in range(2):
-        with pytest.raises(UnsupportedPlacement, match="implicit_replication"):
-            compiled(torch.add)(torch.zeros(2, 4, 32, 8), sharded(mesh))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -187,6 +187,39 @@ def test_draws_over_plain_shards_are_left_alone() -> None:
         w = distribute_tensor(torch.ones(D), mesh, [Replicate()])
         drop_path(x, w)
         torch.compile(drop_path, backend="cp_aot_eager", fullgraph=True)(x, w)
+
+
+def drawn() -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    yield "dropout", lambda x: F.dropout(x, 0.4)
+    yield "rand_like", torch.rand_like
+    yield "normal_", lambda x: torch.empty_like(x).normal_()
+    yield "bernoulli", lambda x: torch.bernoulli(x.sigmoid())
+    yield "exponential_", lambda x: torch.empty_like(x).exponential_()
+    yield "multinomial", lambda x: torch.multinomial(x.exp().flatten(0, 1), 2)
+
+
+def check_draws(backend: str | None) -> None:
+    cp_inductor.parallelize(nn.Linear(1, 1), world_mesh())
+    for name, draw in drawn():
+        if backend and name in ("normal_", "exponential_", "multinomial"):  # refused there
+            continue
+        torch._dynamo.reset()
+        run = torch.compile(draw, backend=backend, fullgraph=True) if backend else draw
+        for length in (8, 9):
+            generator = torch.Generator().manual_seed(length)
+            x = torch.randn(2, length, 4, generator=generator, dtype=torch.float64)
+            torch.manual_seed(0)
+            expected = draw(x), torch.rand(2)  # what follows is drawn alike as well
+            torch.manual_seed(0)
+            actual = run(distribute_tensor(x, world_mesh(), [Shard(1)])), torch.rand(2)
+            assert torch.equal(actual[0].full_tensor(), expected[0]), (name, length)
+            assert torch.equal(actual[1], expected[1]), (name, length)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [None, "cp_aot_eager"])
+def test_shards_draw_their_part_of_the_whole(backend: str | None) -> None:
+    run_ranks(3, check_draws, backend)
 
 
 def test_functions_that_draw_are_known() -> None:

@@ -55,40 +55,6 @@ def loss_of(
     return F.cross_entropy(logits.transpose(1, 2), labels, weight, reduction=reduction)
 
 
-ELEMENT_LOSSES = (
-    F.mse_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.l1_loss,
-    lambda out, target, **kw: F.soft_margin_loss(out, target.sign(), **kw),
-    lambda out, target, **kw: F.binary_cross_entropy(out.sigmoid(), target.sigmoid(), **kw),
-)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_losses_of_elements() -> None:
-    """One of 2 ranks has 6 tokens, the other 5; DTensor's own gradients are twice these."""
-    mesh = make_mesh(2, names=("cp",))
-    out, _, _ = make_logits()
-    target = out.flip(0, 1)
-    cp_inductor.shard(target, mesh)
-    cases = [*product(range(len(ELEMENT_LOSSES)), ("mean", "sum"), (EAGER,)), (0, "mean", AOT)]
-    for number, reduction, form in cases:
-        loss_of = partial(ELEMENT_LOSSES[number], reduction=reduction)
-        leaf = out.clone().requires_grad_()
-        expected = loss_of(leaf, target)
-        expected.backward()
-        torch._dynamo.reset()
-        sharded = distribute_tensor(out, mesh, [Shard(1)]).requires_grad_()
-        actual = compiled(loss_of, form)(sharded, distribute_tensor(target, mesh, [Shard(1)]))
-        actual.backward()
-        assert isinstance(sharded.grad, DTensor)
-        case = f"{number} {reduction} {form}"
-        torch.testing.assert_close(actual.full_tensor(), expected, msg=case)
-        torch.testing.assert_close(sharded.grad.full_tensor(), leaf.grad, msg=case)
-
-
 @combination("cross_entropy over a sharded sequence: reductions, weights, shifted labels", *FORMS)
 @on_ranks(3)
 def test_losses(form: str) -> None:

@@ -217,14 +217,6 @@ def test_code_command_says_what_is_wrong(
     assert message in err
 
 
-def test_a_rank_that_the_world_does_not_have_is_a_wrong_call(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    code, out, err = run(capsys, "code", f"{HERE}:plain", "--world-size", 2, "--rank", 2)
-    assert code == 2 and not out
-    assert "rank" in err and len(err.splitlines()) == 1
-
-
 def test_code_command_on_two_axes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--world-size", 8, "--mesh-shape", "4,2", "--mesh-names", "tp,cp", "--rank", 3)
     code, out, _ = run(capsys, "explain", f"{HERE}:plain", *words)

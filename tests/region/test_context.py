@@ -253,29 +253,21 @@ def test_what_eager_refuses(mesh: DeviceMesh) -> None:
             torch.nn.attention.flex_attention.flex_attention(query, query, query)
 
 
-def test_refused_mask_of_a_shard(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.rand(4, 4) > 0.5, "an attn_mask over the whole sequence"),
+        (torch.rand(8, 8).requires_grad_(), "an attn_mask without a gradient"),
+    ],
+)
+def test_masks_that_a_compile_refuses(mesh: DeviceMesh, mask: Tensor, message: str) -> None:
     def model(query: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
 
     run = torch.compile(model, backend=AOT, fullgraph=True)
-    with (
-        cp_inductor.context_parallel(mesh),
-        pytest.raises(torch._dynamo.exc.Unsupported) as caught,
-    ):
-        run(torch.rand(1, 2, 4, 8), torch.rand(4, 4) > 0.5)
-    assert "an attn_mask over the whole sequence" in str(caught.value)
-
-
-def test_refused_bias_with_a_gradient(mesh: DeviceMesh) -> None:
-    def model(query: Tensor, bias: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, query, query, attn_mask=bias)
-
-    run = torch.compile(model, backend=AOT, fullgraph=True)
-    with (
-        cp_inductor.context_parallel(mesh),
-        pytest.raises(torch._dynamo.exc.Unsupported, match="an attn_mask without a gradient"),
-    ):
-        run(torch.rand(1, 2, 4, 8), torch.rand(8, 8, requires_grad=True))
+    refused = pytest.raises(torch._dynamo.exc.Unsupported, match=message)
+    with cp_inductor.context_parallel(mesh), refused:
+        run(torch.rand(1, 2, 4, 8), mask)
 
 
 # Whole models

@@ -104,11 +104,13 @@ def test_what_was_bad_once(name: str) -> None:
 def test_ranks_that_hash_strings_in_their_own_order() -> None:
     """DTensor chose placements by the order of a set: of pooled states the ranks' differed."""
     losses = ["F.glu(x.mean(1)).sum()", "F.cosine_similarity(x.amax(1), x.mean(1)).sum()"]
+    for text in ("y.tanh()", "y.where(y > 0, x[1].T @ x[1])", "torch.atleast_1d(y)"):
+        losses.append(f"y = x[0].T @ x[0]; {text}.sum()")
     programs = [Program(0, "eager", (), loss=loss, lengths=(8,)) for loss in losses]
     programs += first_programs("eager", FIRST, 3)
     verdicts = judge_by_hashes([replace(program, ranks=2) for program in programs])
-    assert [verdict.kind for verdict in verdicts[:2]] == ["RIGHT"] * 2, verdicts
-    assert len(verdicts) == 5 and not {verdict.kind for verdict in verdicts} & {*BAD}, verdicts
+    assert [verdict.kind for verdict in verdicts[:5]] == ["RIGHT"] * 5, verdicts
+    assert len(verdicts) == 8 and not {verdict.kind for verdict in verdicts} & {*BAD}, verdicts
 
 
 def judge_broken(programs: list[Program]) -> list[Verdict]:

@@ -14,7 +14,7 @@ from cp_inductor.ops.attention import attention
 from cp_inductor.ops.plan_batch import plan_batch
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from tests.support.ranks import run_ranks
-from tests.support.reference import TOLERANCE, attend_with_grads, shard
+from tests.support.reference import TOLERANCE, attend_with_grads, meaning_of, shard
 
 DOCUMENTS = "(k - q <= 0) & Eq(t0(b, k), t0(b, q))"
 RULES = {
@@ -64,29 +64,6 @@ def tables_of(
 def keys_of(kind: str, length: int) -> int:
     """Return how many keys there are for so many queries."""
     return length + 77 if kind == "cross" else length
-
-
-def allowed_by(kind: str, tables: Sequence[Tensor], length: int) -> tuple[Tensor, Tensor | None]:
-    place = torch.arange(length)
-    causal = place[:, None] >= place
-    rows = tables[0]
-    if kind == "lengths":
-        return causal & (place < rows[:, None, None])[:, None], None
-    if kind == "cross":
-        return rows[:, None, :, None] == tables[1][:, None, None], None
-    if kind == "flipped":
-        return causal & (rows.flip(0) != 0)[:, None, None], None
-    if kind == "padding":
-        return causal & (rows != 0)[:, None, None], None
-    same = rows[:, None, :, None] == rows[:, None, None]
-    if kind == "bidirectional":
-        return same, None
-    if kind == "window":
-        return same & causal & (place[:, None] - place < 100), None
-    bias = None
-    if kind == "alibi":
-        bias = tables[1].view(1, -1, 1, 1) * (place - place[:, None])
-    return same & causal, bias
 
 
 def random_case(seed: int, world_size: int) -> tuple:
@@ -146,12 +123,12 @@ def _run(case: tuple, nodes: str = "") -> dict[str, tuple[float, float]]:
     shapes = [(batch, heads, length, head_dim)] + [(batch, kv_heads, num_keys, head_dim)] * 2
     whole = [torch.randn(shape).to(dtype) for shape in (*shapes, shapes[0])]
     tables = tables_of(kind, packings, length, heads, 5)
-    allowed, bias = allowed_by(kind, tables, length)
+    rule = RULES[kind].replace("LAST", str(batch - 1))
+    allowed, bias = meaning_of(rule, (batch, heads, length, num_keys), tables)
     expected = attend_with_grads(*whole, allowed=allowed, bias=bias)
     query, key, value, grad_out = (shard(one, rank, world_size) for one in whole)
     leaves = [one.clone().requires_grad_() for one in (query, key, value)]
     name = dist.group.WORLD.group_name
-    rule = RULES[kind].replace("LAST", str(batch - 1))
     sizes, numbers = plan_batch(
         tables,
         rule,
@@ -190,7 +167,7 @@ def _use_lse() -> list[float]:
     shapes = [(2, heads, length, 8)] + [(2, kv_heads, length, 8)] * 2
     whole = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     tables = [torch.stack([documents(length, kind, 2) for kind in ("long", "short")])]
-    allowed, _ = allowed_by("causal", tables, length)
+    allowed, _ = meaning_of(DOCUMENTS, (2, heads, length, length), tables)
     query, key, value = whole
     scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) / 8**0.5
     scores = scores.masked_fill(~allowed, -float("inf"))

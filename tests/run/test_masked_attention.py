@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -28,7 +28,6 @@ from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
     assert_close,
-    attend_with_grads,
     make_qkv,
     on_mesh,
     with_grads,
@@ -64,9 +63,11 @@ def under_alibi(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def wide(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """A bias in float32 under any dtype: of bfloat16, numbers of this size are 2 apart."""
+    """A bias in float32 at the least: of bfloat16, numbers of this size are 2 apart."""
     q, k = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
-    return sdpa(query, key, value, (q * 7 + k * 13) % 11 * 0.3 + 300.0)
+    bias = (q * 7 + k * 13) % 11 * 0.3 + 300.0
+    # Of a float64 query, torch would read a bias in float32 as float64.
+    return sdpa(query, key, value, bias.to(torch.promote_types(query.dtype, bias.dtype)))
 
 
 def given(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -79,9 +80,51 @@ def blind_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return sdpa(query, key, value, k <= q - 5)
 
 
+SEED = torch.Generator().manual_seed(1)
+LENGTH, BATCH, HEADS = 21, 2, 4
+DOCUMENTS = torch.tensor([[0] * 8 + [1] * 13, [0] * 3 + [1] * 9 + [2] * 9])
+PADDING = (torch.tensor([21, 15])[:, None] > torch.arange(LENGTH)).long()
+PAIRS = torch.rand(BATCH, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.7
+LONGER = (torch.rand(1, 1, LENGTH + 9, LENGTH + 9, generator=SEED) < 0.6).tril()
+# Numbers of documents at the ends of dtypes; the last ones are equal in int8, and not before.
+ORDER = torch.tensor([[0] * 6 + [1] * 8 + [2] * 7, [1] * 4 + [0] * 9 + [1] * 8])
+IDS = (
+    torch.tensor([-128, 127, -1], dtype=torch.int8)[ORDER],
+    torch.tensor([255, 0, 128], dtype=torch.uint8)[ORDER],
+    torch.tensor([-32768, 32767, 255], dtype=torch.int16)[ORDER],
+    torch.tensor([3, 259, 128])[ORDER],
+)
+
+
+class Longer(nn.Module):
+    """As GPT-2 does it: a mask of the longest sequence, and of that what is needed.
+
+    And masks that are not what they seem where integers do not wrap.
+    """
+
+    bias: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", LONGER)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, longer: Tensor, *ids: Tensor
+    ) -> Tensor:
+        """Return the sum of an attention under each mask, each with a weight of its own."""
+        n, place = query.shape[2], torch.arange(query.shape[2])
+        masks = [self.bias[:, :, :n, :n], longer[:, :, :n, :n]]
+        masks.append(longer[:, :, 3 : n + 3, 5 : n + 5] | (place == place[:, None]))
+        int8, uint8, int16, int64 = ids
+        for one in (int8, uint8, int16, int64.to(torch.int8), uint8 - 1):
+            masks.append((one[:, :, None] == one[:, None])[:, None] & (place <= place[:, None]))
+        outs = [w * sdpa(query, key, value, mask) for w, mask in enumerate(masks, start=1)]
+        return torch.stack(outs).sum(0)
+
+
 @dataclass(frozen=True)
 class Case:
-    """A function of query, key, value and inputs, and the mask that it means.
+    """A function of query, key, value and inputs, which one process computes in float64.
 
     Attributes:
         inputs: whole, of 21 tokens and 2 batch entries.
@@ -91,105 +134,69 @@ class Case:
 
     name: str
     function: Callable[..., Tensor]
-    allowed: Callable[[], Tensor] | None = None
-    bias: Callable[[], Tensor] | None = None
     inputs: tuple[Tensor, ...] = ()
     placements: tuple[Placement, ...] = ()
     dtype: torch.dtype = torch.float64
     shape: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    num_attentions: int = 1
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return query, key, value and the gradient of the result."""
+        sizes = {"num_heads": HEADS, "batch": BATCH, **self.shape}
+        return make_qkv(LENGTH, dtype=self.dtype, **sizes)
 
-LENGTH, BATCH, HEADS = 21, 2, 4
-INDEX = torch.arange(LENGTH)
-DOCUMENTS = torch.tensor([[0] * 8 + [1] * 13, [0] * 3 + [1] * 9 + [2] * 9])
-PADDING = (torch.tensor([21, 15])[:, None] > INDEX).long()
-PAIRS = torch.rand(BATCH, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.7
-
-
-def tri() -> Tensor:
-    return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-
-
-def slopes() -> Tensor:
-    distance = (INDEX[None] - INDEX[:, None]).double()
-    return 2.0 ** -torch.arange(1, HEADS + 1)[:, None, None] * distance
+    def expected(self) -> tuple[Tensor, ...]:
+        """Return result and gradients."""
+        wide = (tensor.double() for tensor in self.tensors())
+        return with_grads(lambda *qkv: self.function(*qkv, *self.inputs), wide)
 
 
 # A plan for all batches. One that is made at run time costs three times as much to trace.
 STATIC = {"plan": "static"}
+SHARD, WHOLE = Shard(1), Replicate()
 
 CASES = (
-    Case("window", windowed, lambda: tri() & ~tri().tril(-9)),
+    Case("window", windowed),
+    Case("window, bfloat16, mqa", windowed, dtype=torch.bfloat16, shape={"num_kv_heads": 1}),
+    Case("documents", in_documents, (DOCUMENTS,), (SHARD,)),
+    Case("documents, whole", in_documents, (DOCUMENTS,), (WHOLE,), torch.float32, {}, STATIC),
+    Case("padding", padded, (PADDING,), (SHARD,), shape={"num_kv_heads": 2}, options=STATIC),
+    Case("ALiBi", under_alibi),
+    Case("a bias in float32, bfloat16", wide, dtype=torch.bfloat16),
+    Case("a mask", given, (PAIRS,), (WHOLE,)),
+    Case("rows of a mask", given, (PAIRS,), (Shard(2),)),
+    Case("a bias", given, (PAIRS.double(),), (WHOLE,)),
+    Case("rows that see nothing", blind_rows),
+    # gloo moves no int16.
     Case(
-        "window, bfloat16, mqa",
-        windowed,
-        lambda: tri() & ~tri().tril(-9),
-        dtype=torch.bfloat16,
-        shape={"num_kv_heads": 1},
+        *(
+            "longer masks",
+            Longer(),
+            (LONGER.roll(5, -1), *IDS),
+            (WHOLE, SHARD, SHARD, WHOLE, SHARD),
+        ),
+        num_attentions=8,
     ),
-    Case(
-        "documents",
-        in_documents,
-        lambda: (tri() & (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]))[:, None],
-        inputs=(DOCUMENTS,),
-        placements=(Shard(1),),
-    ),
-    Case(
-        "documents, whole",
-        in_documents,
-        lambda: (tri() & (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]))[:, None],
-        inputs=(DOCUMENTS,),
-        placements=(Replicate(),),
-        dtype=torch.float32,
-        options=STATIC,
-    ),
-    Case(
-        "padding",
-        padded,
-        lambda: PADDING[:, None, None].bool(),
-        inputs=(PADDING,),
-        placements=(Shard(1),),
-        shape={"num_kv_heads": 2},
-        options=STATIC,
-    ),
-    Case("ALiBi", under_alibi, tri, slopes),
-    Case(
-        "a bias in float32, bfloat16",
-        wide,
-        None,
-        lambda: (INDEX[:, None] * 7 + INDEX * 13) % 11 * 0.3 + 300.0,
-        dtype=torch.bfloat16,
-    ),
-    Case("a mask", given, lambda: PAIRS, inputs=(PAIRS,), placements=(Replicate(),)),
-    Case("rows of a mask", given, lambda: PAIRS, inputs=(PAIRS,), placements=(Shard(2),)),
-    Case("a bias", given, None, lambda: PAIRS.double(), (PAIRS.double(),), (Replicate(),)),
-    Case("rows that see nothing", blind_rows, lambda: tri().tril(-5)),
 )
 
 
 def run_case(case: Case, backend: str, mesh: DeviceMesh, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
-    options = {**case.options, **options}
-    whole = make_qkv(LENGTH, dtype=case.dtype, num_heads=HEADS, batch=BATCH, **case.shape)
+    counters.clear()
     inputs = [
-        distribute_tensor(
-            tensor.to(case.dtype) if tensor.is_floating_point() else tensor, mesh, [p]
-        )
-        for tensor, p in zip(case.inputs, case.placements, strict=True)
+        distribute_tensor(tensor, mesh, [place], src_data_rank=None)
+        for tensor, place in zip(case.inputs, case.placements, strict=True)
     ]
     with implicit_replication():
+        options = {**case.options, **options}
         compiled = torch.compile(
             case.function, backend=backend, fullgraph=True, dynamic=False, options=options
         )
-        found = with_grads(lambda *qkv: compiled(*qkv, *inputs), on_mesh(whole, mesh, Shard(2)))
-    mask = {
-        name: make().expand(BATCH, HEADS, LENGTH, LENGTH)
-        for name, make in (("allowed", case.allowed), ("bias", case.bias))
-        if make is not None
-    }
-    assert_all_close(found, attend_with_grads(*whole, **mask), case.dtype)
-    assert counters["cp_inductor"]["sites_rewritten"]
+        sharded = on_mesh(case.tensors(), mesh, Shard(2))
+        found = with_grads(lambda *qkv: compiled(*qkv, *inputs), sharded)
+    assert_all_close(found, case.expected(), case.dtype)
+    assert counters["cp_inductor"]["sites_rewritten"] == case.num_attentions
 
 
 def run_cases(backend: str, names: tuple[str, ...] = (), **options: Any) -> None:
@@ -213,6 +220,12 @@ def test_numerics(world_size: int) -> None:
 @on_ranks(3)
 def test_balanced_numerics() -> None:
     run_cases("cp_aot_eager", ("documents", "padding", "ALiBi"), strategy="blocks")
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_longer_masks_and_integers_at_the_ends() -> None:
+    run_cases("cp_aot_eager", ("longer masks",), **STATIC)
 
 
 @pytest.mark.long
@@ -257,8 +270,7 @@ def test_batch_on_another_axis(ways: dict[str, list[tuple[Placement, dict[str, A
     for case in CASES:
         if case.name not in ways:
             continue
-        whole = make_qkv(LENGTH, dtype=case.dtype, num_heads=HEADS, batch=BATCH, **case.shape)
-        given = on_mesh(whole, mesh, Shard(0), Shard(2))
+        given = on_mesh(case.tensors(), mesh, Shard(0), Shard(2))
         for first, options in ways[case.name]:
             torch._dynamo.reset()
             inputs = [distribute_tensor(t, mesh, [first, Replicate()]) for t in case.inputs]
@@ -269,110 +281,7 @@ def test_batch_on_another_axis(ways: dict[str, list[tuple[Placement, dict[str, A
                 found = with_grads(
                     lambda *qkv, run=compiled, tables=inputs: run(*qkv, *tables), given
                 )
-            assert case.allowed is not None
-            allowed = case.allowed().expand(BATCH, HEADS, LENGTH, LENGTH)
-            expected = attend_with_grads(*whole, allowed=allowed)
-            assert_all_close(found, expected, case.dtype, case.name)
-
-
-# --- Longer masks, and integers at the ends of their dtypes -----------------------------------
-
-SEED = torch.Generator().manual_seed(1)
-LONGER = (torch.rand(1, 1, LENGTH + 9, LENGTH + 9, generator=SEED) < 0.6).tril()
-IDS = {
-    "int8": torch.tensor([-128, 127, -1], dtype=torch.int8),
-    "uint8": torch.tensor([255, 0, 128], dtype=torch.uint8),
-    "int16": torch.tensor([-32768, 32767, 255], dtype=torch.int16),
-    "int64": torch.tensor([3, 259, 128]),
-}
-ORDER = torch.tensor([[0] * 6 + [1] * 8 + [2] * 7, [1] * 4 + [0] * 9 + [1] * 8])
-# Numbers of documents of 2 batch entries; the last ones are equal in int8, and not before.
-INPUTS = (LONGER.roll(5, -1), *(ids[ORDER] for ids in IDS.values()))
-
-
-class Longer(torch.nn.Module):
-    """As GPT-2 does it: a mask of the longest sequence, and of that what is needed."""
-
-    bias: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("bias", LONGER)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *inputs: Tensor
-    ) -> dict[str, Tensor]:
-        """Return an attention under each of the masks."""
-        return {
-            name: sdpa(query, key, value, mask)
-            for name, mask in self.masks(query.shape[2], *inputs).items()
-        }
-
-    def masks(
-        self, n: int, longer: Tensor, int8: Tensor, uint8: Tensor, int16: Tensor, int64: Tensor
-    ) -> dict[str, Tensor]:
-        """Return masks, none of them what it seems where integers do not wrap."""
-        q, k = torch.arange(n)[:, None], torch.arange(n)[None]
-        masks = {
-            "a buffer": self.bias[:, :, :n, :n],
-            "a longer mask": longer[:, :, :n, :n],
-            "a longer mask, shifted": longer[:, :, 3 : n + 3, 5 : n + 5] | (k == q),
-        }
-        for name, ids in {
-            "int8": int8,
-            "uint8": uint8,
-            "int16": int16,
-            "int64 in int8": int64.to(torch.int8),
-            "uint8 - 1": uint8 - 1,
-        }.items():
-            masks[name] = (ids[:, :, None] == ids[:, None])[:, None] & (k <= q)
-        return masks
-
-
-def check_longer_and_at_the_ends(options: dict[str, Any]) -> None:
-    mesh, model = world_mesh(), Longer()
-    whole = make_qkv(LENGTH, dtype=torch.float64, num_heads=HEADS, batch=BATCH, head_dim=8)
-    *leaves, grad_out = (distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
-    alone = [tensor.clone() for tensor in whole[:3]]
-    for leaf in (*leaves, *alone):
-        leaf.requires_grad_()
-    expected = model(*alone, *INPUTS)
-    # gloo moves no int16.
-    placements = (Replicate(), Shard(1), Shard(1), Replicate(), Shard(1))
-    inputs = [
-        distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
-        for tensor, placement in zip(INPUTS, placements, strict=True)
-    ]
-    with implicit_replication():
-        compiled = torch.compile(
-            model, backend="cp_aot_eager", fullgraph=True, dynamic=False, options=options
-        )
-        outs = compiled(*leaves, *inputs)
-    assert counters["cp_inductor"]["sites_rewritten"] == len(expected)
-    for name, out in outs.items():
-        assert_close(out.full_tensor().detach(), expected[name].detach(), torch.float64, name)
-    # One backward of all of them, each with a gradient of its own.
-    totals = [
-        sum(out * weight for weight, out in enumerate(of.values(), start=1))
-        for of in (outs, expected)
-    ]
-    grads = torch.autograd.grad(totals[0], leaves, grad_out)
-    for what, actual, wanted in zip(
-        ("dq", "dk", "dv"), grads, torch.autograd.grad(totals[1], alone, whole[3]), strict=True
-    ):
-        assert_close(actual.full_tensor(), wanted, torch.float64, what)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "options"),
-    [
-        pytest.param(2, STATIC, id="2-static"),
-        pytest.param(3, {}, id="3", marks=pytest.mark.long),
-    ],
-)
-def test_longer_masks_and_integers_at_the_ends(world_size: int, options: dict[str, Any]) -> None:
-    run_ranks(world_size, check_longer_and_at_the_ends, options)
+            assert_all_close(found, case.expected(), case.dtype, case.name)
 
 
 # --- Sequences that are whole -----------------------------------------------------------------

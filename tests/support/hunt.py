@@ -81,7 +81,8 @@ WAYS = {
     "region_aot": "plain shards in a context_parallel, through cp_aot_eager",
     "mesh": 'plain shards through cp_aot_eager with options={"mesh": mesh}',
 }
-COMPILED = ("aot", "region_aot", "mesh")
+# Nothing draws "inductor": DTensors through cp_inductor take minutes.
+COMPILED = ("aot", "region_aot", "mesh", "inductor")
 GROUPS = {"dtensor": ["eager", "aot"], "plain": ["region", "region_aot", "mesh"], "all": [*WAYS]}
 # A training step; two, whose gradients add up, or the second of another length; two calls before a
 # backward, by one model or by two with the same weights; rows within checkpoints; graph breaks.
@@ -244,6 +245,10 @@ class Batch(NamedTuple):
     keep: Tensor
     weights: Tensor
     image: Tensor
+
+
+# The dims of the tokens, for compilers.
+SEQ_DIMS = {name: None if name == "image" else 1 for name in Batch._fields}
 
 
 def make_batches(program: Program) -> list[Batch]:
@@ -418,7 +423,8 @@ def compiled(program: Program, model: nn.Module, options: Any = None) -> Any:
         return model
     dynamic = None if program.dynamic else False
     how: Any = {"fullgraph": program.is_whole, "dynamic": dynamic, "options": options}
-    return torch.compile(model, backend="cp_aot_eager", **how)
+    backend = "cp_inductor" if program.way == "inductor" else "cp_aot_eager"
+    return torch.compile(model, backend=backend, **how)
 
 
 def marked(program: Program, tensor: Tensor) -> Tensor:
@@ -430,8 +436,7 @@ def marked(program: Program, tensor: Tensor) -> Tensor:
 def over_plain_shards(program: Program) -> Result:
     mesh, model, batches = world_mesh(), make_model(program), make_batches(program)
     torch.manual_seed(mesh.get_local_rank())  # ranks are to draw numbers of their own
-    seq_dims = {name: None if name == "image" else 1 for name in Batch._fields}
-    options: dict[str, Any] = {"seq_dims": seq_dims}
+    options: dict[str, Any] = {"seq_dims": SEQ_DIMS}
     share = 1.0 if "sum" in program.tags or program.mode == "drawn" else 1 / mesh.size()
     found: Result = {}
     # Sequences of another length are another region.
@@ -503,7 +508,7 @@ def judge_here(program: Program) -> Verdict:
     """Run a program on this rank, and say what became of it."""
     expected = on_one_process(program)
     cp_inductor.reset()  # what an eager region has checked once, it does not check again
-    run = over_dtensors if program.way in GROUPS["dtensor"] else over_plain_shards
+    run = over_plain_shards if program.way in GROUPS["plain"] else over_dtensors
     try:
         with cp_inductor.config.patch(**dict(program.flags)):
             found = run(program)

@@ -33,8 +33,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from cp_inductor import local_attention, per_rank
+
 WIDTH, HEADS, VOCAB, EXPERTS, LONGEST, IGNORED = 24, 6, 23, 4, 64, -100
-__all__ = ["SDPBackend", "checkpoint", "io", "math", "nn", "np", "sdpa_kernel"]  # rows use them
+# Rows use these as well.
+__all__ = ["SDPBackend", "checkpoint", "io", "local_attention", "math", "nn", "np", "per_rank"]
+__all__ += ["sdpa_kernel"]
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
@@ -95,6 +99,11 @@ def row_by_row(length: int) -> Tensor:
     return mask
 
 
+def weigh(y: Tensor) -> Tensor:
+    """Return a number in which each element has a part of its own."""
+    return (y * torch.arange(y.numel(), dtype=torch.float64).cos().view(y.shape)).sum()
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -115,6 +124,16 @@ class Centered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad - grad.mean(1, keepdim=True)
+
+
+class Mixing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.flip(1).cumsum(1).flip(1)
 
 
 # --- Families: (B, S, E) of (B, S, E) -----------------------------------------------------------

@@ -41,7 +41,13 @@ from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import TileCall
 from cp_inductor.tiles.tile_masks import Extras, TileMasks
 from cp_inductor.tiles.tokens import Tokens
-from tests.support.reference import TOLERANCE, assert_close, attend_with_grads, shard
+from tests.support.reference import (
+    TOLERANCE,
+    assert_close,
+    attend_with_grads,
+    meaning_of,
+    shard,
+)
 
 # --- Ranks that are threads -------------------------------------------------------------------
 
@@ -206,20 +212,15 @@ INPUTS: dict[str, Callable[[dict[str, Tensor]], object]] = {
 
 
 class Masked(NamedTuple):
-    """A rule, its table, and what both mean.
+    """A rule and its table.
 
     Attributes:
-        rule: text of it.
-        allowed: which pairs exist, of q (S, 1), k (1, T), and the table in the order of the
-            sequence, (B | 1, H | 1, S | 1, T | 1); None is all.
-        bias: what is added, likewise.
+        rule: text of it, which `reference.meaning_of` evaluates.
         table: dims of its table among b, h, q, k and d, distances; and how it is drawn.
         has_gradient: the table is a bias that gets one.
     """
 
     rule: str
-    allowed: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    bias: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     table: str = ""
     draw: Callable[..., Tensor] | None = None
     has_gradient: bool = False
@@ -237,60 +238,25 @@ def numbers(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def is_of_document(q: Tensor, k: Tensor, t: Tensor) -> Tensor:
-    ids = t.flatten(1)
-    return (k <= q) & (ids[:, None, :, None] == ids[:, None, None, :])
-
-
 MASKS: dict[str, Masked] = {
     "full": Masked("full"),
-    "causal": Masked("causal", lambda q, k, t: k <= q),
-    "window": Masked("(k-q<=0)&(q-k-9<=0)", lambda q, k, t: (k <= q) & (q - k <= 9)),
-    "both sides": Masked("(k-q-4<=0)&(q-k-9<=0)", lambda q, k, t: (k - q <= 4) & (q - k <= 9)),
-    "blind": Masked("(k-q+5<=0)", lambda q, k, t: k <= q - 5),
-    "nothing": Masked("(k-q+500<=0)", lambda q, k, t: k <= q - 500),
-    "chunks": Masked(
-        "(k-q<=0)&Eq(floor(q/30)-floor(k/30),0)", lambda q, k, t: (k <= q) & (q // 30 == k // 30)
-    ),
-    "prefix": Masked("(k-q<=0)|(k-40<=0)", lambda q, k, t: (k <= q) | (k <= 40)),
-    "two documents": Masked(
-        "(k-q<=0)&Eq(Step(q,70)-Step(k,70),0)", lambda q, k, t: (k <= q) & ((q < 70) == (k < 70))
-    ),
-    "documents": Masked(
-        "(k-q<=0)&(Eq(t0(b,q)-t0(b,k),0))", is_of_document, table="bk", draw=documents
-    ),
-    "padding": Masked("Ne(t0(b,k),0)", lambda q, k, t: t, table="bk", draw=bits),
-    "table": Masked("Ne(t0(b,h,q,k),0)", lambda q, k, t: t, table="bhqk", draw=bits),
-    "causal table": Masked(
-        "(k-q<=0)&(Ne(t0(q,k),0))", lambda q, k, t: (k <= q) & t, table="qk", draw=bits
-    ),
-    "distance": Masked(
-        "k-q<=0;(k-q)*x0(h)/8",
-        lambda q, k, t: k <= q,
-        lambda q, k, t: (k - q) * t / 8,
-        table="h",
-        draw=numbers,
-    ),
-    "table of distances": Masked(
-        "True;x0(h,k-q+200)", None, lambda q, k, t: t[:, k - q + 200], table="hd", draw=numbers
-    ),
-    "bias": Masked("True;x0(h,q,k)", None, lambda q, k, t: t, table="hqk", draw=numbers),
-    "bias, causal": Masked(
-        "k-q<=0;x0(b,0,q,k)",
-        lambda q, k, t: k <= q,
-        lambda q, k, t: t,
-        table="b1qk",
-        draw=numbers,
-        has_gradient=True,
-    ),
-    "learned bias": Masked(
-        "True;x0(0,h,q,k)",
-        None,
-        lambda q, k, t: t,
-        table="1hqk",
-        draw=numbers,
-        has_gradient=True,
-    ),
+    "causal": Masked("causal"),
+    "window": Masked("(k-q<=0)&(q-k-9<=0)"),
+    "both sides": Masked("(k-q-4<=0)&(q-k-9<=0)"),
+    "blind": Masked("(k-q+5<=0)"),
+    "nothing": Masked("(k-q+500<=0)"),
+    "chunks": Masked("(k-q<=0)&Eq(floor(q/30)-floor(k/30),0)"),
+    "prefix": Masked("(k-q<=0)|(k-40<=0)"),
+    "two documents": Masked("(k-q<=0)&Eq(Step(q,70)-Step(k,70),0)"),
+    "documents": Masked("(k-q<=0)&(Eq(t0(b,q)-t0(b,k),0))", "bk", documents),
+    "padding": Masked("Ne(t0(b,k),0)", "bk", bits),
+    "table": Masked("Ne(t0(b,h,q,k),0)", "bhqk", bits),
+    "causal table": Masked("(k-q<=0)&(Ne(t0(q,k),0))", "qk", bits),
+    "distance": Masked("k-q<=0;(k-q)*x0(h)/8", "h", numbers),
+    "table of distances": Masked("True;x0(h,k-q+200)", "hd", numbers),
+    "bias": Masked("True;x0(h,q,k)", "hqk", numbers),
+    "bias, causal": Masked("k-q<=0;x0(b,0,q,k)", "b1qk", numbers, has_gradient=True),
+    "learned bias": Masked("True;x0(0,h,q,k)", "1hqk", numbers, has_gradient=True),
 }
 
 
@@ -367,28 +333,18 @@ def make_whole(case: Attention) -> Whole:
         table = masked.draw([lengths[letter] for letter in masked.table], generator)
         if table.is_floating_point():
             table = table.to(dtype)
-    q, k = torch.arange(case.seq_len)[:, None], torch.arange(case.kv_len)[None]
-    seen = torch.empty(()) if table is None else in_place(table, masked.table)
+    tables = [] if table is None else [table.double() if table.is_floating_point() else table]
     shape = (case.batch, case.num_heads, case.seq_len, case.kv_len)
-    allowed = masked.allowed(q, k, seen) if masked.allowed else torch.tensor(True)
-    bias = masked.bias(q, k, seen.double()) if masked.bias else torch.tensor(0.0)
+    allowed, bias = meaning_of(masked.rule, shape, tables)
     return Whole(
         tuple(
             tensor.to(dtype).expand(shape)
             for tensor, shape in zip(inputs.values(), shapes, strict=True)
         ),
         table,
-        allowed.expand(shape),
-        bias.double().expand(shape),
+        allowed,
+        bias.double(),
     )
-
-
-def in_place(table: Tensor, dims: str) -> Tensor:
-    """Bring the dims of a table to their places among (B, H, S, T)."""
-    if "1" in dims or "d" in dims or len(dims) == 4:
-        return table
-    shape = [table.shape[dims.index(letter)] if letter in dims else 1 for letter in "bhqk"]
-    return table.reshape(shape)
 
 
 class Exact(NamedTuple):

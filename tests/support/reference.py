@@ -168,3 +168,22 @@ def make_qkv(
     return tuple(
         torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
     )
+
+
+def meaning_of(
+    rule: str, shape: tuple[int, int, int, int], tables: Sequence[Tensor] = ()
+) -> tuple[Tensor, Tensor]:
+    """Return the pairs (B, H, S, T) of a rule, and what it adds, as Python reads its text."""
+    b, h, q, k = (
+        torch.arange(n).view([-1 if other == dim else 1 for other in range(4)])
+        for dim, n in enumerate(shape)
+    )
+    names: dict[str, Any] = {"b": b, "h": h, "q": q, "k": k, "full": True, "causal": k <= q}
+    names |= {"Eq": torch.eq, "Ne": torch.ne, "floor": torch.floor}
+    names["Step"] = lambda index, start: (index >= start).long()
+    for number, table in enumerate(tables):
+        for kind in "tx":
+            names[f"{kind}{number}"] = lambda *at, table=table: table[at]
+    allowed, bias = [*rule.split(";"), "0.0"][:2]
+    pairs, added = (torch.as_tensor(eval(text, names)).expand(shape) for text in (allowed, bias))
+    return pairs, added

@@ -1,16 +1,11 @@
-"""Gradients of plain weights.
-
-Over plain shards they are parts, see `test_reduce_gradients.py`. Over DTensors they are whole.
-"""
+"""Gradients of plain weights over DTensors are whole; of shards see `test_reduce_gradients.py`."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -24,33 +19,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(self.project(x), x, x, is_causal=True)
-
-
-def run(model: nn.Module, mesh: object, x: Tensor) -> Tensor:
-    options = {"mesh": mesh}
-    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, options=options)
-    result: Tensor = compiled(x)
-    return result
-
-
-def check_sum() -> None:
-    """What README says: the sum over ranks is the gradient of the whole."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-    model, reference = Block().double(), Block().double()
-    reference.load_state_dict(model.state_dict())
-    x = torch.randn(1, 2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    reference(x).square().mean().backward()
-    (run(model, mesh, x.chunk(world_size, 2)[rank]).square().mean() / world_size).backward()
-    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert parameter.grad is not None
-        assert not torch.allclose(parameter.grad, expected.grad)
-        dist.all_reduce(parameter.grad, group=mesh.get_group())
-        torch.testing.assert_close(parameter.grad, expected.grad)
-
-
-def test_summed_by_hand() -> None:
-    run_ranks(2, check_sum)
 
 
 def train_plain_weights(backend: str) -> None:

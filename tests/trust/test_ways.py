@@ -133,20 +133,6 @@ def evaluate_alone() -> tuple[str, str]:
     return said, told.getvalue()
 
 
-def evaluate_before_the_others_go_on() -> str:
-    """The last rank evaluates for the first time, while the others train on."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    attend_in_region(mesh, 0)
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    with torch.set_grad_enabled(not is_last):
-        return raised(lambda: attend_in_region(mesh, 1))
-
-
-def test_ranks_that_run_on_without_an_evaluation_are_told() -> None:
-    for said in run_ranks(2, evaluate_before_the_others_go_on, deadline_s=60):
-        assert "gradients: on on rank 0, off on rank 1" in said
-
-
 def test_who_waits_says_where_all_are_and_gives_up() -> None:
     (said, told), (_, other) = run_ranks(2, evaluate_alone)
     assert "nothing from rank 1" in said

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,67 +65,25 @@ PAIRS = torch.randn(
 )
 
 
-def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return q >= k
-
-
-def window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return (q >= k) & (q - k < 9)
-
-
-def documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return DOCUMENTS[b, q] == DOCUMENTS[b, k]
-
-
-def prefix(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return (k < PREFIXES[b]) | (k <= q)
-
-
-def late(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The first five queries see nothing."""
-    return k <= q - 5
-
-
-def of_heads(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The heads see windows of different lengths."""
-    return (q >= k) & (q - k < 4 * (h + 1))
-
-
-def alibi(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return s + (k - q) * torch.exp2(-2.0 * (h + 1))
-
-
-def alibi_of_table(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return s + SLOPES[h] * (k - q)
-
-
-def relative(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return s + RELATIVE[h, q - k + LENGTH]
-
-
-def pairs(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """As Hugging Face adds a mask tensor."""
-    return s + PAIRS[b][0][q][k]
-
-
-def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return 2.0 * torch.tanh(s / 2.0)
-
-
-def softcap_and_bias(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return softcap(s, b, h, q, k) + PAIRS[b, 0, q, k]
-
-
-def temperature(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return s * TEMPERATURES[q]
-
-
-def masking(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return torch.where(q >= k, s, -float("inf"))
-
-
-def halved_far_away(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return torch.where(q - k > 7, 0.5 * s, s)
+masks = SimpleNamespace(
+    causal=lambda b, h, q, k: q >= k,
+    window=lambda b, h, q, k: (q >= k) & (q - k < 9),
+    documents=lambda b, h, q, k: DOCUMENTS[b, q] == DOCUMENTS[b, k],
+    prefix=lambda b, h, q, k: (k < PREFIXES[b]) | (k <= q),
+    late=lambda b, h, q, k: k <= q - 5,  # the first five queries see nothing
+    of_heads=lambda b, h, q, k: (q >= k) & (q - k < 4 * (h + 1)),
+)
+scores = SimpleNamespace(
+    alibi=lambda s, b, h, q, k: s + (k - q) * torch.exp2(-2.0 * (h + 1)),
+    alibi_of_table=lambda s, b, h, q, k: s + SLOPES[h] * (k - q),
+    relative=lambda s, b, h, q, k: s + RELATIVE[h, q - k + LENGTH],
+    pairs=lambda s, b, h, q, k: s + PAIRS[b][0][q][k],  # as Hugging Face adds a mask tensor
+    softcap=lambda s, b, h, q, k: 2.0 * torch.tanh(s / 2.0),
+    softcap_and_bias=lambda s, b, h, q, k: 2.0 * torch.tanh(s / 2.0) + PAIRS[b, 0, q, k],
+    temperature=lambda s, b, h, q, k: s * TEMPERATURES[q],
+    masking=lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")),
+    halved_far_away=lambda s, b, h, q, k: torch.where(q - k > 7, 0.5 * s, s),
+)
 
 
 @dataclass(frozen=True)
@@ -159,27 +118,27 @@ def lse_alone(out: Tensor, lse: Tensor) -> Tensor:
 
 CASES = (
     Case("no mask"),
-    Case("causal, grouped", causal, num_kv_heads=2, scale=0.3),
-    Case("window", window),
-    Case("documents", and_masks(causal, documents), block_mask=(BATCH, None)),
-    Case("prefix", prefix, block_mask=(BATCH, None)),
-    Case("windows of heads", of_heads, block_mask=(None, HEADS)),
-    Case("rows that see nothing", late),
-    Case("keys of another length", window, kv_len=KEYS),
-    Case("ALiBi", causal, alibi),
-    Case("ALiBi of a table, bfloat16", causal, alibi_of_table, dtype=torch.bfloat16),
-    Case("relative", None, relative),
-    Case("pairs", causal, pairs),
-    Case("softcap", window, softcap),
-    Case("softcap, mqa, bfloat16", causal, softcap, torch.bfloat16, num_kv_heads=1),
-    Case("softcap and bias", None, softcap_and_bias),
-    Case("temperature", causal, temperature),
-    Case("a score that masks", None, masking),
-    Case("scores that are halved", causal, halved_far_away),
-    Case("a sink", window, returns=with_sink),
-    Case("a sink, bfloat16", window, dtype=torch.bfloat16, returns=with_sink),
-    Case("a sink, softcap", causal, softcap, returns=with_sink),
-    Case("lse alone", causal, returns=lse_alone),
+    Case("causal, grouped", masks.causal, num_kv_heads=2, scale=0.3),
+    Case("window", masks.window),
+    Case("documents", and_masks(masks.causal, masks.documents), block_mask=(BATCH, None)),
+    Case("prefix", masks.prefix, block_mask=(BATCH, None)),
+    Case("windows of heads", masks.of_heads, block_mask=(None, HEADS)),
+    Case("rows that see nothing", masks.late),
+    Case("keys of another length", masks.window, kv_len=KEYS),
+    Case("ALiBi", masks.causal, scores.alibi),
+    Case("ALiBi of a table, bfloat16", masks.causal, scores.alibi_of_table, dtype=torch.bfloat16),
+    Case("relative", None, scores.relative),
+    Case("pairs", masks.causal, scores.pairs),
+    Case("softcap", masks.window, scores.softcap),
+    Case("softcap, mqa, bfloat16", masks.causal, scores.softcap, torch.bfloat16, num_kv_heads=1),
+    Case("softcap and bias", None, scores.softcap_and_bias),
+    Case("temperature", masks.causal, scores.temperature),
+    Case("a score that masks", None, scores.masking),
+    Case("scores that are halved", masks.causal, scores.halved_far_away),
+    Case("a sink", masks.window, returns=with_sink),
+    Case("a sink, bfloat16", masks.window, dtype=torch.bfloat16, returns=with_sink),
+    Case("a sink, softcap", masks.causal, scores.softcap, returns=with_sink),
+    Case("lse alone", masks.causal, returns=lse_alone),
 )
 
 
@@ -288,7 +247,7 @@ class Block(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend twice."""
-        mask = and_masks(causal, documents)
+        mask = and_masks(masks.causal, masks.documents)
         made = create_block_mask(mask, BATCH, None, query.shape[2], key.shape[2], device="cpu")
         for _ in range(2):
             args = (query, key, value, made)
@@ -301,7 +260,7 @@ class Block(nn.Module):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
         """Attend once."""
         out, aux = flex_attention(
-            query, key, value, alibi_of_table, mask, return_aux=AuxRequest(lse=True)
+            query, key, value, scores.alibi_of_table, mask, return_aux=AuxRequest(lse=True)
         )
         return with_sink(out, aux.lse)
 
@@ -346,7 +305,7 @@ def test_layers_share_a_mask_that_is_made_inside(how: str, has_checkpoint: bool)
 @on_ranks(2)
 def test_autocast() -> None:
     mesh = world_mesh()
-    case = Case("autocast", causal, softcap_and_bias, torch.bfloat16)
+    case = Case("autocast", masks.causal, scores.softcap_and_bias, torch.bfloat16)
     with flex_gradients_on_cpu():
         whole, expected = expect(case)
     torch._dynamo.reset()
@@ -394,11 +353,11 @@ def test_a_mask_that_is_made_inside_is_not_computed(mesh: DeviceMesh) -> None:
     ("score", "mask", "rule"),
     [
         (None, None, "full"),
-        (None, causal, "causal"),
-        (masking, None, "causal"),
-        (softcap, window, "(k-q<=0)&(-k+q-8<=0);2*Tanh(0.5*s)"),
-        (relative, None, "True;x0(h,-k+q+37);float32"),
-        (temperature, causal, "k-q<=0;s*x0(q)"),
+        (None, masks.causal, "causal"),
+        (scores.masking, None, "causal"),
+        (scores.softcap, masks.window, "(k-q<=0)&(-k+q-8<=0);2*Tanh(0.5*s)"),
+        (scores.relative, None, "True;x0(h,-k+q+37);float32"),
+        (scores.temperature, masks.causal, "k-q<=0;s*x0(q)"),
     ],
 )
 def test_what_is_read(
@@ -427,45 +386,25 @@ def test_a_document_that_is_computed_inside(mesh: DeviceMesh) -> None:
 # --- Refusals -----------------------------------------------------------------------------------
 
 
-def kinked(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return torch.clamp(s, max=3.0)
-
-
-def opaque(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return s * torch.special.bessel_j0(q.float())
-
-
-def of_a_sign(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return torch.where(s > 0, s, 0.1 * s)
-
-
-def detached(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return 2 * s.detach()
-
-
 def without_gradient(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     with torch.no_grad():
         return 2 * s
 
 
-def without_the_score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return torch.zeros_like(s) - 0.1 * (q - k)
-
-
 @pytest.mark.parametrize(
     ("score", "message"),
     [
-        (kinked, "has corners"),
-        (opaque, r"calls aten\.\S*bessel_j0"),
-        (of_a_sign, r"calls aten\.gt"),
-        (detached, "keeps the gradient from the score"),
+        (lambda s, b, h, q, k: torch.clamp(s, max=3.0), "has corners"),
+        (lambda s, b, h, q, k: s * torch.special.bessel_j0(q.float()), r"calls aten\.\S*bessel_j0"),
+        (lambda s, b, h, q, k: torch.where(s > 0, s, 0.1 * s), r"calls aten\.gt"),
+        (lambda s, b, h, q, k: 2 * s.detach(), "keeps the gradient from the score"),
         (without_gradient, "keeps the gradient from the score"),
-        (without_the_score, "does not depend on the score"),
+        (lambda s, b, h, q, k: torch.zeros_like(s) - 0.1 * (q - k), "does not depend on the score"),
     ],
 )
 def test_refused_functions(mesh: DeviceMesh, score: Callable[..., Tensor], message: str) -> None:
     with flex_gradients_on_cpu(), pytest.raises(UnsupportedAttention, match=message) as caught:
-        captured(function_of(Case("", causal, score)), *leaves_of_rank(mesh))
+        captured(function_of(Case("", masks.causal, score)), *leaves_of_rank(mesh))
     assert "flex_0 (test_flex_attention.py:" in str(caught.value)
 
 
@@ -494,11 +433,11 @@ def test_kernel_options(mesh: DeviceMesh) -> None:
 
 def test_refused_results(mesh: DeviceMesh) -> None:
     """Torch itself does not give them on the CPU, but its op has them."""
-    mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
+    mask = create_block_mask(masks.causal, None, None, LENGTH, LENGTH, device="cpu")
 
     def model(query: Tensor, key: Tensor, value: Tensor) -> Any:
         op = torch.ops.higher_order.flex_attention
-        return op(query, key, value, softcap, mask.as_tuple(), 0.25, {})[2]
+        return op(query, key, value, scores.softcap, mask.as_tuple(), 0.25, {})[2]
 
     with pytest.raises(UnsupportedAttention, match="max_scores=True; ask for AuxRequest"):
         captured(model, *leaves_of_rank(mesh))
@@ -507,7 +446,7 @@ def test_refused_results(mesh: DeviceMesh) -> None:
 def test_a_block_mask_of_another_length(mesh: DeviceMesh) -> None:
     """It is refused by torch, as strictly as on one process."""
     with pytest.raises(torch._dynamo.exc.Unsupported, match="created for a larger length"):
-        captured(function_of(Case("", causal)), *leaves_of_rank(mesh, LENGTH - 4))
+        captured(function_of(Case("", masks.causal)), *leaves_of_rank(mesh, LENGTH - 4))
 
 
 def test_a_block_mask_of_blocks_alone(mesh: DeviceMesh) -> None:

@@ -56,27 +56,19 @@ def bucket(distance: Tensor) -> Tensor:
     return torch.where(distance < near, distance, far.long().clamp(max=BUCKETS - 1)).clamp(min=0)
 
 
-def function_of(kind: str, learned: Tensor) -> Callable[..., Tensor]:
-    """Return a score_mod that has captured what is learned."""
-
-    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        if kind == "slope":
-            return s + learned[h] * (k - q)
-        if kind == "relative":
-            return s + learned[q - k + LENGTH - 1]
-        if kind == "buckets":
-            return learned[bucket(q - k), h] + s
-        if kind == "of heads":
-            return s + learned[h, q, k]
-        if kind == "of pairs":
-            return s - learned[q, k]
-        if kind == "of all":
-            return s + learned[b, h, q, k]
-        if kind == "keys":
-            return s + torch.tanh(learned[b, k])
-        return torch.where(q - k < 7, s + learned[q - k + LENGTH - 1], -float("inf"))
-
-    return score
+# What becomes of a score s, by what is learned, t.
+SCORES: dict[str, Callable[..., Tensor]] = {
+    "slope": lambda t, s, b, h, q, k: s + t[h] * (k - q),
+    "relative": lambda t, s, b, h, q, k: s + t[q - k + LENGTH - 1],
+    "buckets": lambda t, s, b, h, q, k: t[bucket(q - k), h] + s,
+    "of heads": lambda t, s, b, h, q, k: s + t[h, q, k],
+    "of pairs": lambda t, s, b, h, q, k: s - t[q, k],
+    "of all": lambda t, s, b, h, q, k: s + t[b, h, q, k],
+    "keys": lambda t, s, b, h, q, k: s + torch.tanh(t[b, k]),
+    "window": lambda t, s, b, h, q, k: torch.where(
+        q - k < 7, s + t[q - k + LENGTH - 1], -float("inf")
+    ),
+}
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -106,9 +98,12 @@ class Attends(nn.Module):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None) -> Tensor:
         """Attend once."""
-        out: Any = flex_attention(
-            query, key, value, function_of(self.kind, self.learned), mask, enable_gqa=True
-        )
+        change, learned = SCORES[self.kind], self.learned
+
+        def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return change(learned, s, b, h, q, k)
+
+        out: Any = flex_attention(query, key, value, score, mask, enable_gqa=True)
         return out
 
 
@@ -339,19 +334,14 @@ def test_without_a_gradient_only_what_cannot_be_read_is_a_tensor(mesh: DeviceMes
 # --- Refusals ---------------------------------------------------------------------------------
 
 
-def temperature(s: Tensor, learned: Tensor, q: Tensor) -> Tensor:
-    return s * learned[q]
-
-
-def soft(s: Tensor, learned: Tensor, q: Tensor) -> Tensor:
-    return 2.0 * torch.tanh(s / 2.0) + learned[q]
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (temperature, r"becomes s\*x0\(q\), which reads \w*learned\w*; detach it"),
-        (soft, r"becomes .*Tanh\(0.5\*s\).*, which reads \w*learned\w*; detach it"),
+        (lambda s, t, q: s * t[q], r"becomes s\*x0\(q\), which reads \w*learned\w*; detach it"),
+        (
+            lambda s, t, q: 2.0 * torch.tanh(s / 2.0) + t[q],
+            r"becomes .*Tanh\(0.5\*s\).*, which reads \w*learned\w*; detach it",
+        ),
     ],
 )
 def test_what_is_more_than_a_sum_is_refused(

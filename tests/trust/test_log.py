@@ -7,9 +7,10 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -53,18 +54,19 @@ def say_all(log: Log, batches: list[list[Entry]], *, is_whole: bool = False) -> 
         log.come(batch, TABLES if is_whole else "attentions", is_new=True, is_whole=is_whole)
 
 
+def say(group: Sequence[Log], *said: list[list[Entry]], is_whole: bool = False) -> list[object]:
+    """Let each log say batches of its own, at the same time; return what comes of it."""
+    pairs = zip(group, said, strict=True)
+    return run(*(partial(say_all, log, batches, is_whole=is_whole) for log, batches in pairs))
+
+
 def test_the_same_entries_in_batches_of_any_size() -> None:
-    said = [entry(number=str(number)) for number in range(12)]
-    first, second, third = logs(dist.HashStore())
-    assert run(
-        lambda: say_all(first, [said]),
-        lambda: say_all(second, [[one] for one in said]),
-        lambda: say_all(third, [said[:5], said[5:7], said[7:]]),
-    ) == [None, None, None]
+    said, group = [entry(number=str(number)) for number in range(12)], logs(dist.HashStore())
+    parts = [said[:5], said[5:7], said[7:]]
+    assert say(group, [said], [[one] for one in said], parts) == [None] * 3
     # What all have compared is forgotten.
-    assert [
-        len(log.record.trails["attentions"].told()["events"]) for log in (first, second, third)
-    ] == [12, 1, 5]
+    told = [log.record.trails["attentions"].told()["events"] for log in group]
+    assert [len(events) for events in told] == [12, 1, 5]
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -72,12 +74,8 @@ def test_a_difference_is_raised_on_every_rank_alike(is_whole: bool) -> None:
     both = ("one", "two")
     others = [entry(size=size, plan=size) for size in both]
     odd = [others[0], entry(size="three", plan="other")]
-    results = run(
-        *(
-            lambda log=log, said=said: say_all(log, [said], is_whole=is_whole)
-            for log, said in zip(logs(dist.HashStore()), (others, odd, others), strict=True)
-        )
-    )
+    group = logs(dist.HashStore())
+    results = say(group, [others], [odd], [others], is_whole=is_whole)
     assert all(isinstance(result, RanksDisagree) for result in results)
     assert {str(result) for result in results} == {
         "here: expected ranks 4, 7 and 9 to run the same, got size: two on ranks 4 and 9, three on"
@@ -93,25 +91,13 @@ def test_consequences_are_named_if_nothing_else_differs(
 ) -> None:
     usual = Entry("here", {"size": "1", "plan": "x"}, ("plan",))
     odd = Entry("here", {"size": size, "plan": plan}, ("plan",))
-    first, second, third = logs(dist.HashStore())
-    results = run(
-        lambda: say_all(first, [[usual]]),
-        lambda: say_all(second, [[odd]]),
-        lambda: say_all(third, [[usual]]),
-    )
+    results = say(logs(dist.HashStore()), [[usual]], [[odd]], [[usual]])
     assert all(f"got {expected} on ranks 4 and 9" in str(result) for result in results)
 
 
 def test_what_one_rank_does_not_know_is_not_compared() -> None:
-    first, second, third = logs(dist.HashStore())
-    assert (
-        run(
-            lambda: say_all(first, [[entry(gradients="on")]]),
-            lambda: say_all(second, [[entry()]]),
-            lambda: say_all(third, [[entry(gradients="on")]]),
-        )
-        == [None] * 3
-    )
+    known, unknown = [[entry(gradients="on")]], [[entry()]]
+    assert say(logs(dist.HashStore()), known, unknown, known) == [None] * 3
 
 
 def test_after_a_difference_ranks_agree_again() -> None:
@@ -120,20 +106,13 @@ def test_after_a_difference_ranks_agree_again() -> None:
             say_all(log, [[entry(word=word)]])
         say_all(log, [[entry(word="same")], [entry(word="other")]])
 
-    assert (
-        run(
-            *(
-                lambda log=log, word=word: disagree_then_agree(log, word)
-                for log, word in zip(logs(dist.HashStore()), "aab", strict=True)
-            )
-        )
-        == [None] * 3
-    )
+    pairs = zip(logs(dist.HashStore()), "aab", strict=True)
+    assert run(*(partial(disagree_then_agree, log, word) for log, word in pairs)) == [None] * 3
 
 
 def test_a_rank_that_does_not_come_is_named_and_hears_of_it() -> None:
     first, second, third = logs(dist.HashStore(), timeout_s=0.2)
-    results = run(lambda: say_all(first, [[entry()]]), lambda: say_all(second, [[entry()]]))
+    results = say((first, second), [[entry()]], [[entry()]])
     for result in results:
         assert isinstance(result, RanksDisagree)
         assert "expected ranks 4, 7 and 9 to arrive within 0.2 s" in str(result)
@@ -189,7 +168,7 @@ def test_a_rank_that_refuses_is_not_waited_for_long() -> None:
     with mock.patch.object(cp_inductor.trust.log, "PATIENCE_S", 0.2):
         first, second, third = logs(dist.HashStore())
         second.refuse("such a mask")
-        results = run(*(lambda one=one: say_all(one, [[entry()]]) for one in (first, third)))
+        results = say((first, third), [[entry()]], [[entry()]])
         assert [str(result).partition("; ")[0] for result in results] == [
             "here: expected ranks 4, 7 and 9 to run the same, got rank 7, which refuses to:"
             " such a mask"
@@ -207,30 +186,15 @@ def test_what_all_refuse_is_nothing_to_wait_for() -> None:
             say_all(log, [[entry()]])
 
         first, *others = group
-        assert (
-            run(
-                lambda: say_all(first, [[entry()]]),
-                *(lambda log=log: come_late(log) for log in others),
-            )
-            == [None] * 3
-        )
+        late = [partial(come_late, log) for log in others]
+        assert run(partial(say_all, first, [[entry()]]), *late) == [None] * 3
 
 
 def test_a_store_serves_groups_of_one_name_one_after_the_other() -> None:
     store = dist.HashStore()
     for word in ("first", "second"):
-        group = logs(store)
-        assert (
-            run(
-                *(
-                    lambda log=log, word=word: say_all(
-                        log, [[entry(word=word)], [entry(word=f"{word} again")]], is_whole=True
-                    )
-                    for log in group
-                )
-            )
-            == [None] * 3
-        )
+        said = [[entry(word=word)], [entry(word=f"{word} again")]]
+        assert say(logs(store), said, said, said, is_whole=True) == [None] * 3
 
 
 def test_a_store_that_is_gone() -> None:

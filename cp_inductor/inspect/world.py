@@ -147,7 +147,7 @@ class Placer:
         """
         rest = {name: value for name, value in options.items() if name != "mesh"}
         named = options.get("mesh")
-        is_declared = like is not None or options_of(getattr(model, "_orig_mod", model))
+        is_declared = like is not None or options_of(getattr(model, "_orig_mod", model)) is not None
         if named is None and is_declared:
             return rest
         if isinstance(named, DeviceMesh):

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.parameter import is_lazy
 
 from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.rules.loss import correct_losses_along
@@ -488,6 +489,14 @@ def _check(model: nn.Module, options: Options) -> None:
         options.weights.check(model)
     for argument in ("tokenwise", "recurrent", "whole"):
         _check_found(model, argument, getattr(options, argument))
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise UnsupportedPlacement(
+                site=name,
+                expected="a tensor with a shape",
+                got=f"a {type(tensor).__name__}, which has none yet",
+                remedy="call the model once before, on every rank",
+            )
     ranks = set(mesh.mesh.flatten().tolist())
     # fully_shard hands out plain weights while the model runs.
     are_handed_out = any(isinstance(module, FSDPModule) for module in model.modules())

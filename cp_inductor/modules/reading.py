@@ -92,7 +92,7 @@ class Computing:
             a `SharedSequence`.
         questions: how often anybody has asked for it.
         is_in_form: whether a function runs that a form calls to compute this rank's tokens.
-        weights: that modules have read since `reading_once`, by module and name.
+        weights: the parameters that modules have read since `reading_once`, by module and name.
     """
 
     # In slots: Dynamo (2.13) loses what is assigned to other attributes after a flex_attention, if
@@ -317,7 +317,8 @@ def _reader(name: str) -> Callable[[nn.Module], Any]:
         tensor, reading, here = _stored(module, name), reading_of(module), computing()
         if not isinstance(tensor, Tensor):
             return tensor
-        known = here.weights if here.is_local else None
+        is_weight = here.is_local and name in module._parameters
+        known = here.weights if is_weight else None  # buffers may change within a block
         if known is not None and (id(module), name) in known:
             return known[id(module), name]
         # A checkpoint recomputes outside of the run.

@@ -32,6 +32,7 @@ from torch.distributed.tensor import (
 
 from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
 from cp_inductor.modules.reading import scale_gradient
+from cp_inductor.modules.ties import share_elements
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,6 @@ class ShardedWeights:
             UnsupportedPlacement: a parameter is of a subclass, such as a DTensor.
             UntiedWeights: two share memory, which their shards would not.
         """
-        names: dict[int, str] = {}
         for name, parameter in model.named_parameters():
             if type(parameter) is not nn.Parameter:
                 raise UnsupportedPlacement(
@@ -71,14 +71,21 @@ class ShardedWeights:
                     remedy="leave out weights=, or pass a model that nothing has sharded or"
                     " quantized before",
                 )
-            address = 0 if parameter.is_meta or not parameter.numel() else parameter.data_ptr()
-            if address and names.setdefault(address, name) != name:
-                raise UntiedWeights(
-                    site=f"{names[address]} and {name}",
-                    expected="one parameter under both names, or two with separate memory",
-                    got="two that share memory, which their shards would not",
-                    remedy="make them one parameter (b.weight = a.weight), or clone one of them",
-                )
+        together: dict[int, list[tuple[str, Tensor]]] = {}  # by the address of their memory
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if isinstance(tensor, DTensor) or tensor.is_meta or not tensor.numel():
+                continue
+            others = together.setdefault(tensor.untyped_storage().data_ptr(), [])
+            for known, other in others:
+                is_trained = any(isinstance(one, nn.Parameter) for one in (tensor, other))
+                if is_trained and share_elements(tensor, other):
+                    raise UntiedWeights(
+                        site=f"{known} and {name}",
+                        expected="one tensor under both names, or two with separate memory",
+                        got="two that share memory, which shards would not",
+                        remedy="make them one (b.weight = a.weight), or clone one of them",
+                    )
+            others.append((name, tensor))
 
     def shard(self, model: nn.Module) -> None:
         """Replace parameters by their shards, of the values of the first rank; ties stay.

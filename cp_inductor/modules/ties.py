@@ -106,8 +106,10 @@ def _pairs(weights: Sequence[_Weight]) -> Iterator[tuple[_Weight, _Weight]]:
 def _is_one_memory(one: Tensor, other: Tensor) -> bool:
     if one.is_meta or not one.numel():
         return False
-    address = one.data_ptr()  # 0 of a weight that FSDP has freed
-    return address != 0 and address == other.data_ptr()
+    address = one.untyped_storage().data_ptr()
+    # A weight that FSDP has freed has no address.
+    is_same = address != 0 and address == other.untyped_storage().data_ptr()
+    return is_same and share_elements(one, other)
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:
@@ -130,3 +132,33 @@ def _warn(name: str, other: str) -> None:
         other,
         REMEDY,
     )
+
+
+def share_elements(one: Tensor, other: Tensor) -> bool:
+    """Whether two plain tensors of one storage have an element in common.
+
+    Bytes in common are not enough: interleaved parts of one tensor, such as its even and its odd
+    columns, have no element in common.
+    """
+    first, second = (_extent(tensor) for tensor in (one, other))
+    if first[0] >= second[1] or second[0] >= first[1]:
+        return False
+    if one.element_size() != other.element_size():
+        return True
+    start = min(first[0], second[0])
+    marks = torch.zeros((max(first[1], second[1]) - start) // one.element_size(), dtype=torch.bool)
+    offsets = ((extent[0] - start) // one.element_size() for extent in (first, second))
+    views = [
+        marks.as_strided(tensor.size(), tensor.stride(), offset)
+        for tensor, offset in zip((one, other), offsets, strict=True)
+    ]
+    views[0].fill_(True)
+    return bool(views[1].any())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of its storage that a tensor reads, and the byte after the last."""
+    start = int(tensor.storage_offset())
+    span = zip(tensor.size(), tensor.stride(), strict=True)
+    last = start + sum((int(size) - 1) * int(stride) for size, stride in span)
+    return start * tensor.element_size(), (last + 1) * tensor.element_size()

@@ -546,8 +546,18 @@ def refusals(mesh: DeviceMesh) -> Iterator[tuple[type[Exception], str, Any]]:
     yield InvalidArgument, "a dict of dims", lambda: call(make_model(), mesh, seq_dims={"ids": "1"})
     yield InvalidArgument, "has none", lambda: call(make_model(), mesh, whole=[nn.GRU])
     yield InvalidArgument, "a list of classes", lambda: call(make_model(), mesh, whole=nn.Linear)
-    views = nn.ParameterList([split.bias, split.bias.detach()])
-    yield UntiedWeights, "share memory", lambda: call(views, mesh, weights=mesh)
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    yield (
+        UnsupportedPlacement,
+        r"0.weight: .*with a shape.*call the model",
+        lambda: call(lazy, mesh),
+    )
+    for part in (split.bias.detach(), split.bias.detach()[2:]):
+        views = nn.ParameterList([split.bias, part])
+        yield UntiedWeights, "0 and 1: .*share memory", lambda v=views: call(v, mesh, weights=mesh)
+    views = nn.Linear(4, 4)
+    views.register_buffer("rows", views.weight.detach()[2:])
+    yield UntiedWeights, "weight and rows", lambda: call(views, mesh, weights=mesh)
     yield UnsupportedPlacement, "weight", lambda: call(split, named["cp"])
 
 

@@ -53,6 +53,37 @@ class Model(nn.Module):
         return self.block(self.before(x), factor=2.0)
 
 
+class Counted(SortedScale):
+    """Writes to a buffer, and reads it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, tokens: Tensor, factor: float = 1.0) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(tokens, factor) * self.calls
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_buffers_that_change_within_a_module() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(8, 8), Counted())
+    model = copy.deepcopy(reference)
+    cp_inductor.parallelize(model, world_mesh(), tokenwise=(Counted,), seq_dims={"input": 1})
+    for _ in range(2):
+        x = torch.randn(2, 7, 8)
+        for each in (reference, model):
+            each.zero_grad()
+        expected, out = reference(x), model(x)
+        torch.testing.assert_close(whole(out), expected)
+        expected.square().sum().backward()
+        out.square().sum().backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
 class BySign(nn.Module):
     """Two experts, of which one computes nothing if none of the tokens is for it."""
 

@@ -225,7 +225,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh) -> Run:
     is_first_rank = dist.get_rank() == 0
     if is_first_rank:
         print(
-            "step 0 compiles: on two cores up to a minute, and seconds once it is cached",
+            "step 0 compiles: on two cores up to a minute",
             flush=True,
         )
         said = threading.Event()

@@ -24,9 +24,10 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
 from cp_inductor.plan import Recipe, backward_plan, forward_plan
-from cp_inductor.run import gather_executor, view_executor
+from cp_inductor.run import executor
 from cp_inductor.run.attention import PER_BATCH, Attention
 from cp_inductor.run.own_transfers import reads_shard
+from cp_inductor.run.tables import empty_like_rows
 from cp_inductor.tiles.combine import accumulation_dtype
 from cp_inductor.tiles.stand_in import fold_lse_gradient
 from cp_inductor.torch_private.modes import run_uncompiled
@@ -49,7 +50,6 @@ def run_forward(
         out (B, H, S, D) in the input dtype; lse (B, H, S) over the keys of all ranks; and the
         buffers of the exchanges that are kept for the backward.
     """
-    executor = gather_executor if this.is_per_batch else view_executor
     return executor.attend(this, query, key, value, extras)
 
 
@@ -79,9 +79,7 @@ def run_backward(
     """
     extras, kept = rest[: this.num_extras], rest[this.num_extras :]
     tensors = (grad_out, query, key, value, out, lse)
-    if this.is_per_batch:
-        return gather_executor.differentiate(this, *tensors, extras)
-    return view_executor.differentiate(this, *tensors, extras, kept)
+    return executor.differentiate(this, *tensors, extras, kept)
 
 
 @torch.library.custom_op("cp_inductor::attention", mutates_args=())
@@ -162,8 +160,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, extras: list[Tensor], *how: Any
     if Attention.of(*how).is_per_batch:
         of_lse = accumulation_dtype(query)
         return [
-            gather_executor.empty_like_rows(query),
-            gather_executor.empty_like_rows(query[..., 0], of_lse),
+            empty_like_rows(query),
+            empty_like_rows(query[..., 0], of_lse),
         ]
     results: list[Tensor] = attention._init_fn(query, key, value, extras, *how)
     return results
@@ -172,7 +170,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, extras: list[Tensor], *how: Any
 @attention_backward.register_fake
 def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> list[Tensor]:
     if Attention.of(*rest[NUM_TENSORS[BACKWARD] - 4 :]).is_per_batch:
-        return [gather_executor.empty_like_rows(tensor) for tensor in (query, key, value)]
+        return [empty_like_rows(tensor) for tensor in (query, key, value)]
     results: list[Tensor] = attention_backward._init_fn(grad_out, query, key, value, *rest)
     return results
 

@@ -144,12 +144,13 @@ class Results:
                 left.append(self._cut(one, part, one.groups.whole, payload))
         self.contributions[payload] = left
 
-    def of_shard(self, kind: ResultKind) -> Tensors | None:
-        """Return this rank's own part of a result; None if it holds no tokens."""
+    def of_shard(self, kind: ResultKind) -> Tensors:
+        """Return this rank's own part of a result."""
         shape, is_of_keys = self.plan.shape, kind.payload.is_of_keys
-        if self.store.tokens.of(self.own, of_keys=is_of_keys) == 0:
-            return None
         heads = shape.kv_heads(shape.all_heads) if is_of_keys else shape.all_heads
+        if self.store.tokens.of(self.own, of_keys=is_of_keys) == 0:
+            like = self.store.like
+            return kind.nothing(like.new_empty((like.shape[0], len(heads), 0, like.shape[-1])))
         return self.over(kind, self.own, heads)
 
     def over(self, kind: ResultKind, span: Span, heads: Span, *, of_tiles: bool = False) -> Tensors:

@@ -100,13 +100,10 @@ class FlexCUDA(RuleKernel):
         return Partial(*flex_forward(query, key, value, self._flex(call, is_forward=True)))
 
     def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """See `Kernel.backward`."""
-        return self.backward_by_delta(call, grad_out, whole.lse, delta_of(whole.out, grad_out))
-
-    def backward_by_delta(
-        self, call: TileCall, grad_out: Tensor, lse: Tensor, delta: Tensor
-    ) -> Gradients:
-        """Differentiate, given <out, grad_out> of each row in the place of out."""
+        """See `Kernel.backward`; in the place of out it takes <out, grad_out>, (B, H, S)."""
+        out_or_delta, lse = whole
+        is_out = out_or_delta.ndim == grad_out.ndim
+        delta = delta_of(out_or_delta, grad_out) if is_out else out_or_delta
         query, key, value, grad_out = with_whole_rows(*call.tensors, grad_out)
         flex = self._flex(call, is_forward=False)
         return flex_backward(query, key, value, grad_out, lse, delta, flex)

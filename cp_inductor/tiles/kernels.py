@@ -108,8 +108,8 @@ class Kernel(ABC):
     Attributes:
         forward_op, backward_op: by which passes find its tiles in a graph.
         device: type of the devices that it runs on.
-        takes_delta: it has `backward_by_delta`; then another rank is sent delta, and no out is made
-            to stand in for it.
+        takes_delta: its backward takes delta = <out, grad_out> (B, H, S) in the place of out; then
+            another rank is sent delta, and no out is made to stand in for it.
         has_lse_in_order: its backward reads the lse by its address alone.
     """
 
@@ -132,12 +132,6 @@ class Kernel(ABC):
             grad_out: (B, H, S, D).
             whole: out and lse, of the tile or of whole rows.
         """
-
-    def backward_by_delta(
-        self, call: TileCall, grad_out: Tensor, lse: Tensor, delta: Tensor
-    ) -> Gradients:
-        """Differentiate, given <out, grad_out> of each row (B, H, S) in the place of out."""
-        raise NotImplementedError(f"{type(self).__name__} reads out")
 
 
 class PlainKernel(Kernel):
@@ -249,19 +243,8 @@ class AnyScale(Kernel):
     def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         """See `Kernel.backward`."""
         sign, positive = _split_scale(call)
-        return _with_sign(sign, self.kernel.backward(positive, grad_out, whole))
-
-    def backward_by_delta(
-        self, call: TileCall, grad_out: Tensor, lse: Tensor, delta: Tensor
-    ) -> Gradients:
-        """Differentiate, given <out, grad_out> of each row (B, H, S) in the place of out."""
-        sign, positive = _split_scale(call)
-        return _with_sign(sign, self.kernel.backward_by_delta(positive, grad_out, lse, delta))
-
-
-def _with_sign(sign: int, grads: Gradients) -> Gradients:
-    dq, dk, dv = grads
-    return dq if sign == 1 else dq * sign, dk, dv
+        dq, dk, dv = self.kernel.backward(positive, grad_out, whole)
+        return dq if sign == 1 else dq * sign, dk, dv
 
 
 def _split_scale(call: TileCall) -> tuple[int, TileCall]:

@@ -5,63 +5,51 @@ That is dropout, gradients of a bias, and scores that are changed by more than a
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from cp_inductor.tiles.kernels import Partial, TileCall, repeat_heads, sum_heads
+from cp_inductor.tiles.kernels import (
+    Gradients,
+    Kernel,
+    Partial,
+    TileCall,
+    repeat_heads,
+    sum_heads,
+)
 
 
-class Grads(NamedTuple):
-    """Gradients of a tile, in float32; the bias's (B | 1, H | 1, S, T), if it was asked for."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-
-
-class Math:
+class Math(Kernel):
     """Attention in plain operations, in float32 (float64 for float64), on any device.
 
     For what no kernel does along a plan: dropout whose mask is given, gradients of a bias, and
     changed scores. Its results stay in that dtype: they are rounded once, when those of all tiles
     are combined.
+
+    Args:
+        keep: (B, H, S, T), what each probability is multiplied with; None keeps all.
+        needs_bias_grad: the bias is learned.
+
+    Attributes:
+        bias_grad: that of the bias (B | 1, H | 1, S, T), if it is learned, after `backward`.
     """
 
-    def forward(self, call: TileCall, keep: Tensor | None) -> Partial:
-        """Attend.
+    bias_grad: Tensor
 
-        Args:
-            call: not causal; what exists is in its bias.
-            keep: (B, H, S, T), what each probability is multiplied with; None keeps all.
-        """
+    def __init__(self, keep: Tensor | None = None, *, needs_bias_grad: bool = False) -> None:
+        self.keep, self.needs_bias_grad = keep, needs_bias_grad
+
+    def forward(self, call: TileCall) -> Partial:
+        """See `Kernel.forward`; the call is not causal: what exists is in its bias."""
         scores = _scores(call)
         lse = torch.logsumexp(scores, -1)
         probabilities = torch.exp(scores - _finite(lse).unsqueeze(-1))
-        if keep is not None:
-            probabilities = probabilities * keep
+        if self.keep is not None:
+            probabilities = probabilities * self.keep
         wide = repeat_heads(call.value.to(scores.dtype), call.query.shape[1])
         return Partial(torch.matmul(probabilities, wide), lse)
 
-    def backward(
-        self,
-        call: TileCall,
-        grad_out: Tensor,
-        whole: Partial,
-        keep: Tensor | None,
-        *,
-        needs_bias_grad: bool,
-    ) -> Grads:
-        """Differentiate `forward`.
-
-        Args:
-            call, keep: of the forward.
-            grad_out: (B, H, S, D).
-            whole: out and lse, of the tile or of whole rows.
-            needs_bias_grad: the bias is learned.
-        """
+    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """See `Kernel.backward`; gradients are in float32."""
         query, key, value = call.tensors
         scores, num_heads = _scores(call), query.shape[1]
         dtype = scores.dtype
@@ -70,8 +58,8 @@ class Math:
         wide_value = repeat_heads(value.to(dtype), num_heads)
         grad_probabilities = torch.matmul(grad, wide_value.transpose(-1, -2))
         kept = probabilities
-        if keep is not None:
-            kept, grad_probabilities = probabilities * keep, grad_probabilities * keep
+        if self.keep is not None:
+            kept, grad_probabilities = probabilities * self.keep, grad_probabilities * self.keep
         dv = torch.matmul(kept.transpose(-1, -2), grad)
         delta = (grad * whole.out.to(dtype)).sum(-1, keepdim=True)
         grad_scores = probabilities * (grad_probabilities - delta)
@@ -82,12 +70,11 @@ class Math:
         dq = torch.matmul(grad_products, repeat_heads(key.to(dtype), num_heads)) * factor
         dk = torch.matmul(grad_products.transpose(-1, -2), query.to(dtype)) * factor
         dk, dv = sum_heads(dk, key.shape[1]), sum_heads(dv, key.shape[1])
-        grad_bias = None
-        if needs_bias_grad:
+        if self.needs_bias_grad:
             assert call.bias is not None
             dims = [dim for dim in (0, 1) if call.bias.shape[dim] == 1]
-            grad_bias = grad_scores.sum(dims, keepdim=True) if dims else grad_scores
-        return Grads(dq, dk, dv, grad_bias)
+            self.bias_grad = grad_scores.sum(dims, keepdim=True) if dims else grad_scores
+        return dq, dk, dv
 
 
 def _scores(call: TileCall) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
-from cp_inductor.run import tile_calls
+from cp_inductor.run import views
 from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import Gradients, Kernel, Partial, TileCall
 from tests.support.random_attention import World
@@ -238,7 +238,7 @@ def measure(
     _, num_heads, _, head_dim = reference.inputs[0].shape
     rule = f"k-q+{case.blind}<=0" if case.blind else "causal" if case.is_causal else "full"
     sizes = (length, length, num_heads, num_heads, head_dim, DTYPES[dtype].itemsize)
-    exact_tiles = mock.patch.object(tile_calls, "get_kernel", return_value=ExactTiles())
+    exact_tiles = mock.patch.object(views, "get_kernel", return_value=ExactTiles())
     ratios: dict[str, dict[str, Errors]] = {}
     for strategy in strategies:
         try:

@@ -104,12 +104,12 @@ def test_a_tile_is_that_of_its_mask(name: str, has_gaps: bool) -> None:
     partial = kernel.forward(call)
     change = masks.change(tile, slice(None))
     exact = TileCall(query, key, value, scale=0.3, bias=bias, change=change)
-    expected = Math().forward(exact, None)
+    expected = Math().forward(exact)
     torch.testing.assert_close(partial, expected, check_dtype=False)
     # As in a plan, of whole rows: other tiles have raised the lse.
     whole = Partial(expected.out * 0.7, expected.lse + 0.5)
     grads = kernel.backward(call, grad_out, whole)
-    wanted = Math().backward(exact, grad_out, whole, None, needs_bias_grad=False)
+    wanted = Math().backward(exact, grad_out, whole)
     torch.testing.assert_close(grads, tuple(wanted[:3]))
 
 
@@ -133,8 +133,8 @@ def test_the_templates_on_a_device(name: str, dtype: torch.dtype) -> None:
     bias = exact.bias(tile, slice(None))
     change = exact.change(tile, slice(None))
     whole_call = TileCall(query, key, value, scale=0.3, bias=bias, change=change)
-    expected = Math().forward(whole_call, None)
-    wanted = Math().backward(whole_call, grad_out, expected, None, needs_bias_grad=False)
+    expected = Math().forward(whole_call)
+    wanted = Math().backward(whole_call, grad_out, expected)
     # What the rule reads is an input of the graph as well.
     given = [*(t.cuda() for t in tensors), expected.out.to(dtype).cuda(), expected.lse.cuda()]
     read = masks.extras.tables

@@ -1,0 +1,159 @@
+"""Execute a rank's part of a plan, or trace it: the loop over stages, and the tiles of each.
+
+    fetch 0 . [start fetch i+1 . tiles i . wait home i-1 . start home i . wait fetch i+1] ...
+
+Each fetch is in flight over the tiles of the stage before, each home over those of the stage after.
+
+    tile q[0:2] x kv[2:6]
+      =>
+    query, key, value = rows.read(tile, ...)
+    out, lse = kernel.forward(TileCall(query, key, value))
+    rows.add(PARTIAL, tile, (out, lse))
+
+A rank has a pool of rows: its own, and those that arrived. A tile reads parts of it and adds to
+parts of the results. What a part is, is all that plans differ in: constant slices, which are views,
+if the plan is known when a graph is compiled (`cp_inductor.run.views`), or a table of rows, which
+are gathered, if the batch decides (`cp_inductor.run.tables`).
+
+Shapes: B batch, H query heads, G key-value heads, S local queries, T local keys, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cp_inductor.run.attention import Attention
+from cp_inductor.run.merge import (
+    KEY_VALUE_GRAD,
+    PARTIAL,
+    QUERY_GRAD,
+    ResultKind,
+    concatenate_all,
+)
+from cp_inductor.run.patches import Tensors
+from cp_inductor.run.tables import Tables
+from cp_inductor.run.views import Views
+from cp_inductor.tiles.combine import accumulation_dtype, sum_grads
+from cp_inductor.tiles.dims import SEQUENCE_DIM
+from cp_inductor.tiles.kernels import Kernel, Partial, TileCall
+
+
+class Rows(Protocol):
+    """What a rank has of a plan: its pool of rows, its tiles, and what was computed.
+
+    Tiles, and exchanges that were started, are values of its own.
+    """
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+
+    def start_fetch(self, stage: int) -> Any:
+        """Start what a stage fetches, if it is a stage, and fetches anything on any rank."""
+
+    def end_fetch(self, stage: int, fetching: Any) -> None:
+        """Wait for it, and add it to the pool."""
+
+    def tiles(self, stage: int) -> Iterable[Any]:
+        """Return the tiles of a stage."""
+
+    def read(self, tile: Any, names: Sequence[str]) -> list[Tensor]:
+        """Return what a tile reads, (B, h, t, ...) each."""
+
+    def calls(
+        self, tile: Any, query: Tensor, key: Tensor, value: Tensor
+    ) -> Iterator[tuple[slice, Kernel, TileCall]]:
+        """Yield what computes a tile, in parts of its queries, in order."""
+
+    def add(self, kind: ResultKind, tile: Any, tensors: Sequence[Tensor]) -> None:
+        """Note what a tile computed."""
+
+    def start_home(self, stage: int) -> Any:
+        """Start to send the results of a stage home, if any rank has some to send."""
+
+    def end_home(self, homeward: Any) -> None:
+        """Wait for results that came home."""
+
+    def result(self, kind: ResultKind) -> Tensors:
+        """Return a result of this rank's own tokens."""
+
+
+def attend(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor, extras: Sequence[Tensor]
+) -> list[Tensor]:
+    """Attend by a plan; see `cp_inductor.ops.attention.run_forward`."""
+    if attention.is_per_batch:
+        tables = Tables(attention, query, key, extras)
+        tables.begin_forward(query, key, value)
+        _run(tables, _attend)
+        return [*tables.result(PARTIAL)]
+    views = Views(attention, query, key, value, extras)
+    _run(views, _attend)
+    return [*views.result(PARTIAL), *views.kept]
+
+
+def differentiate(
+    attention: Attention,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: Sequence[Tensor],
+    kept: Sequence[Tensor],
+) -> list[Tensor]:
+    """Differentiate by a plan; see `cp_inductor.ops.attention.run_backward`."""
+    if attention.is_per_batch:
+        tables = Tables(attention, query, key, extras)
+        tables.begin_backward(grad_out, query, key, value, out, lse)
+        _run(tables, _differentiate)
+        return [*tables.result(QUERY_GRAD), *tables.result(KEY_VALUE_GRAD)]
+    views = Views(attention, query, key, value, extras, is_backward=True)
+    views.begin_backward(grad_out, out, lse, kept)
+    _run(views, _differentiate)
+    grads = [*views.result(QUERY_GRAD), *views.result(KEY_VALUE_GRAD)]
+    return [*grads, views.bias_grad()] if attention.has_bias else grads
+
+
+def _run(rows: Rows, compute: Callable[[Rows, Any], None]) -> None:
+    """Run all stages of a rank."""
+    homeward: Any = None
+    rows.end_fetch(0, rows.start_fetch(0))
+    for stage in range(rows.num_stages):
+        fetching = rows.start_fetch(stage + 1)
+        for tile in rows.tiles(stage):
+            compute(rows, tile)
+        # What the stage before sent home was in flight over this stage's tiles.
+        rows.end_home(homeward)
+        homeward = rows.start_home(stage)
+        rows.end_fetch(stage + 1, fetching)
+    rows.end_home(homeward)
+
+
+def _attend(rows: Rows, tile: Any) -> None:
+    """Compute the partial result of a tile."""
+    query, key, value = rows.read(tile, ("query", "key", "value"))
+    partials = [kernel.forward(call) for _, kernel, call in rows.calls(tile, query, key, value)]
+    rows.add(PARTIAL, tile, concatenate_all(partials, SEQUENCE_DIM))
+
+
+def _differentiate(rows: Rows, tile: Any) -> None:
+    """Compute the gradients of a tile."""
+    names = ("grad_out", "query", "out", "lse", "key", "value")
+    grad_out, query, out, lse, key, value = rows.read(tile, names)
+    grads = []
+    for part, kernel, call in rows.calls(tile, query, key, value):
+        of_part = [grad_out, out, lse]
+        if part != slice(None):
+            of_part = [tensor[:, :, part] for tensor in of_part]
+        grads.append(kernel.backward(call, of_part[0], Partial(*of_part[1:])))
+    dq, dk, dv = (list(of_parts) for of_parts in zip(*grads, strict=True))
+    rows.add(QUERY_GRAD, tile, dq if len(dq) == 1 else [torch.cat(dq, SEQUENCE_DIM)])
+    # A sum of parts is rounded when it is added to what other tiles computed, and not before.
+    dtype = accumulation_dtype(dk[0]) if len(dk) > 1 else None
+    rows.add(KEY_VALUE_GRAD, tile, [sum_grads(of_parts, dtype=dtype) for of_parts in (dk, dv)])

@@ -1,0 +1,333 @@
+"""Rows of a plan that the batch decides: its parts are tables of rows, which are gathered.
+
+    stage 0     tile of rows 1, 2, 5, ... x rows 1, 2, 9, ...    gathered from the rank's own rows
+    stage 1     the same from its own rows and those that stage 1 fetched
+
+The graph has a fixed number of stages and no rank: which rows a stage fetches, which blocks a tile
+computes, and which partial results make up a row, it reads from numbers that `plan_batch` made of
+the batch. All ranks run the same code, for all batches and lengths.
+
+Tokens are rows, (batch entry, local token, group of heads). A tile gathers the rows that it reads,
+block by block, and the rule is on rows as well: see `cp_inductor.mask.rows`. A pool has, of each
+tensor, a row of zeros, the rank's own, and behind them what each stage fetched.
+
+Shapes: B batch, H query heads, G key-value heads, S local queries, T local keys, D head dim,
+n rows. A group of heads has H / groups and G / groups of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cp_inductor.graph.collectives import WAIT
+from cp_inductor.graph.exchange_rows import EXCHANGE_ROWS, unpack
+from cp_inductor.mask.language import BATCH, HEAD
+from cp_inductor.mask.rows import Column, rule_of_rows
+from cp_inductor.plan.batch import groups_of_heads
+from cp_inductor.plan.batch_chunks import BLOCK
+from cp_inductor.plan.batch_nodes import Nodes
+from cp_inductor.plan.batch_tables import Kind, Part, Side
+from cp_inductor.run.attention import Attention
+from cp_inductor.run.batch_parts import ROWS_OF_RESULTS, TILE_TABLES, layout_of
+from cp_inductor.run.merge import PARTIAL, ResultKind
+from cp_inductor.run.patches import Tensors
+from cp_inductor.tiles.combine import combine_stack, sum_stack
+from cp_inductor.tiles.kernel_table import KERNELS
+from cp_inductor.tiles.kernels import AnyScale, Kernel, TileCall
+from cp_inductor.tiles.stand_in import delta_of, make_stand_in, make_words
+from cp_inductor.tiles.tile_masks import Geometry, Indices
+from cp_inductor.torch_private.sizes import is_known, note_hint, size_hint
+
+# Tensors of rows, by name. Those of a wider dtype come first, as messages have them.
+Named = dict[str, Tensor]
+
+
+def empty_like_rows(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return what a result is laid out like: the heads of a token are next to each other."""
+    b, h, s, *rest = like.shape
+    return like.new_empty((b, s, h, *rest), dtype=dtype or like.dtype).transpose(1, 2)
+
+
+class Pool:
+    """Rows that a rank has: of zeros, its own, and those that arrived, of several tensors.
+
+    Args:
+        own: (n, ...) each, the rank's own rows.
+    """
+
+    def __init__(self, own: Named) -> None:
+        self.parts, self.together = [own], Named()
+
+    def add(self, arrived: Named) -> None:
+        """Add rows behind those that are there."""
+        self.parts.append(arrived)
+        self.together = {}
+
+    def gather(self, rows: Tensor) -> Named:
+        """Return some rows, in that order; of row 0, zeros."""
+        own = self.parts[0]
+        if len(self.parts) == 1 and not is_known(next(iter(own.values())).shape[0] == 0):
+            # Own rows alone are not copied before they are gathered.
+            at = (rows - 1).clamp(min=0)
+            is_row = rows > 0
+            return {name: _only(of.index_select(0, at), is_row) for name, of in own.items()}
+        if not self.together:
+            self.together = {name: cat_behind([p[name] for p in self.parts]) for name in own}
+        return {name: tensor.index_select(0, rows) for name, tensor in self.together.items()}
+
+
+def _only(tensor: Tensor, is_row: Tensor) -> Tensor:
+    """Put zeros in all rows but some."""
+    return torch.where(is_row.view(-1, *[1] * (tensor.ndim - 1)), tensor, 0)
+
+
+def cat_behind(parts: Sequence[Tensor], first: float = 0.0) -> Tensor:
+    """Return a row of one number, and the parts behind it, in their widest dtype."""
+    dtype = parts[0].dtype
+    for part in parts[1:]:
+        dtype = torch.promote_types(dtype, part.dtype)
+    row = parts[0].new_full((1, *parts[0].shape[1:]), first, dtype=dtype)
+    return torch.cat([row, *(part.to(dtype) for part in parts)])
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """The tile of a stage: which rows it reads, and which of its blocks it computes."""
+
+    rows: dict[Side, Tensor]
+    is_computed: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivingRows:
+    """Rows that are arriving, and what was sent."""
+
+    message: Tensor
+    like: Named
+
+    def wait(self) -> Named:
+        """Wait, and return the rows of each tensor."""
+        rows = unpack(WAIT(self.message), [*self.like.values()])
+        return dict(zip(self.like, rows, strict=True))
+
+
+class Tables:
+    """What a rank has of its batch's plan; see `cp_inductor.run.executor.Rows`.
+
+    Args:
+        attention: what is computed.
+        query, key: this rank's shards; nothing is read of them but shapes, dtype and device.
+        extras: tables of the rule; sizes and numbers of `plan_batch`.
+    """
+
+    def __init__(
+        self, attention: Attention, query: Tensor, key: Tensor, extras: Sequence[Tensor]
+    ) -> None:
+        *tables, self.sizes, self.numbers = extras
+        self.attention = attention
+        self.kernel = KERNELS[attention.kernel].under_rule
+        self.layout = layout_of(attention.source.stages, attention.group_name)
+        heads = int(query.shape[1]), int(key.shape[1])
+        world_size, of_nodes = self.layout.world_size, attention.nodes
+        nodes = Nodes.parse(of_nodes) if of_nodes else None
+        self.num_groups = groups_of_heads(attention.rule, *heads, world_size, nodes)
+        self.rule = rule_of_rows(attention.source.rule, self.num_groups)
+        numbered = sorted(attention.rule.tables)
+        self.tables = dict(zip(numbered, tables, strict=True))
+        self.shapes = {Side.QUERY: query.shape, Side.KEY: key.shape}
+        self.dtype, self.device = query.dtype, query.device
+        self.pools: dict[Side, Pool] = {}
+        self.sent: dict[Side, Named] = {}
+        self.computed: dict[Side, list[Named]] = defaultdict(list)
+        self.came_home: dict[Side, list[Named]] = defaultdict(list)
+
+    def begin_forward(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Put the rank's shards into the pools."""
+        rows = self._rows
+        self._begin({"query": rows(query)}, {"key": rows(key), "value": rows(value)})
+
+    def begin_backward(
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
+        """Put at hand what is differentiated: <out, grad_out> for a kernel that takes it."""
+        rows, takes_delta = self._rows, self.kernel.takes_delta
+        words = rows(delta_of(out, grad_out) if takes_delta else make_words(out, grad_out))
+        of_keys = {"key": rows(key), "value": rows(value)}
+        rest = {"lse": rows(lse), "query": rows(query), "grad_out": rows(grad_out)}
+        self._begin({"out": words if takes_delta else rows(out), **rest}, of_keys)
+        self.sent[Side.QUERY] = {"out": words, **rest}
+
+    def _begin(self, of_queries: Named, of_keys: Named) -> None:
+        self.sent = {Side.QUERY: of_queries, Side.KEY: of_keys}
+        self.pools = {side: Pool(own) for side, own in self.sent.items()}
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """(B, H, S, ...) -> (B S groups, H / groups, ...)."""
+        return tensor.transpose(1, 2).unflatten(2, (self.num_groups, -1)).flatten(0, 2)
+
+    # --- Exchanges --------------------------------------------------------------------------
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are; the first and the last fetch and send home nothing."""
+        return self.layout.last + 1
+
+    def start_fetch(self, stage: int) -> dict[Side, ArrivingRows]:
+        """Start what a stage fetches."""
+        return self._start(Kind.SEND, stage, self.sent)
+
+    def end_fetch(self, stage: int, fetching: dict[Side, ArrivingRows]) -> None:
+        """Wait for it, and add it to the pools."""
+        for side, arriving in fetching.items():
+            rows = arriving.wait()
+            if "out" in rows and not self.kernel.takes_delta:
+                # The kernel wants out. For the rows of other ranks, something stands in for it.
+                rows["out"] = make_stand_in(rows["out"], rows["grad_out"])
+            self.pools[side].add(rows)
+
+    def start_home(self, stage: int) -> dict[Side, ArrivingRows]:
+        """Start to send home what the tile of a stage computed for other ranks."""
+        return self._start(Kind.HOME, stage, {side: of[-1] for side, of in self.computed.items()})
+
+    def end_home(self, homeward: dict[Side, ArrivingRows] | None) -> None:
+        """Wait for results of own rows that others computed."""
+        for side, arriving in (homeward or {}).items():
+            self.came_home[side].append(arriving.wait())
+
+    def _start(
+        self, kind: Kind, stage: int, sent: Mapping[Side, Named]
+    ) -> dict[Side, ArrivingRows]:
+        """Start the exchanges of a stage, if it has any."""
+        if not 1 <= stage <= self.layout.stages:
+            return {}
+        started = {}
+        for side, tensors in sent.items():
+            part = Part(kind, side, stage)
+            if kind is Kind.HOME and side is Side.KEY:
+                # The CPU's tiles sum up gradients of keys in float32; what is sent is rounded.
+                tensors = {name: tensor.to(self.dtype) for name, tensor in tensors.items()}
+            places = self.layout.place(part), self.layout.place_of_rows(part)
+            ranks = self.layout.world_size, self.attention.group_name
+            outgoing = [*tensors.values()]
+            message = EXCHANGE_ROWS(outgoing, self.numbers, self.sizes, *places, *ranks)
+            self._expect(message, part)
+            started[side] = ArrivingRows(message, tensors)
+        return started
+
+    def _expect(self, found: Tensor, part: Part) -> None:
+        """Note how many rows a tensor is likely to have: half of the own rows are moved."""
+        shape = self.shapes[part.side]
+        rows = size_hint(shape[0]) * size_hint(shape[2]) * self.num_groups
+        if part.kind is Kind.TILE:
+            rows = max(BLOCK, rows // 2 // BLOCK * BLOCK)
+        else:
+            rows = 2 if part.kind is Kind.SUM else max(BLOCK, rows // 2)
+        note_hint(found.shape[0], rows)
+
+    # --- Tiles ------------------------------------------------------------------------------
+
+    def tiles(self, stage: int) -> Iterator[RowTile]:
+        """Yield the tile of a stage."""
+        parts = {side: Part(Kind.TILE, side, stage) for side in Side}
+        places = map(self.layout.place, (*parts.values(), Part(Kind.CELLS, Side.QUERY, stage)))
+        *of_sides, is_computed = TILE_TABLES(self.numbers, self.sizes, *places)
+        rows = dict(zip(Side, of_sides, strict=True))
+        for side in Side:
+            self._expect(rows[side], parts[side])
+        yield RowTile(rows, is_computed)
+
+    def read(self, tile: RowTile, names: Sequence[str]) -> list[Tensor]:
+        """Gather what a tile reads, (1, H, n, ...) each."""
+        read = Named()
+        for side in Side:
+            read |= self.pools[side].gather(tile.rows[side].select(1, 0))
+        return [read[name].unsqueeze(0).transpose(1, 2) for name in names]
+
+    def calls(
+        self, tile: RowTile, query: Tensor, key: Tensor, value: Tensor
+    ) -> Iterator[tuple[slice, Kernel, TileCall]]:
+        """Yield the call of a tile."""
+        lengths = [tile.rows[side].shape[0] for side in Side]
+        queries, keys = (((0, length),) for length in lengths)
+        heads = (0, int(self.shapes[Side.QUERY][1]) // self.num_groups)
+        geometry, columns = Geometry(heads, queries, keys, queries), self._columns(tile.rows)
+        indices = Indices(geometry, columns, batch=1, dtype=self.dtype, device=self.device)
+        options = self.attention.kernel_options
+        kernel = self.kernel(self.rule.rule, indices, options, tile.is_computed)
+        call = TileCall(query, key, value, False, self.attention.scale)
+        yield slice(None), AnyScale(kernel), call
+
+    def _columns(self, rows: dict[Side, Tensor]) -> list[Tensor]:
+        """Return the tables of the rule on rows."""
+        lanes = {side: rows[side].select(1, 1) for side in Side}
+        positions = {side: rows[side].select(1, 2) for side in Side}
+        # Rows without a token read what any other reads; they are in no pair. Their position is 0.
+        entries = {side: lane.clamp(min=0) for side, lane in lanes.items()}
+        if self.num_groups > 1:
+            entries = {side: lane // self.num_groups for side, lane in entries.items()}
+        read = [self._column(column, entries, positions) for column in self.rule.columns]
+        return [*lanes.values(), *positions.values(), *read]
+
+    def _column(
+        self, column: Column, entries: Mapping[Side, Tensor], positions: Mapping[Side, Tensor]
+    ) -> Tensor:
+        table = self.tables[column.number]
+        if column.side is None:
+            return table
+        side = Side.KEY if str(column.side) == "k" else Side.QUERY
+        where = list(column.where)
+        for dim in reversed(range(len(where))):
+            if where[dim].is_Integer:
+                table = table.select(dim, int(where.pop(dim)))
+        if HEAD in where:
+            heads = where.index(HEAD)
+            table = table.movedim(heads, 0)
+            where.pop(heads)
+        at = [entries[side] if symbol == BATCH else positions[side] for symbol in where]
+        index = [None, *at] if column.has_heads else at
+        found: Tensor = torch.ops.aten.index.Tensor(table, index)
+        return found
+
+    # --- Results ----------------------------------------------------------------------------
+
+    def add(self, kind: ResultKind, tile: RowTile, tensors: Sequence[Tensor]) -> None:
+        """Note what a tile computed, as rows, of which statistics are first in messages."""
+        named = zip(kind.payload.parts, tensors, strict=True)
+        rows = {name: tensor.transpose(1, 2).flatten(0, 1) for name, tensor in named}
+        wide_first = sorted(rows, key=lambda name: name not in kind.payload.statistics)
+        self.computed[_side_of(kind)].append({name: rows[name] for name in wide_first})
+
+    def result(self, kind: ResultKind) -> Tensors:
+        """Combine, or sum up, what was computed of own rows, by whichever rank."""
+        side = _side_of(kind)
+        shape, part = self.shapes[side], Part(Kind.SUM, side)
+        own = shape[0] * shape[2] * self.num_groups
+        which: Tensor = ROWS_OF_RESULTS(self.numbers, self.sizes, self.layout.place(part), own)
+        self._expect(which, part)
+        computed = [*self.computed[side], *self.came_home[side]]
+
+        def stack(name: str, nothing: float = 0.0) -> Tensor:
+            return cat_behind([rows[name] for rows in computed], nothing)[which]
+
+        if kind is PARTIAL:
+            # In a row that no tile computed, nothing was seen.
+            lse = stack("lse", -float("inf"))
+            out, lse = (self._as_shard(rows, side) for rows in combine_stack(stack("out"), lse))
+            return out.to(self.dtype), lse
+        sums = (sum_stack(stack(name)).to(self.dtype) for name in kind.payload.tensors)
+        return tuple(self._as_shard(total, side) for total in sums)
+
+    def _as_shard(self, rows: Tensor, side: Side) -> Tensor:
+        """(B S groups, H / groups, ...) -> (B, H, S, ...)."""
+        batch, _, length, _ = self.shapes[side]
+        by_group = rows.unflatten(0, (batch, length, self.num_groups))
+        return by_group.flatten(2, 3).transpose(1, 2)
+
+
+def _side_of(kind: ResultKind) -> Side:
+    return Side.KEY if kind.payload.is_of_keys else Side.QUERY

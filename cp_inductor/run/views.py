@@ -1,0 +1,298 @@
+"""Rows of a plan known when a graph is compiled: its parts are constant slices, read as views.
+
+    stage 0     tile q[2:4] x kv[2:4]     reads the rank's shards
+    stage 1     tile q[2:4] x kv[0:2]     reads a view of the message that stage 1 fetched
+      =>
+    results of tiles to other ranks' tokens go home, the rest is merged
+
+The plan is one rank's part, and so is a graph that traces this. All ranks emit the same collectives
+in the same order: which there are is read from the whole plan. They are emitted as a start and a
+wait, never through the functional-collective wrappers, which put the wait right behind its start
+when traced.
+
+A tile under a mask is computed by a kernel that reads the rule itself, if one serves; else in parts
+of its queries, each under a bias, so that no more scores are made at once than memory has room for.
+
+Shapes: B batch, H query heads, S queries, T keys, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cp_inductor.mask.language import SCORE
+from cp_inductor.plan import Mask, Payload, Span, Tile, backward_plan, forward_plan
+from cp_inductor.run.attention import Attention
+from cp_inductor.run.merge import RESULT_KINDS, ResultKind, Results
+from cp_inductor.run.own_transfers import fetch_of, home_of, reads_shard, runs_leaving
+from cp_inductor.run.patches import Tensors
+from cp_inductor.run.receive import Arriving, Receiver
+from cp_inductor.run.records import records_received
+from cp_inductor.run.send import Sender
+from cp_inductor.run.store import Piece, Store, concatenate
+from cp_inductor.tiles.dims import SEQUENCE_DIM
+from cp_inductor.tiles.kernel_table import KERNELS, get_kernel
+from cp_inductor.tiles.kernels import AnyScale, Kernel, RuleKernel, TileCall
+from cp_inductor.tiles.math_tiles import Math
+from cp_inductor.tiles.stand_in import copy_statistic, make_stand_in, make_words
+from cp_inductor.tiles.tile_masks import MAX_SCORE_BYTES, TileMasks
+from cp_inductor.tiles.tokens import Tokens
+from cp_inductor.torch_private.sizes import size_hint
+from cp_inductor.torch_private.tracing import is_fake
+
+_ALL = slice(None)
+
+
+class Views:
+    """What a rank has of a plan of a recipe; see `cp_inductor.run.executor.Rows`.
+
+    Args:
+        attention: what is computed.
+        query, key, value: this rank's shards.
+        extras: what its mask reads, and more.
+        is_backward: which plan of the recipe.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        extras: Sequence[Tensor],
+        *,
+        is_backward: bool = False,
+    ) -> None:
+        plan = (backward_plan if is_backward else forward_plan)(attention.recipe)
+        self.plan, self.attention, self.rank = plan, attention, attention.rank
+        self.own, self.program = plan.grid.own(self.rank), plan.program(self.rank)
+        tokens = Tokens(plan.grid, query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
+        self.store = Store(tokens, like=query)
+        self.sender = Sender(self.store, self.rank, attention.group_name)
+        self.receiver = Receiver(self.store)
+        self.results = Results(plan, self.rank, self.store)
+        self.masks = TileMasks(attention.rule, tokens, self.own, attention.extras(extras), query)
+        self.kernels = KERNELS[attention.kernel]
+        self.plain, self.maths = get_kernel(attention.kernel), list[tuple[Tile, Math]]()
+        self.fetches = [fetch_of(plan, self.rank, index) for index in range(len(self.program))]
+        self.homes = [home_of(plan, self.rank, index) for index in range(len(self.program))]
+        self.kept: list[Tensor] = []
+        self.words: list[Piece] = []
+        self.sender.note_sent(self.fetches)
+        if not is_backward or reads_shard(attention):
+            self._add_own({"query": query})
+            self._add_own({"key": key, "value": value}, of_keys=True)
+
+    def begin_backward(
+        self, grad_out: Tensor, out: Tensor, lse: Tensor, kept: Sequence[Tensor]
+    ) -> None:
+        """Put at hand what is differentiated, and what the forward kept of its exchanges."""
+        self._add_own({"grad_out": grad_out, "out": out, "lse": lse})
+        # Of queries that are differentiated from a message, by whichever rank.
+        payloads = (Payload.QUERY_GRAD_OUT, Payload.GRAD_OUT)
+        if any(t.payload in payloads and t.source == self.rank for f in self.fetches for t in f):
+            self._add_own({"delta": make_words(out, grad_out)})
+        forward = forward_plan(self.attention.recipe)
+        exchanged = [
+            fetch_of(forward, self.rank, index)
+            for index, stage in enumerate(forward.stages[: self.plan.num_kept])
+            if stage.fetch
+        ]
+        for buffer, transfers in zip(kept, exchanged, strict=True):
+            self.receiver.unpack(buffer, records_received(transfers, self.rank, self.plan.grid))
+
+    def _add_own(self, tensors: dict[str, Tensor], *, of_keys: bool = False) -> None:
+        """Put this rank's shards at hand."""
+        shape = self.plan.shape
+        heads = shape.kv_heads(shape.all_heads) if of_keys else shape.all_heads
+        for name, tensor in tensors.items():
+            self.store.add(name, self.own, heads, tensor, of_keys=of_keys)
+
+    # --- Exchanges ----------------------------------------------------------------------------
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.program)
+
+    def start_fetch(self, stage: int) -> Arriving | None:
+        """Start what a stage fetches, if any rank fetches something."""
+        # Whether there is an exchange does not depend on the rank: one that takes no part hangs.
+        if stage == len(self.program) or not self.plan.stages[stage].fetch:
+            return None
+        return self.sender.start(self.fetches[stage])
+
+    def end_fetch(self, stage: int, fetching: Arriving | None) -> None:
+        """Wait for what a stage fetches, and put it at hand; what is not needed is let go."""
+        if stage:
+            self.store.forget(self._spans_needed_from(stage), self.own)
+        if fetching is None:
+            return
+        buffer = self.receiver.wait(fetching)
+        if stage < self.plan.num_kept:
+            self.kept.append(buffer)
+        seen, self.words = self.words, self.store.pop_arrived("delta")
+        by_heads: dict[Span, list[Piece]] = {}
+        for words in self.words:
+            if not any(words is other for other in seen):
+                by_heads.setdefault(words.heads, []).append(words)
+        if self.plan.returns:  # they may be sent on
+            for words in self.words:
+                self.store.put("delta", words)
+        for of_heads in by_heads.values():
+            self._stand_in(of_heads)
+
+    def _stand_in(self, words: Sequence[Piece]) -> None:
+        """Make what stands in for out in rows of others, in one kernel for all that arrived."""
+        spans = tuple(span for piece in words for span in piece.spans)
+
+        def put(name: str, tokens_first: Tensor) -> None:
+            tensor = tokens_first.movedim(0, SEQUENCE_DIM)
+            self.store.put(name, replace(words[0], spans=spans, tensor=tensor))
+
+        grad_out = _tokens_first([self.store.beside("grad_out", piece) for piece in words])
+        put("out", make_stand_in(_tokens_first(words), grad_out))
+        if self.kernels.plain.has_lse_in_order:
+            lse = _tokens_first([self.store.pop_beside("lse", piece) for piece in words])
+            put("lse", copy_statistic(lse, grad_out))
+
+    def _spans_needed_from(self, stage: int) -> list[Span]:
+        """Return chunks of which tiles are still computed, or which later stages send on."""
+        tiles = [tile for later in self.program[stage:] for tile in later.tiles]
+        sent = [
+            transfer.span
+            for later in self.program[stage + 1 :]
+            for transfer in later.fetch
+            if transfer.source == self.rank
+        ]
+        return [*(span for tile in tiles for span in (*tile.queries, *tile.keys)), *sent]
+
+    def start_home(self, stage: int) -> Arriving | None:
+        """Merge what this rank computed of other ranks' tokens, and start to send it home."""
+        if not self.plan.stages[stage].home:
+            return None
+        home = self.homes[stage]
+        names: set[str] = set()
+        leaving = [transfer for transfer in home if transfer.source == self.rank]
+        for kind in RESULT_KINDS:
+            for span, heads in runs_leaving(leaving, kind.payload):
+                merged = self.results.over(kind, span, heads, of_tiles=True)
+                for name, tensor in zip(kind.payload.parts, merged, strict=True):
+                    of_keys = kind.payload.is_of_keys
+                    self.store.add(name, span, heads, tensor, of_keys=of_keys)
+                names |= set(kind.payload.parts)
+            of_payload = [t for t in leaving if t.payload is kind.payload]
+            to_itself = [t for t in of_payload if t.destination == self.rank]
+            self.results.withdraw(kind.payload, to_itself)
+        started = self.sender.start(home)
+        self.store.drop(names)
+        return started
+
+    def end_home(self, homeward: Arriving | None) -> None:
+        """Wait for results of this rank's tokens that others computed."""
+        if homeward is not None:
+            for stack in self.receiver.arrive(homeward):
+                self.results.add_arrived(stack)
+
+    # --- Tiles --------------------------------------------------------------------------------
+
+    def tiles(self, stage: int) -> Sequence[Tile]:
+        """Return the tiles of a stage; keys of several that lie apart are put together once."""
+        tiles = self.program[stage].tiles
+        spans_of: dict[Span, list[tuple[Span, ...]]] = {}
+        for tile in tiles:
+            spans_of.setdefault(self.plan.shape.kv_heads(tile.heads), []).append(tile.keys)
+        for heads, spans in spans_of.items():
+            if len(set(spans)) > 1:
+                self.store.put_together(spans, heads)
+        return tiles
+
+    def read(self, tile: Tile, names: Sequence[str]) -> list[Tensor]:
+        """Return what a tile reads: views, where it lies together."""
+        tensors, kv_heads = [], self.plan.shape.kv_heads(tile.heads)
+        for name in names:
+            of_keys = name in Payload.KEY_VALUE.tensors
+            part = (tile.keys, kv_heads) if of_keys else (tile.queries, tile.heads)
+            # What several tiles read in the order of its shape is copied once.
+            is_in_order = name == "lse" and self.kernels.plain.has_lse_in_order
+            tensors.append(self.store.take(name, *part, is_in_order=is_in_order))
+        return tensors
+
+    def calls(
+        self, tile: Tile, query: Tensor, key: Tensor, value: Tensor
+    ) -> Iterator[tuple[slice, Kernel, TileCall]]:
+        """Yield a tile in parts of its queries, each of no more scores than are made at once."""
+        attention, scale, rule = self.attention, self.attention.scale, self.masks.rule
+        has_mask = tile.mask is Mask.PARTIAL or bool(rule.bias) or rule.score != SCORE
+        needs_math, under_rule = self._needs_math, self._under_rule
+        if not needs_math and (under_rule is not None or not has_mask):
+            kernel = self.plain
+            if has_mask and under_rule is not None:
+                indices = self.masks.indices(tile)
+                kernel = AnyScale(under_rule(rule, indices, attention.kernel_options))
+            yield _ALL, kernel, TileCall(query, key, value, tile.mask is Mask.CAUSAL, scale)
+            return
+        for rows in self._row_slices(tile, query, key):
+            keep, kernel = None, self.plain
+            if attention.dropout_p:
+                keep = self.masks.keep(tile, rows, attention.dropout_p)
+            if needs_math:
+                kernel = Math(keep, needs_bias_grad=attention.has_bias)
+                self.maths.append((tile, kernel))
+            bias, change = self.masks.bias(tile, rows), self.masks.change(tile, rows)
+            is_causal = tile.mask is Mask.CAUSAL and bias is None
+            part = query[:, :, rows] if rows != _ALL else query
+            yield rows, kernel, TileCall(part, key, value, is_causal, scale, bias, change)
+
+    @property
+    def _needs_math(self) -> bool:
+        """Whether tiles are what no kernel does."""
+        is_changed = self.masks.rule.score != SCORE
+        of_scores = self.attention.has_bias or self.attention.dropout_p > 0
+        return of_scores or (is_changed and self._under_rule is None)
+
+    @property
+    def _under_rule(self) -> type[RuleKernel] | None:
+        """What reads the rule itself; None if nothing does here."""
+        like, kernel = self.store.like, self.kernels.under_rule
+        serves = kernel.serves(self.masks.rule, like.shape[-1], is_traced=is_fake(like))
+        return kernel if serves else None
+
+    def _row_slices(self, tile: Tile, query: Tensor, key: Tensor) -> Iterator[slice]:
+        num_queries, num_keys = (size_hint(t.shape[SEQUENCE_DIM]) for t in (query, key))
+        # On CUDA, Inductor repeats a mask for each head.
+        width = size_hint(query.shape[0]) * len(tile.heads)
+        row_bytes = width * num_keys * (4 if self._needs_math else query.dtype.itemsize)
+        num_rows = max(1, MAX_SCORE_BYTES // max(1, row_bytes))
+        for start in range(0, num_queries, num_rows):
+            yield slice(start, start + num_rows) if num_rows < num_queries else _ALL
+
+    # --- Results ------------------------------------------------------------------------------
+
+    def add(self, kind: ResultKind, tile: Tile, tensors: Sequence[Tensor]) -> None:
+        """Note what a tile computed."""
+        part = tile.queries, tile.heads
+        if kind.payload.is_of_keys:
+            part = tile.keys, self.plan.shape.kv_heads(tile.heads)
+        self.results.add(kind, *part, tensors)
+
+    def result(self, kind: ResultKind) -> Tensors:
+        """Return a result of this rank's shard."""
+        return self.results.of_shard(kind)
+
+    def bias_grad(self) -> Tensor:
+        """Return the gradient of the bias: of each tile in its place, of the others 0."""
+        of_tiles: dict[Tile, list[Tensor]] = {}
+        for tile, math in self.maths:
+            of_tiles.setdefault(tile, []).append(math.bias_grad)
+        parts = [(tile, torch.cat(of_tile, SEQUENCE_DIM)) for tile, of_tile in of_tiles.items()]
+        return self.masks.put_together(parts).to(self.masks.extras.tables[-1].dtype)
+
+
+def _tokens_first(pieces: Sequence[Piece]) -> Tensor:
+    """Put pieces together as messages have them, (t, B, h, ...). Inductor makes it one kernel."""
+    return concatenate([piece.tensor.movedim(SEQUENCE_DIM, 0) for piece in pieces])

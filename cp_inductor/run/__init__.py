@@ -3,7 +3,7 @@
 attention                   the description of one attention; where its plan is from
 executor                    the loop over stages, and their tiles
 views                       parts of plans known when a graph is compiled: constant slices
-  merge, patches              results of tiles and ranks, put together
+  merge                       results of tiles and ranks, put together
   store, records              what is at hand; what messages are made of
   send, receive               from transfers to one all_to_all_single, and back to views
   own_transfers               what a rank sends itself

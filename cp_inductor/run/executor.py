@@ -32,9 +32,9 @@ from cp_inductor.run.merge import (
     PARTIAL,
     QUERY_GRAD,
     ResultKind,
+    Tensors,
     concatenate_all,
 )
-from cp_inductor.run.patches import Tensors
 from cp_inductor.run.tables import Tables
 from cp_inductor.run.views import Views
 from cp_inductor.tiles.combine import accumulation_dtype, sum_grads

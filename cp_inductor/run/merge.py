@@ -9,32 +9,24 @@
     each patch is merged (partials are combined, gradients summed), and patches are put together,
     first along the sequence, then along heads
 
-Contributions overlap in any way, so a result is cut into patches, which each contribution covers
-whole or not at all; see `cp_inductor.run.patches`.
+A *contribution* is what one tile, or several ranks' messages, have of a result: over a span of
+chunks and some heads. They overlap in any way, so a result is cut into patches, which each covers
+whole or not at all. Where that makes fewer kernels, heads are written as groups that are merged
+together.
 
 Shapes: B batch, h heads, t tokens, D head dim; with groups of heads (B, count, size, t, ...).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from cp_inductor.plan import Payload, Plan, Span, Transfer
-from cp_inductor.run.patches import (
-    Column,
-    Contribution,
-    Patch,
-    Row,
-    Tensors,
-    columns_of_alike,
-    cut_into_patches,
-    write_in_groups,
-)
-from cp_inductor.run.receive import Stack
 from cp_inductor.run.records import Groups
 from cp_inductor.run.store import Store
 from cp_inductor.tiles.combine import (
@@ -47,6 +39,33 @@ from cp_inductor.tiles.combine import (
 from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
 from cp_inductor.tiles.kernels import Partial
 from cp_inductor.torch_private.sizes import is_known
+
+# What belongs together of one result, such as out and lse.
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one tile, or one message, has of a result.
+
+    Attributes:
+        span: chunks.
+        groups: of heads.
+        tensors: (B, size, t, D), and for a statistic (B, size, t). Of several groups, (B, count,
+            size, t, ...).
+        has_arrived: others computed it; the tensors are views of a message.
+    """
+
+    span: Span
+    groups: Groups
+    tensors: Tensors
+    has_arrived: bool = False
+
+    def covers(self, heads: Span) -> bool:
+        """Whether one of the heads is among those of the groups."""
+        of = self.groups
+        starts = range(of.start, of.start + of.count * of.step, of.step)
+        return any(Span(start, start + of.size).intersect(heads) for start in starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +139,17 @@ class Results:
         for span, *of_span in zip(spans, *parts, strict=True):
             self.contributions[kind.payload].append(Contribution(span, groups, tuple(of_span)))
 
-    def add_arrived(self, stack: Stack) -> None:
-        """Note what other ranks sent home."""
-        kind = next(kind for kind in RESULT_KINDS if kind.payload is stack.payload)
-        if stack.tensors[0].shape[0] == 1:
-            tensors = tuple(tensor.squeeze(0) for tensor in stack.tensors)
+    def add_arrived(
+        self, payload: Payload, span: Span, heads: Groups, tensors: tuple[Tensor, ...]
+    ) -> None:
+        """Note what other ranks sent home; see `cp_inductor.run.receive.Arrived`."""
+        kind = next(kind for kind in RESULT_KINDS if kind.payload is payload)
+        if tensors[0].shape[0] == 1:
+            tensors = tuple(tensor.squeeze(0) for tensor in tensors)
         else:
-            tensors = kind.merge_stack(*stack.tensors)
-        of = replace(stack.heads, repeat=1)
-        one = Contribution(stack.span, of, tensors, has_arrived=True)
-        self.contributions[kind.payload].append(one)
+            tensors = kind.merge_stack(*tensors)
+        arrived = Contribution(span, replace(heads, repeat=1), tensors, has_arrived=True)
+        self.contributions[payload].append(arrived)
 
     def withdraw(self, payload: Payload, transfers: Sequence[Transfer]) -> None:
         """Let go of what this rank computed of its own chunks and sends itself."""
@@ -175,50 +195,19 @@ class Results:
                 for one in near
                 if one.groups.whole == heads and (self.plan.returns or not one.has_arrived)
             ]
-        count, grouped, all_heads = write_in_groups(near, heads)
-        rows = list(cut_into_patches(grouped, span, all_heads))
-        merged = self._merge_rows(kind, rows, count)
+        count, grouped, all_heads = _write_in_groups(near, heads)
+        by_heads = []
+        for some_heads in _cut_at_borders([one.groups.first for one in grouped], all_heads):
+            row = [one for one in grouped if one.groups.first.intersect(some_heads)]
+            parts = _cut_at_borders([one.span for one in row], span)
+            patches = [self._merge_patch(kind, part, some_heads, row, count) for part in parts]
+            with_tokens = [patch for patch in patches if patch]
+            by_heads.append(_put_together(with_tokens, SEQUENCE_DIM, is_grouped=count > 1))
+        merged = _put_together(by_heads, HEADS_DIM, is_grouped=count > 1)
         if len(grouped) == 1 and grouped[0].has_arrived:
             # Results of ops own their memory.
             merged = tuple(_copy(tensor, is_grouped=count > 1) for tensor in merged)
         return tuple(t.flatten(1, 2) for t in merged) if count > 1 else merged
-
-    def _merge_rows(self, kind: ResultKind, rows: Sequence[Row], count: int) -> Tensors:
-        """Merge the patches of all heads into one tensor of each name."""
-        if len(rows) > 1 and (columns := columns_of_alike(rows)) is not None:
-            rows = [self._join_rows(kind, rows, columns, is_grouped=count > 1)]
-        by_heads = []
-        for heads, patches in rows:
-            merged = [self._merge_patch(kind, span, heads, of, count) for span, of in patches]
-            row = [patch for patch in merged if patch]
-            by_heads.append(_put_together(row, SEQUENCE_DIM, is_grouped=count > 1))
-        return _put_together(by_heads, HEADS_DIM, is_grouped=count > 1)
-
-    def _join_rows(
-        self, kind: ResultKind, rows: Sequence[Row], columns: Sequence[Column], *, is_grouped: bool
-    ) -> Row:
-        """Return rows that are alike as one: one kernel for all heads.
-
-        Heads of several stages stand beside what was computed for all heads.
-        """
-        payload = kind.payload
-        heads = Span(rows[0][0].start, rows[-1][0].stop)
-        patches: list[Patch] = []
-        for span, contributions in columns:
-            joined = []
-            for of_rows in contributions:
-                if all(one is of_rows[0] for one in of_rows):
-                    joined.append(self._cut(of_rows[0], span, heads, payload))
-                    continue
-                cuts = [
-                    self._cut(one, span, some_heads, payload).tensors
-                    for one, (some_heads, _) in zip(of_rows, rows, strict=True)
-                ]
-                tensors = _put_together(cuts, HEADS_DIM, is_grouped=is_grouped)
-                groups = replace(of_rows[0].groups, start=heads.start, size=len(heads))
-                joined.append(replace(of_rows[0], span=span, groups=groups, tensors=tensors))
-            patches.append((span, joined))
-        return heads, patches
 
     def _merge_patch(
         self,
@@ -228,8 +217,9 @@ class Results:
         contributions: Sequence[Contribution],
         count: int,
     ) -> Tensors:
-        """Merge contributions that all cover a span and heads; () if that is no tokens."""
-        cuts = [self._cut(one, span, heads, kind.payload).tensors for one in contributions]
+        """Merge what contributes to a span, of contributions to heads; () if it has no tokens."""
+        near = [one for one in contributions if one.span.intersect(span)]
+        cuts = [self._cut(one, span, heads, kind.payload).tensors for one in near]
         if cuts:
             return kind.merge(cuts, self.store.like.dtype)
         like, of_keys = self.store.like, kind.payload.is_of_keys
@@ -253,6 +243,60 @@ class Results:
             tensors = tuple(t.narrow(HEADS_DIM + is_grouped, start, len(heads)) for t in tensors)
             of = replace(of, start=heads.start, size=len(heads))
         return replace(one, span=span, groups=of, tensors=tensors)
+
+
+# --- Heads and borders ------------------------------------------------------------------------
+
+
+def _write_in_groups(
+    contributions: Sequence[Contribution], heads: Span
+) -> tuple[int, list[Contribution], Span]:
+    """Write heads as a number of groups, if contributions are to so many groups, or to all heads.
+
+    Returns:
+        How many groups, the contributions to the heads of each of them, and the heads of one.
+    """
+    first = next((one.groups for one in contributions if one.groups.count > 1), None)
+    if first is None:
+        return 1, list(contributions), heads
+    grouped = list[Contribution]()
+    for one in contributions:
+        written = _in_groups(one, heads, first.count, first.step)
+        if written is None:
+            break
+        grouped.append(written)
+    else:
+        return first.count, grouped, Span(0, first.step)
+    apart = [part for one in contributions for part in _apart(one)]
+    return 1, [one for one in apart if one.covers(heads)], heads
+
+
+def _in_groups(one: Contribution, heads: Span, count: int, step: int) -> Contribution | None:
+    """Write a contribution as one to the heads of each group; None if it is to others."""
+    of = one.groups
+    if (of.count, of.step, of.whole) == (count, step, heads):
+        return replace(one, groups=replace(of, start=of.start - heads.start))
+    if of.count == 1 and of.whole == heads and len(heads) == count * step:
+        tensors = tuple(t.unflatten(HEADS_DIM, (count, step)) for t in one.tensors)
+        return replace(one, groups=Groups(0, step, step, count), tensors=tensors)
+    return None
+
+
+def _apart(one: Contribution) -> Iterator[Contribution]:
+    """Yield a contribution group by group."""
+    of = one.groups
+    for i in range(of.count):
+        groups = Groups(of.start + i * of.step, of.size, of.size, 1)
+        tensors = tuple(t.select(1, i) for t in one.tensors) if of.count > 1 else one.tensors
+        yield replace(one, groups=groups, tensors=tensors)
+
+
+def _cut_at_borders(spans: Sequence[Span], within: Span) -> list[Span]:
+    """Cut `within` at all borders of the spans."""
+    edges = {within.start, within.stop}
+    for span in spans:
+        edges |= {edge for edge in (span.start, span.stop) if within.start < edge < within.stop}
+    return [Span(a, b) for a, b in pairwise(sorted(edges))]
 
 
 # --- Tensors ----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
       =>
     store: query of chunks 0:2, key and value of chunks 0:2 and 2
 
-What comes home is not kept: it is returned as stacks, which are merged. What many ranks sent of one
+What comes home is not kept: it is returned, to be merged. What many ranks sent of one
 span, each other heads, is one strided tensor over all of them.
 
 Shapes: B batch, h heads, t tokens, D head dim, W elements of one token.
@@ -12,8 +12,8 @@ Shapes: B batch, h heads, t tokens, D head dim, W elements of one token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -29,26 +29,13 @@ from cp_inductor.run.records import (
     num_rows,
     num_statistics,
 )
-from cp_inductor.run.store import Packed, Piece, Store, bitcast, in_runs
+from cp_inductor.run.store import ALL, Piece, Store, bitcast, in_runs
 from cp_inductor.tiles.combine import accumulation_dtype
 
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """What several ranks sent of the same chunks.
-
-    Attributes:
-        payload: what it is.
-        span: chunks.
-        heads: of all of them.
-        tensors: as the payload consists of, each (n, B, count, size, t, ...), in which n is how
-            many ranks sent the same groups of heads; one group has no dim of its own.
-    """
-
-    payload: Payload
-    span: Span
-    heads: Groups
-    tensors: tuple[Tensor, ...]
+# What several ranks sent of the same chunks: their span, the heads of all of them, and the tensors
+# of the payload, each (n, B, count, size, t, ...), in which n is how many ranks sent the same
+# groups of heads; one group has no dim of its own.
+Arrived = tuple[Payload, Span, Groups, tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +65,16 @@ class Receiver:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def wait(self, arriving: Arriving) -> Tensor:
-        """Wait for an exchange, also where it brings nothing, and put at hand what it brought."""
-        buffer = _wait(arriving)
-        self.unpack(buffer, arriving.records)
-        return buffer
+    def wait(self, arriving: Arriving) -> tuple[Tensor, list[dict[str, Piece]]]:
+        """Wait for an exchange, also where it brings nothing, and put at hand what it brought.
 
-    def arrive(self, arriving: Arriving) -> list[Stack]:
+        Returns:
+            The buffer; and see `unpack`.
+        """
+        buffer = _wait(arriving)
+        return buffer, self.unpack(buffer, arriving.records)
+
+    def arrive(self, arriving: Arriving) -> list[Arrived]:
         """Wait for an exchange and return what it brought, without keeping it."""
         buffer = _wait(arriving)
         records = arriving.records
@@ -93,9 +83,9 @@ class Receiver:
             fits=lambda start, period: groups_of(records[start : start + period]) is not None,
             must_fit=True,
         )
-        units = [(records[repetition.unit], repetition.count) for repetition in repeats]
+        units = [(records[unit], count) for unit, count in repeats]
         sizes = [sum(self.store.numel(record) for record in unit) * count for unit, count in units]
-        stacks = []
+        arrived = []
         parts_of = self._split_buffer(buffer, sizes, [unit[0].contents for unit, _ in units])
         for (unit, count), (flat, flat_words) in zip(units, parts_of, strict=True):
             first, groups = unit[0], groups_of(unit)
@@ -104,18 +94,17 @@ class Receiver:
             _, parts = self._unpack(first.contents, flat, flat_words, shape)
             for (payload, _), part, of in zip(first.contents, parts, groups, strict=True):
                 tensors = tuple(_by_groups(tensor, of) for tensor in part)
-                stacks.append(Stack(payload, first.span, of, tensors))
-        return stacks
+                arrived.append((payload, first.span, of, tensors))
+        return arrived
 
-    def unpack(self, buffer: Tensor, records: Sequence[Record]) -> None:
-        """Put the records of a buffer at hand."""
+    def unpack(self, buffer: Tensor, records: Sequence[Record]) -> list[dict[str, Piece]]:
+        """Put the records of a buffer at hand; return the pieces of each payload, by name."""
         groups = [list(group) for _, group in groupby(records, lambda record: record.contents)]
         sizes = [sum(self.store.numel(record) for record in group) for group in groups]
         all_contents = [group[0].contents for group in groups]
-        for group, parts in zip(
-            groups, self._split_buffer(buffer, sizes, all_contents), strict=True
-        ):
-            self._unpack_group(group, *parts)
+        parts = self._split_buffer(buffer, sizes, all_contents)
+        by_group = zip(groups, parts, strict=True)
+        return [pieces for group, flat in by_group for pieces in self._unpack_group(group, *flat)]
 
     def _split_buffer(
         self, buffer: Tensor, sizes: Sequence[int | SymInt], all_contents: Sequence[Contents]
@@ -133,19 +122,26 @@ class Receiver:
             return list(zip(flat, flat, strict=True))
         return list(zip(flat, words.split([size // ratio for size in sizes]), strict=True))
 
-    def _unpack_group(self, group: Sequence[Record], flat: Tensor, flat_words: Tensor) -> None:
+    def _unpack_group(
+        self, group: Sequence[Record], flat: Tensor, flat_words: Tensor
+    ) -> Iterator[dict[str, Piece]]:
         """Put records of one contents at hand: one tensor for all, (B, h, t, D), for each name."""
         contents = group[0].contents
         spans = in_runs(record.span for record in group)
         length = sum(self.store.length(record) for record in group)
         shape = (length, self.store.like.shape[0])
         packed, parts = self._unpack(contents, flat, flat_words, shape)
-        self.store.packed.append(Packed(contents, spans, packed, has_arrived=True))
+        whole = Piece(spans, ALL, contents[0][0].is_of_keys, packed, has_arrived=True)
+        self.store.put(contents, whole)
         for (payload, heads), tensors in zip(contents, parts, strict=True):
-            for name, tensor in zip(payload.parts, tensors, strict=True):
-                self.store.put(
-                    name, Piece(spans, heads, payload.is_of_keys, tensor, has_arrived=True)
-                )
+            of_payload = replace(whole, heads=heads, of_keys=payload.is_of_keys)
+            pieces = {
+                name: replace(of_payload, tensor=tensor)
+                for name, tensor in zip(payload.parts, tensors, strict=True)
+            }
+            for name, piece in pieces.items():
+                self.store.put(name, piece)
+            yield pieces
 
     def _unpack(
         self, contents: Contents, flat: Tensor, flat_words: Tensor, shape: tuple[int | SymInt, ...]

@@ -7,8 +7,7 @@
 What two ranks send each other of one span of tokens is one record (t, B, W). It has of each token
 the heads of all that is sent, side by side, and then its statistics; see
 `cp_inductor.graph.record_layout`. Where ranks share the heads, many ranks are sent, or send, the
-same span, each other heads: `Groups` writes these as one rule, and `Repetition` says how often the
-same comes.
+same span, each other heads: `Groups` writes these as one rule.
 
 Tensors of a payload are (B, h, t, D), and statistics (B, h, t).
 
@@ -17,7 +16,7 @@ Shapes: B batch, h heads, t tokens, D head dim, W elements of one token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 
@@ -164,48 +163,28 @@ def groups_of(unit: Sequence[Record]) -> list[Groups] | None:
     return groups
 
 
-@dataclass(frozen=True, slots=True)
-class Repetition:
-    """Elements of a sequence from `start`: so many (`period`), and these so often (`count`)."""
-
-    start: int
-    period: int = 1
-    count: int = 1
-
-    @property
-    def stop(self) -> int:
-        """Where the next begins."""
-        return self.start + self.period * self.count
-
-    @property
-    def unit(self) -> slice:
-        """Once what is repeated."""
-        return slice(self.start, self.start + self.period)
-
-
 def find_repetitions(
     keys: Sequence[object], *, fits: Callable[[int, int], bool], must_fit: bool = False
-) -> list[Repetition]:
-    """Split a sequence into repetitions, each as long as can be.
+) -> Iterator[tuple[slice, int]]:
+    """Split a sequence into units, each with how often it comes, as long as can be.
 
-    a b a b a b c   =>   Repetition(0, period=2, count=3), Repetition(6)
+    a b a b a b c   =>   (slice(0, 2), 3), (slice(6, 7), 1)
 
     Args:
         keys: what is compared.
         fits: (start, period) -> whether these may be taken together, even once.
         must_fit: others are not taken together even if they are repeated.
     """
-    found: list[Repetition] = []
-    while (start := found[-1].stop if found else 0) < len(keys):
-        best = Repetition(start)
+    start = 0
+    while start < len(keys):
+        unit, best, stop = slice(start, start + 1), 1, start + 1
         for period in range(1, min(MAX_PERIOD, len(keys) - start) + 1):
-            repeated = Repetition(start, period, _count(keys, start, period))
-            if repeated.stop <= best.stop:
-                continue
-            if fits(start, period) or (repeated.count > 1 and not must_fit):
-                best = repeated
-        found.append(best)
-    return found
+            count = _count(keys, start, period)
+            is_longer = start + period * count > stop
+            if is_longer and (fits(start, period) or (count > 1 and not must_fit)):
+                unit, best, stop = slice(start, start + period), count, start + period * count
+        yield unit, best
+        start = stop
 
 
 def _count(keys: Sequence[object], start: int, period: int) -> int:

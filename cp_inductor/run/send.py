@@ -33,13 +33,11 @@ from cp_inductor.run.records import (
     records_received,
 )
 from cp_inductor.run.store import (
-    Located,
-    Packed,
+    ALL,
+    Piece,
     Store,
-    append_located,
     bitcast,
     concatenate,
-    narrow,
 )
 from cp_inductor.tiles.combine import accumulation_dtype
 from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
@@ -113,16 +111,16 @@ class Sender:
                 flat.append(bitcast(self._packed(contents, spans), dtype).reshape(-1))
             singles.clear()
 
-        for repetition in find_repetitions(
+        for at, count in find_repetitions(
             [(record.contents, record.span) for record in sent],
             fits=lambda start, period: self._is_packed_together(sent[start : start + period]),
         ):
-            unit = sent[repetition.unit]
-            if repetition.count > 1:
+            unit = sent[at]
+            if count > 1:
                 # Several ranks get the same.
                 flush()
                 once = concatenate([bitcast(part, dtype) for part in self._flatten(unit)])
-                flat.append(once.repeat(repetition.count))
+                flat.append(once.repeat(count))
             elif len(unit) > 1:
                 flush()
                 groups = groups_of(unit)
@@ -159,17 +157,13 @@ class Sender:
     def _packed(self, contents: Contents, spans: Sequence[Span]) -> Tensor:
         """Return records (t, B, W): what was packed, or a part of it, or packed now."""
         again = self.sent_again.get(contents)
-        if again and self.store.find_packed(contents, spans[0]) is None:
-            self.store.packed.append(Packed(contents, again, self._pack(contents, again)))
-        found = [self.store.find_packed(contents, span) for span in spans]
-        of_keys = contents[0][0].is_of_keys
-        parts: list[Located[Packed]] = []
-        for packed, span in zip(found, spans, strict=True):
-            if packed is None:
-                return self._pack(contents, spans)
-            offset = self.store.offset(packed.spans, span.start, of_keys=of_keys)
-            append_located(parts, packed, offset, self.store.tokens.of(span, of_keys=of_keys))
-        return concatenate([narrow(packed.tensor, 0, start, n) for packed, start, n in parts])
+        if again and not self.store.holds(contents, spans[:1]):
+            of_keys = contents[0][0].is_of_keys
+            packed = Piece(again, ALL, of_keys, self._pack(contents, again))
+            self.store.put(contents, packed)
+        if self.store.holds(contents, spans):
+            return self.store.records(contents, spans)
+        return self._pack(contents, spans)
 
     def _pack(
         self, contents: Contents, spans: Sequence[Span], groups: Sequence[Groups] | None = None

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import SymInt, Tensor
@@ -31,15 +30,15 @@ from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.sizes import is_known
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """What is known about some chunks and heads: tokens of a tensor (B, h, t, ...).
+    """What is known about some chunks and heads: tokens of a tensor, or records.
 
     Attributes:
         spans: chunks of which the tensor holds the tokens, one span behind the other.
         heads: all of the tensor's.
         of_keys: the chunks are chunks of keys.
-        tensor: (B, h, t, D), or (B, h, t) for a statistic.
+        tensor: (B, h, t, D), or (B, h, t) for a statistic, or records (t, B, W).
         has_arrived: it is a view of a message.
     """
 
@@ -54,41 +53,11 @@ class Piece:
         return next((span for span in self.spans if span.start <= chunk < span.stop), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Records of some chunks as they are sent, or have arrived.
+# Tokens of a piece: it, how many tokens come before, and how many it are.
+Located = tuple[Piece, int | SymInt, int | SymInt]
 
-    Attributes:
-        contents: of each record.
-        spans: chunks, one span behind the other.
-        tensor: (t, B, W); W elements are a token's.
-        has_arrived: it is a view of a message.
-    """
-
-    contents: Contents
-    spans: tuple[Span, ...]
-    tensor: Tensor
-    has_arrived: bool = False
-
-    def span_at(self, chunk: int) -> Span | None:
-        """Return the span that holds a chunk."""
-        return next((span for span in self.spans if span.start <= chunk < span.stop), None)
-
-
-# Tokens of what holds them: it, how many tokens come before, and how many it are.
-T = TypeVar("T", Piece, Packed)
-Located = tuple[T, int | SymInt, int | SymInt]
-
-
-def append_located(
-    parts: list[Located[T]], holder: T, offset: int | SymInt, length: int | SymInt
-) -> None:
-    """Append tokens, or make the last part longer if they follow it."""
-    last = parts[-1] if parts else None
-    if last and last[0] is holder and is_known(last[1] + last[2] == offset):
-        parts[-1] = (holder, last[1], last[2] + length)
-    else:
-        parts.append((holder, offset, length))
+# Of what holds all heads of its contents.
+ALL = Span(0, 0)
 
 
 class Store:
@@ -101,19 +70,13 @@ class Store:
 
     def __init__(self, tokens: Tokens, like: Tensor) -> None:
         self.tokens, self.like = tokens, like
-        self.pieces: dict[str, list[Piece]] = {}
-        self.packed: list[Packed] = []
+        # Tensors by name, and records by their contents.
+        self.pieces: dict[str | Contents, list[Piece]] = {}
         self.taken: dict[tuple[str, tuple[Span, ...], Span], Tensor] = {}
 
     def add(self, name: str, span: Span, heads: Span, tensor: Tensor, *, of_keys: bool) -> None:
         """Put a tensor at hand."""
         self.pieces.setdefault(name, []).append(Piece((span,), heads, of_keys, tensor))
-
-    def pop_arrived(self, name: str) -> list[Piece]:
-        """Take all pieces of a name away that arrived."""
-        pieces = self.pieces.get(name, [])
-        self.pieces[name] = [piece for piece in pieces if not piece.has_arrived]
-        return [piece for piece in pieces if piece.has_arrived]
 
     def drop(self, names: Iterable[str]) -> None:
         """Let go of all pieces of some names."""
@@ -121,26 +84,11 @@ class Store:
             self.pieces.pop(name, None)
         self.taken = {key: taken for key, taken in self.taken.items() if key[0] not in names}
 
-    def beside(self, name: str, piece: Piece) -> Piece:
-        """Return the piece of another name that arrived with this one."""
-        (found,) = (
-            other
-            for other in self.pieces[name]
-            if other.has_arrived and (other.spans, other.heads) == (piece.spans, piece.heads)
-        )
-        return found
-
-    def pop_beside(self, name: str, piece: Piece) -> Piece:
-        """Take that piece away."""
-        found = self.beside(name, piece)
-        self.pieces[name] = [other for other in self.pieces[name] if other is not found]
-        return found
-
-    def put(self, name: str, piece: Piece) -> None:
+    def put(self, name: str | Contents, piece: Piece) -> None:
         """Put a piece at hand."""
         self.pieces.setdefault(name, []).append(piece)
 
-    def forget(self, needed: Sequence[Span], own: Span) -> None:
+    def forget(self, needed: Sequence[Span]) -> None:
         """Let go of what arrived and is not needed any more."""
 
         def is_needed(spans: Iterable[Span]) -> bool:
@@ -150,11 +98,6 @@ class Store:
             self.pieces[name] = [
                 piece for piece in pieces if not piece.has_arrived or is_needed(piece.spans)
             ]
-        self.packed = [
-            packed
-            for packed in self.packed
-            if all(span.intersect(own) == span for span in packed.spans) or is_needed(packed.spans)
-        ]
         self.taken = {key: taken for key, taken in self.taken.items() if is_needed(key[1])}
 
     def take(
@@ -207,20 +150,21 @@ class Store:
         In a record they stand side by side.
         """
         content = Payload.KEY_VALUE, heads
-        pieces = [
-            Piece(packed.spans, heads, True, packed.tensor, has_arrived=True)
-            for packed in self.packed
-            if content in packed.contents and packed.has_arrived
-        ]
-        if any(_longest(pieces, chunk)[0] is None for chunk in range(span.start, span.stop)):
+        rows_before = {
+            piece: num_rows(contents[: contents.index(content)])
+            for contents, pieces in self.pieces.items()
+            if isinstance(contents, tuple) and content in contents
+            for piece in pieces
+            if piece.has_arrived
+        }
+        pieces = list(rows_before)
+        if not _hold(pieces, [span]):
             return None
         parts = []
         for piece, offset, length in self._located("key", [span], pieces):
-            packed = next(packed for packed in self.packed if packed.tensor is piece.tensor)
-            rows = num_rows(packed.contents[: packed.contents.index(content)])
             width = int(self.like.shape[-1])
-            both = narrow(packed.tensor, 0, offset, length)
-            both = both.narrow(-1, rows * width, 2 * len(heads) * width)
+            both = narrow(piece.tensor, 0, offset, length)
+            both = both.narrow(-1, rows_before[piece] * width, 2 * len(heads) * width)
             parts.append(both.unflatten(-1, (2 * len(heads), width)).movedim(-4, -2))
         key_value = concatenate(parts, SEQUENCE_DIM)
         return [key_value.narrow(HEADS_DIM, at, len(heads)) for at in (0, len(heads))]
@@ -241,10 +185,10 @@ class Store:
         return [_cut(piece, heads, *at) for piece, *at in self._located(name, spans, pieces)]
 
     def _located(
-        self, name: str, spans: Sequence[Span], pieces: Sequence[Piece]
-    ) -> list[Located[Piece]]:
+        self, name: str | Contents, spans: Sequence[Span], pieces: Sequence[Piece]
+    ) -> list[Located]:
         """Return where spans are."""
-        parts: list[Located[Piece]] = []
+        parts: list[Located] = []
         for span in spans:
             start = span.start
             while start < span.stop:
@@ -257,7 +201,12 @@ class Store:
                     continue
                 part = Span(start, min(span.stop, inside.stop))
                 offset = self.offset(piece.spans, start, of_keys=piece.of_keys)
-                append_located(parts, piece, offset, self.tokens.of(part, of_keys=piece.of_keys))
+                length = self.tokens.of(part, of_keys=piece.of_keys)
+                last = parts[-1] if parts else None
+                if last and last[0] is piece and is_known(last[1] + last[2] == offset):
+                    parts[-1] = (piece, last[1], last[2] + length)
+                else:
+                    parts.append((piece, offset, length))
                 start = part.stop
         return parts
 
@@ -290,13 +239,14 @@ class Store:
         """How many elements of a message hold one statistic."""
         return accumulation_dtype(self.like).itemsize // self.like.dtype.itemsize
 
-    def find_packed(self, contents: Contents, span: Span) -> Packed | None:
-        """Return records of these contents that hold a span."""
-        for packed in self.packed:
-            inside = packed.span_at(span.start)
-            if packed.contents == contents and inside and span.stop <= inside.stop:
-                return packed
-        return None
+    def holds(self, contents: Contents, spans: Sequence[Span]) -> bool:
+        """Whether records of these contents and spans are at hand."""
+        return _hold(self.pieces.get(contents, []), spans)
+
+    def records(self, contents: Contents, spans: Sequence[Span]) -> Tensor:
+        """Return records (t, B, W) that are at hand."""
+        located = self._located(contents, spans, self.pieces[contents])
+        return concatenate([narrow(piece.tensor, 0, *at) for piece, *at in located])
 
 
 def in_runs(spans: Iterable[Span]) -> tuple[Span, ...]:
@@ -307,6 +257,12 @@ def in_runs(spans: Iterable[Span]) -> tuple[Span, ...]:
             span = Span(runs.pop().start, span.stop)
         runs.append(span)
     return tuple(runs)
+
+
+def _hold(pieces: Sequence[Piece], spans: Sequence[Span]) -> bool:
+    """Whether pieces hold all chunks of spans."""
+    chunks = (chunk for span in spans for chunk in range(span.start, span.stop))
+    return all(any(piece.span_at(chunk) for piece in pieces) for chunk in chunks)
 
 
 def _longest(pieces: Sequence[Piece], chunk: int) -> tuple[Piece | None, Span | None]:

@@ -34,8 +34,7 @@ from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.plan.batch_tables import Kind, Part, Side
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.batch_parts import ROWS_OF_RESULTS, TILE_TABLES, layout_of
-from cp_inductor.run.merge import PARTIAL, ResultKind
-from cp_inductor.run.patches import Tensors
+from cp_inductor.run.merge import PARTIAL, ResultKind, Tensors
 from cp_inductor.tiles.combine import combine_stack, sum_stack
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.tiles.kernels import AnyScale, Kernel, TileCall

@@ -27,9 +27,8 @@ from torch import Tensor
 from cp_inductor.mask.language import SCORE
 from cp_inductor.plan import Mask, Payload, Span, Tile, backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
-from cp_inductor.run.merge import RESULT_KINDS, ResultKind, Results
+from cp_inductor.run.merge import RESULT_KINDS, ResultKind, Results, Tensors
 from cp_inductor.run.own_transfers import fetch_of, home_of, reads_shard, runs_leaving
-from cp_inductor.run.patches import Tensors
 from cp_inductor.run.receive import Arriving, Receiver
 from cp_inductor.run.records import records_received
 from cp_inductor.run.send import Sender
@@ -81,7 +80,6 @@ class Views:
         self.fetches = [fetch_of(plan, self.rank, index) for index in range(len(self.program))]
         self.homes = [home_of(plan, self.rank, index) for index in range(len(self.program))]
         self.kept: list[Tensor] = []
-        self.words: list[Piece] = []
         self.sender.note_sent(self.fetches)
         if not is_backward or reads_shard(attention):
             self._add_own({"query": query})
@@ -129,36 +127,37 @@ class Views:
     def end_fetch(self, stage: int, fetching: Arriving | None) -> None:
         """Wait for what a stage fetches, and put it at hand; what is not needed is let go."""
         if stage:
-            self.store.forget(self._spans_needed_from(stage), self.own)
+            self.store.forget(self._spans_needed_from(stage))
         if fetching is None:
             return
-        buffer = self.receiver.wait(fetching)
+        buffer, arrived = self.receiver.wait(fetching)
         if stage < self.plan.num_kept:
             self.kept.append(buffer)
-        seen, self.words = self.words, self.store.pop_arrived("delta")
-        by_heads: dict[Span, list[Piece]] = {}
-        for words in self.words:
-            if not any(words is other for other in seen):
-                by_heads.setdefault(words.heads, []).append(words)
-        if self.plan.returns:  # they may be sent on
-            for words in self.words:
-                self.store.put("delta", words)
+        by_heads: dict[Span, list[dict[str, Piece]]] = {}
+        for pieces in arrived:
+            if "delta" in pieces:
+                by_heads.setdefault(pieces["delta"].heads, []).append(pieces)
         for of_heads in by_heads.values():
             self._stand_in(of_heads)
 
-    def _stand_in(self, words: Sequence[Piece]) -> None:
+    def _stand_in(self, arrived: Sequence[dict[str, Piece]]) -> None:
         """Make what stands in for out in rows of others, in one kernel for all that arrived."""
-        spans = tuple(span for piece in words for span in piece.spans)
 
-        def put(name: str, tokens_first: Tensor) -> None:
-            tensor = tokens_first.movedim(0, SEQUENCE_DIM)
-            self.store.put(name, replace(words[0], spans=spans, tensor=tensor))
+        def tokens_first(name: str) -> Tensor:
+            """Put them together as messages have them, (t, B, h, ...), which is one kernel."""
+            parts = [pieces[name].tensor.movedim(SEQUENCE_DIM, 0) for pieces in arrived]
+            return concatenate(parts)
 
-        grad_out = _tokens_first([self.store.beside("grad_out", piece) for piece in words])
-        put("out", make_stand_in(_tokens_first(words), grad_out))
+        grad_out = tokens_first("grad_out")
+        made = {"out": make_stand_in(tokens_first("delta"), grad_out)}
         if self.kernels.plain.has_lse_in_order:
-            lse = _tokens_first([self.store.pop_beside("lse", piece) for piece in words])
-            put("lse", copy_statistic(lse, grad_out))
+            made["lse"] = copy_statistic(tokens_first("lse"), grad_out)
+            for pieces in arrived:
+                self.store.pieces["lse"].remove(pieces["lse"])
+        spans = tuple(span for pieces in arrived for span in pieces["delta"].spans)
+        for name, tensor in made.items():
+            in_order = tensor.movedim(0, SEQUENCE_DIM)
+            self.store.put(name, replace(arrived[0]["delta"], spans=spans, tensor=in_order))
 
     def _spans_needed_from(self, stage: int) -> list[Span]:
         """Return chunks of which tiles are still computed, or which later stages send on."""
@@ -195,8 +194,8 @@ class Views:
     def end_home(self, homeward: Arriving | None) -> None:
         """Wait for results of this rank's tokens that others computed."""
         if homeward is not None:
-            for stack in self.receiver.arrive(homeward):
-                self.results.add_arrived(stack)
+            for arrived in self.receiver.arrive(homeward):
+                self.results.add_arrived(*arrived)
 
     # --- Tiles --------------------------------------------------------------------------------
 
@@ -291,8 +290,3 @@ class Views:
             of_tiles.setdefault(tile, []).append(math.bias_grad)
         parts = [(tile, torch.cat(of_tile, SEQUENCE_DIM)) for tile, of_tile in of_tiles.items()]
         return self.masks.put_together(parts).to(self.masks.extras.tables[-1].dtype)
-
-
-def _tokens_first(pieces: Sequence[Piece]) -> Tensor:
-    """Put pieces together as messages have them, (t, B, h, ...). Inductor makes it one kernel."""
-    return concatenate([piece.tensor.movedim(SEQUENCE_DIM, 0) for piece in pieces])

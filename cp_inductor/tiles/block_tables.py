@@ -40,12 +40,13 @@ from cp_inductor.tiles.tile_masks import Geometry, Indices, Lazily
 BLOCK = 128
 
 
-def make_block_table(rule: Rule, indices: Indices) -> Tensor:
+def make_block_table(rule: Rule, indices: Indices, is_computed: Tensor | None = None) -> Tensor:
     """Return what a rule says of the blocks of a tile.
 
     Args:
         rule: of the attention.
         indices: of the tile; only their geometry and their tables are read.
+        is_computed: (ceil(S / 128), ceil(T / 128)), the blocks that the tile computes; None is all.
 
     Returns:
         (B | 1, H | 1, ceil(S / 128), ceil(T / 128)) int8, of `Cell`: EMPTY, FULL or PARTIAL.
@@ -58,7 +59,8 @@ def make_block_table(rule: Rule, indices: Indices) -> Tensor:
     if not rule.bias:
         cells = torch.where(decision.must, Cell.FULL, cells)
     # Each of `may` and `must` comes from bounds of its own: where no pair may be, none is.
-    return torch.where(decision.may, cells, Cell.EMPTY).to(torch.int8).expand(shape)
+    may = decision.may if is_computed is None else decision.may & is_computed
+    return torch.where(may, cells, Cell.EMPTY).to(torch.int8).expand(shape)
 
 
 def shape_of_block_table(

@@ -165,9 +165,7 @@ def list_blocks(
         Geometry.decode(geometry), tables, batch=batch, dtype=dtype, device=like.device
     )
     # A change of scores makes no block empty.
-    cells = make_block_table(Rule.parse(rule), indices)
-    if is_computed is not None:
-        cells = torch.where(is_computed, cells, Cell.EMPTY)
+    cells = make_block_table(Rule.parse(rule), indices, is_computed)
     kinds = [cells == kind for kind in (Cell.PARTIAL, Cell.FULL)]
     if has_columns:
         kinds += [kind.transpose(-1, -2) for kind in kinds]

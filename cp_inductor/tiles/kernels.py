@@ -22,28 +22,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from cp_inductor.mask.rule import Rule
-from cp_inductor.tiles.tile_masks import Indices
+from cp_inductor.tiles.tile_masks import Indices, ScoreChange
 from cp_inductor.torch_private.sizes import is_known
 
 # The gradients of query, key and value, in their shapes and dtypes.
 Gradients = tuple[Tensor, Tensor, Tensor]
-
-
-class Change(Protocol):
-    """What takes the place of a tile's scaled scores (B, H, S, T), and its derivative by them."""
-
-    def value(self, scores: Tensor) -> Tensor:
-        """Return what takes their place."""
-
-    def slope(self, scores: Tensor) -> Tensor:
-        """Return its derivative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +55,7 @@ class TileCall:
     is_causal: bool = False
     scale: float | None = None
     bias: Tensor | None = None
-    change: Change | None = None
+    change: ScoreChange | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:

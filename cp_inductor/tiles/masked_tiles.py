@@ -49,7 +49,7 @@ from cp_inductor.tiles.kernels import (
     TileCall,
     hide_blind_rows,
 )
-from cp_inductor.tiles.tile_masks import Geometry, Indices
+from cp_inductor.tiles.tile_masks import Geometry, Indices, bias_dtype, make_bias
 
 # Pairs, of all heads, of the strips that one call computes. More make a call no faster, but its
 # copies of keys larger.
@@ -105,9 +105,7 @@ def _(tables: list[Tensor], rule: str, geometry: list[int], batch: int, *_: obje
 
 def _find_cells(rule: Rule, indices: Indices, is_computed: Tensor | None = None) -> Tensor:
     """Return the block table, and evaluate the rule in blocks that interval arithmetic leaves."""
-    cells = make_block_table(rule, indices).contiguous()
-    if is_computed is not None:
-        cells.masked_fill_(~is_computed, Cell.EMPTY)
+    cells = make_block_table(rule, indices, is_computed).contiguous()
     of_blocks = (cells == Cell.PARTIAL).nonzero()
     for some in of_blocks.split(MAX_BLOCKS):
         place = _Blocks(indices.geometry, some, has_heads=cells.shape[1] > 1)
@@ -372,8 +370,6 @@ class _Work:
         entries = self.batch if is_by_entry else None
         self.calls = arrange_calls(cells, sizes, entries) if self.batch else ()
         self.has_entries = is_by_entry or cells.shape[0] > 1
-        wide = torch.promote_types(query.dtype, torch.float32)
-        self.bias_dtype = wide if self.rule.is_wide else query.dtype
 
     def tokens_of(self, tensor: Tensor) -> Tensor:
         """(B, H, S, ...) -> (entries, tokens, heads, ...); a copy if strides make it one."""
@@ -469,17 +465,14 @@ class _Work:
 
         The last is 0, for all blocks that are FULL.
         """
-        rule, indices, number = self.rule, self.indices, len(of_blocks)
-        value = torch.zeros((), dtype=self.bias_dtype)
+        indices, number = self.indices, len(of_blocks)
         if not number:
-            return value.expand(1, 1, BLOCK, BLOCK).clone()
+            dtype = bias_dtype(self.rule, indices.dtype)
+            return torch.zeros((1, 1, BLOCK, BLOCK), dtype=dtype)
         place = _Blocks(indices.geometry, of_blocks, has_heads=self.has_heads)
-        if rule.bias:
-            value = indices.as_tensor(indices.evaluate(rule.bias, place)).to(self.bias_dtype)
-        value = torch.where(indices.evaluate(rule.allowed, place), value, -float("inf"))
-        blocks = value.new_empty((number + 1, value.shape[1], BLOCK, BLOCK))
+        value = make_bias(self.rule, indices, place)
+        blocks = value.new_zeros((number + 1, value.shape[1], BLOCK, BLOCK))
         blocks[:number] = value
-        blocks[number].zero_()
         return blocks
 
 

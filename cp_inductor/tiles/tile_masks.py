@@ -19,6 +19,7 @@ from typing import Any
 
 import sympy
 import torch
+import torch.nn.functional as F
 from torch import SymInt, Tensor
 
 from cp_inductor.mask.evaluate import Operations, evaluate
@@ -77,11 +78,6 @@ class TileMasks:
         self.rule, self.tokens, self.own = rule, tokens, own
         self.extras, self.like = extras, like
 
-    @property
-    def bias_dtype(self) -> torch.dtype:
-        """The dtype of what is added to scores."""
-        return bias_dtype(self.rule, self.like.dtype)
-
     def bias(self, tile: Tile, rows: slice) -> Tensor | None:
         """Return what is added to some rows of a tile's scores, -inf where there is no pair.
 
@@ -96,11 +92,7 @@ class TileMasks:
         if tile.mask is Mask.FULL and not self.rule.bias:
             return None
         indices, place = self.indices(tile), _at_rows(rows)
-        value = self.like.new_zeros(())
-        if self.rule.bias:
-            value = indices.as_tensor(indices.evaluate(self.rule.bias, place)).to(self.bias_dtype)
-        if tile.mask is not Mask.FULL:
-            value = torch.where(indices.evaluate(self.rule.allowed, place), value, -float("inf"))
+        value = make_bias(self.rule, indices, place, is_full=tile.mask is Mask.FULL)
         # Kernels want rows and keys to be there.
         num_queries, num_keys = place(indices.of(QUERY)).shape[2], indices.of(KEY).shape[3]
         return value.expand(*value.shape[:2], num_queries, num_keys)
@@ -147,6 +139,7 @@ class TileMasks:
         bias = self.extras.tables[-1]
         total = bias.new_zeros(bias.shape, dtype=torch.promote_types(bias.dtype, torch.float32))
         for tile, part in parts:
+            heads = (tile.heads.start, bias.shape[1] - tile.heads.stop)
             row: int | SymInt = 0
             for span in tile.queries:
                 first, last = _local(self, span)
@@ -154,25 +147,12 @@ class TileMasks:
                 for keys in tile.keys:
                     left, right = self.token_range(keys, of_keys=True)
                     piece = part[:, :, row : row + last - first, column : column + right - left]
-                    total = total + self._padded(piece, tile.heads.start, first, left)
+                    around: list[Any] = [left, bias.shape[3] - right, first, bias.shape[2] - last]
+                    around += heads if bias.shape[1] > 1 else ()
+                    total = total + F.pad(piece, around)
                     column += right - left
                 row += last - first
         return total
-
-    def _padded(self, piece: Tensor, head: int, first: int | SymInt, left: int | SymInt) -> Tensor:
-        """Put zeros around a piece, which begins at a head, a row and a column."""
-        bias = self.extras.tables[-1]
-        places = (
-            ((1, head), (2, first), (3, left)) if bias.shape[1] > 1 else ((2, first), (3, left))
-        )
-        for dim, before in places:
-            after = bias.shape[dim] - before - piece.shape[dim]
-            shape = list(piece.shape)
-            around = [
-                piece.new_zeros([*shape[:dim], n, *shape[dim + 1 :]]) for n in (before, after)
-            ]
-            piece = torch.cat([around[0], piece, around[1]], dim)
-        return piece
 
     def keep(self, tile: Tile, rows: slice, dropout_p: float) -> Tensor:
         """Return 1 / (1 - p) where a score's probability is kept, and 0 where it is dropped.
@@ -195,6 +175,17 @@ class TileMasks:
 def bias_dtype(rule: Rule, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of what a rule adds to the scores of an attention of a dtype."""
     return torch.promote_types(dtype, torch.float32) if rule.is_wide else dtype
+
+
+def make_bias(rule: Rule, indices: Indices, place: Place, *, is_full: bool = False) -> Tensor:
+    """Return what a rule adds to some scores, -inf where there is no pair, unless all exist."""
+    dtype = bias_dtype(rule, indices.dtype)
+    value = torch.zeros((), dtype=dtype, device=indices.device)
+    if rule.bias:
+        value = indices.as_tensor(indices.evaluate(rule.bias, place)).to(dtype)
+    if is_full:
+        return value
+    return torch.where(indices.evaluate(rule.allowed, place), value, -float("inf"))
 
 
 def _local(masks: TileMasks, span: Span) -> tuple[int | SymInt, int | SymInt]:

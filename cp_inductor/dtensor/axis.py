@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.mask.language import BATCH, HEAD, QUERY, is_of_pairs
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.tiles.dims import BATCH_DIM, HEADS_DIM, SEQUENCE_DIM
+from cp_inductor.tiles.dropout import BATCH_STRIDE
 from cp_inductor.torch_private.groups import mesh_axis_ranks
 
 
@@ -244,6 +246,21 @@ def first_batch_and_head(tensor: Tensor) -> tuple[int | SymInt, int | SymInt]:
         first[dim] += before
         lengths[dim] = torch.sym_min(most, length - before)
     return first[BATCH_DIM], first[HEADS_DIM]
+
+
+def seed_of_shard(seed: Tensor, like: Tensor) -> Tensor:
+    """Return the seed with which a rank draws its part of the dropout of the whole tensor.
+
+    Seeds follow global positions, so that dropout does not depend on how many ranks there are.
+
+    Args:
+        seed: () int64, the same on every rank.
+        like: the query (B, H, S, D), a DTensor.
+    """
+    batch, head = first_batch_and_head(like)
+    offset: Any = batch * BATCH_STRIDE + head
+    own: Tensor = seed + offset
+    return own
 
 
 def from_local_like(local: Tensor, like: DTensor) -> DTensor:

@@ -5,14 +5,12 @@ Read in torch 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -212,20 +210,17 @@ def one_compile_at_a_time() -> AbstractContextManager[Any]:
 def compile_state_kept() -> Iterator[None]:
     """Within this context, compiles change no counters, use no caches and ignore the stance.
 
-    `torch._dynamo.utils.counters`; `AOT_COUNTER` (torch._functorch.aot_autograd), which numbers
-    generated code; the caches' switches in torch._inductor.config and torch._functorch.config
-    (2.13-2.15).
+    `torch._dynamo.utils.counters`; the caches' switches in torch._inductor.config and
+    torch._functorch.config (2.13-2.15).
     """
     import torch._dynamo.config
     from torch._dynamo.utils import counters
-    from torch._functorch import aot_autograd
 
     before = {name: dict(counter) for name, counter in counters.items()}
     try:
         with (
             compiled_anew(),
             torch._dynamo.config.patch(automatic_dynamic_local_pgo=False),
-            mock.patch.object(aot_autograd, "AOT_COUNTER", itertools.count()),
             torch.compiler.set_stance("default"),
         ):
             yield

@@ -115,7 +115,7 @@ _NAMES = {
     "torch._dynamo.variables.torch": "get_overridable_functions",
     "torch._dynamo.variables.torch_function": "torch_function_mode_stack_state_mgr.stack",
     "torch._functorch._aot_autograd.descriptors": "AOTInput.is_tangent",
-    "torch._functorch.aot_autograd": "AOT_COUNTER make_boxed_func",
+    "torch._functorch.aot_autograd": "make_boxed_func",
     "torch._functorch.config": "enable_autograd_cache force_non_lazy_backward_lowering",
     "torch._functorch.partitioners": "min_cut_rematerialization_partition",
     "torch._guards": "Guard(originating_source,create_fn) TracingContext.try_get detect_fake_mode",
@@ -176,7 +176,7 @@ _NAMES = {
         DTensor._op_dispatcher._random_ops DTensor._op_dispatcher.redistribute_local_args
         DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
         DTensor._op_dispatcher.sharding_propagator.op_to_rules
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(op_schema)
+        DTensor._op_dispatcher.sharding_propagator.propagate(op_info)
         DTensor._op_dispatcher.unwrap_to_op_info DTensor._op_dispatcher.wrap DTensor._spec""",
     "torch.distributed.tensor._dtensor_spec": """
         DTensorSpec(mesh,placements,tensor_meta) TensorMeta(shape,stride,dtype)""",

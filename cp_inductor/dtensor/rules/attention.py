@@ -37,11 +37,11 @@ from cp_inductor.dtensor.axis import (
     is_sequence_sharded,
     local_part,
     roles_of,
+    seed_of_shard,
 )
 from cp_inductor.dtensor.limits import check_attention, refuse_both_masks
 from cp_inductor.dtensor.permuted import refuse_permuted
 from cp_inductor.dtensor.recipe import PlanOptions, make_recipe
-from cp_inductor.dtensor.rules.dropout import seed_of_shard
 from cp_inductor.dtensor.rules.loss import correct_losses_along
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.mask.language import CAUSAL, FULL

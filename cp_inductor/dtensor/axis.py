@@ -21,6 +21,7 @@ from torch import SymInt, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from cp_inductor.dtensor.limits import check_mesh
 from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.mask.language import BATCH, HEAD, QUERY, is_of_pairs
 from cp_inductor.plan.grid import shard_lengths
@@ -59,13 +60,7 @@ def axis_of_mesh(mesh: DeviceMesh, *, site: str) -> SequenceAxis:
         UnsupportedPlacement: the mesh has several axes, or lists its ranks out of order.
         ProcessGroupError: there is no process group behind it.
     """
-    if mesh.ndim != 1:
-        raise UnsupportedPlacement(
-            site=site,
-            expected='a 1-D mesh in options={"mesh": mesh}',
-            got=f"a {mesh.ndim}-D mesh with axes {mesh.mesh_dim_names}",
-            remedy='name the axis that shards the sequence, as in options={"mesh": mesh["cp"]}',
-        )
+    check_mesh(mesh, site=site)
     return _axis(mesh, 0, site=site)
 
 

@@ -325,16 +325,14 @@ class _Replicating(threading.local):
     def end_with(self, output: Any) -> None:
         """End when the tensors of a result are gone that have gradients."""
         tensors = [one for one in pytree.tree_leaves(output) if isinstance(one, Tensor)]
-        asker = _Asker()
-        weakref.finalize(asker, self.end).atexit = False
+
+        def ask(gradient: Tensor) -> None:
+            """Be a hook of a tensor, and live as long as it."""
+
+        weakref.finalize(ask, self.end).atexit = False
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(asker)
-
-
-class _Asker:
-    def __call__(self, gradient: Tensor) -> None:
-        """Be a hook of a tensor, and live as long as it."""
+                tensor.register_hook(ask)
 
 
 _replicating = _Replicating()

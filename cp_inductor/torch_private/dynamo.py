@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,7 @@ def is_capturing_whole() -> bool:
 
     `InstructionTranslator.current_tx().one_graph` (torch._dynamo.symbolic_convert, 2.13-2.15).
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        return bool(getattr(InstructionTranslator.current_tx(), "one_graph", False))
-    except AttributeError:
-        return False
+    return bool(getattr(_translator(), "one_graph", False))
 
 
 def frame_locals() -> frozenset[str]:
@@ -38,12 +33,15 @@ def frame_locals() -> frozenset[str]:
 
     `InstructionTranslator.current_tx().f_locals` (torch._dynamo.symbolic_convert, read in 2.13.0).
     """
+    return frozenset(getattr(_translator(), "f_locals", ()))
+
+
+def _translator() -> Any:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    try:
-        return frozenset(InstructionTranslator.current_tx().f_locals)
-    except AttributeError:
-        return frozenset()
+    with suppress(AttributeError):  # nothing is being compiled
+        return InstructionTranslator.current_tx()
+    return None
 
 
 def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Any]]:

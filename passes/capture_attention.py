@@ -35,9 +35,8 @@ from torch import SymInt, Tensor, fx
 from torch.distributed.tensor import DTensor, Placement
 
 from cp_inductor.batches.prepare import Known, remember
-from cp_inductor.dtensor.axis import from_local_like, local_part, roles_of
+from cp_inductor.dtensor.axis import from_local_like, local_part, roles_of, seed_of_shard
 from cp_inductor.dtensor.recipe import lengths_at_run_time
-from cp_inductor.dtensor.rules.dropout import seed_of_shard
 from cp_inductor.graph.derive_tables import derive_tables
 from cp_inductor.graph.nodes import place_of
 from cp_inductor.graph.subgraphs import Calls, bodies_of, bring_in, calls_of, drop_unused_inputs

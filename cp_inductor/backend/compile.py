@@ -30,11 +30,10 @@ from cp_inductor.backend.cache_key import cache_key, cache_key_of_all
 from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.backend.progress import compile_announced
-from cp_inductor.dtensor.axis import from_local_like, local_part
+from cp_inductor.dtensor.axis import from_local_like, local_part, seed_of_shard
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.rules.draws import note_drawn
-from cp_inductor.dtensor.rules.dropout import seed_of_shard
 from cp_inductor.dtensor.rules.loss import correct_losses
 from cp_inductor.dtensor.rules.own_parts import parts_as_data
 from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers
@@ -48,10 +47,9 @@ from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
 from cp_inductor.torch_private.dynamo import one_compile_at_a_time
 from cp_inductor.torch_private.inductor import (
     append_custom_pass,
-    cats_in_one_kernel,
     changed_before_code,
-    last_strides_kept,
     logits_in_chunks,
+    lowered_as_asked,
     without_meshes,
 )
 from cp_inductor.torch_private.single_compile import compiled_once
@@ -247,8 +245,7 @@ def _compile_lowered(
     # A backward may be compiled later, when it is first called, on any thread.
     with ExitStack() as around:
         around.enter_context(one_compile_at_a_time())
-        around.enter_context(last_strides_kept(ROWS_OF_TILES))
-        around.enter_context(cats_in_one_kernel())
+        around.enter_context(lowered_as_asked(ROWS_OF_TILES))
         if not is_of_rank:
             example_inputs = without_meshes(gm, example_inputs)
             # What lowering depends on, besides the graph.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,12 @@ from torch import SymInt, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from cp_inductor.dtensor.limits import check_mesh
 from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.mask.language import BATCH, HEAD, QUERY, is_of_pairs
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.tiles.dims import BATCH_DIM, HEADS_DIM, SEQUENCE_DIM
+from cp_inductor.tiles.dropout import BATCH_STRIDE
 from cp_inductor.torch_private.groups import mesh_axis_ranks
 
 
@@ -57,13 +60,7 @@ def axis_of_mesh(mesh: DeviceMesh, *, site: str) -> SequenceAxis:
         UnsupportedPlacement: the mesh has several axes, or lists its ranks out of order.
         ProcessGroupError: there is no process group behind it.
     """
-    if mesh.ndim != 1:
-        raise UnsupportedPlacement(
-            site=site,
-            expected='a 1-D mesh in options={"mesh": mesh}',
-            got=f"a {mesh.ndim}-D mesh with axes {mesh.mesh_dim_names}",
-            remedy='name the axis that shards the sequence, as in options={"mesh": mesh["cp"]}',
-        )
+    check_mesh(mesh, site=site)
     return _axis(mesh, 0, site=site)
 
 
@@ -244,6 +241,21 @@ def first_batch_and_head(tensor: Tensor) -> tuple[int | SymInt, int | SymInt]:
         first[dim] += before
         lengths[dim] = torch.sym_min(most, length - before)
     return first[BATCH_DIM], first[HEADS_DIM]
+
+
+def seed_of_shard(seed: Tensor, like: Tensor) -> Tensor:
+    """Return the seed with which a rank draws its part of the dropout of the whole tensor.
+
+    Seeds follow global positions, so that dropout does not depend on how many ranks there are.
+
+    Args:
+        seed: () int64, the same on every rank.
+        like: the query (B, H, S, D), a DTensor.
+    """
+    batch, head = first_batch_and_head(like)
+    offset: Any = batch * BATCH_STRIDE + head
+    own: Tensor = seed + offset
+    return own
 
 
 def from_local_like(local: Tensor, like: DTensor) -> DTensor:

@@ -26,7 +26,6 @@ from cp_inductor.backend.compile import compile_through_inductor, kind_of
 from cp_inductor.errors import MissingTriton, UnsupportedTarget
 from cp_inductor.inspect.pretend import (
     code_loaded_by,
-    constants_folded_on_cpu,
     fakes_without_devices,
     pretend_gpu,
 )
@@ -81,7 +80,7 @@ def lower_for(
     if target.gpu is None:
         return compile_graph(gm, example_inputs, settings, mode)
     _check_autocast(gm)
-    with fakes_without_devices(), constants_folded_on_cpu():
+    with fakes_without_devices():
         # Do not decompose yet: `Retarget` applies the GPU's decompositions later.
         return compile_graph(gm, example_inputs, settings, mode, decompositions={})
 

@@ -24,13 +24,26 @@ from cp_inductor.torch_private.shardings import forget_shardings
 
 @contextmanager
 def fakes_without_devices() -> Iterator[None]:
-    """Within this context, make methods work on fake tensors whose device does not exist.
+    """Within this context, make fake tensors and constants work whose device does not exist.
 
     Some methods of Tensor switch to the tensor's device before they dispatch (THPVariable_getitem,
     and those with an OptionalDeviceGuard in torch/csrc/autograd/python_variable_methods.cpp,
     2.13-2.15). The ops behind them do not, so fake tensors get methods that call the ops.
+
+    `UniformValueConstantFolder` (torch._inductor.fx_passes.joint_graph, 2.13-2.15) evaluates ops
+    that make uniform tensors on the device that the graph names: here on the CPU.
     """
+    from torch._inductor.fx_passes import joint_graph
     from torch._subclasses.fake_tensor import FakeTensor
+
+    class OnCPU(joint_graph.UniformValueConstantFolder):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with _DevicesReplaced(torch.device("cpu")):
+                super().__init__(*args, **kwargs)
+
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            with _DevicesReplaced(torch.device("cpu")):
+                return super().run(*args, **kwargs)
 
     aten = torch.ops.aten
     methods = {
@@ -44,28 +57,7 @@ def fakes_without_devices() -> Iterator[None]:
     with ExitStack() as stack:
         for name, method in methods.items():
             stack.enter_context(mock.patch.object(FakeTensor, name, method))
-        yield
-
-
-@contextmanager
-def constants_folded_on_cpu() -> Iterator[None]:
-    """Within this context, make Inductor fold the constants of a joint graph on the CPU.
-
-    `UniformValueConstantFolder` (torch._inductor.fx_passes.joint_graph, 2.13-2.15) evaluates ops
-    that make uniform tensors on the device that the graph names, which may not exist.
-    """
-    from torch._inductor.fx_passes import joint_graph
-
-    class OnCPU(joint_graph.UniformValueConstantFolder):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            with _DevicesReplaced(torch.device("cpu")):
-                super().__init__(*args, **kwargs)
-
-        def run(self, *args: Any, **kwargs: Any) -> Any:
-            with _DevicesReplaced(torch.device("cpu")):
-                return super().run(*args, **kwargs)
-
-    with mock.patch.object(joint_graph, "UniformValueConstantFolder", OnCPU):
+        stack.enter_context(mock.patch.object(joint_graph, "UniformValueConstantFolder", OnCPU))
         yield
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -135,17 +135,12 @@ def sharing(sequence: SharedSequence | None) -> Iterator[None]:
         here.sequence = before
 
 
+@dataclass
 class _Again:
     """Enters `sharing` again, when a checkpoint within a module recomputes."""
 
-    def __init__(self, sequence: SharedSequence) -> None:
-        self.sequence = sequence
-        self.entered: list[Any] = []
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Again) and other.sequence == self.sequence
-
-    __hash__ = None  # type: ignore[assignment]
+    sequence: SharedSequence
+    entered: list[Any] = field(default_factory=list, compare=False)
 
     def __enter__(self) -> None:
         self.entered.append(sharing(self.sequence))

@@ -33,6 +33,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from cp_inductor.dtensor.rules.writes import replicated_like
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.along_sequence import (
@@ -87,7 +88,10 @@ class OnOwnTokens(OnWhole):
         whole = result if isinstance(result, tuple) else (result,)
         outs = (
             _wrapped(whole[0], tokens, given, type(self).__name__),
-            *(_same(one, tokens) for one in whole[1:]),
+            *(
+                replicated_like(one, tokens) if isinstance(one, Tensor) else one
+                for one in whole[1:]
+            ),
         )
         return outs if isinstance(result, tuple) else outs[0]
 
@@ -186,7 +190,7 @@ def _own(leaf: Any, tokens: DTensor) -> Any:
     if leaf.ndim < 2:
         return leaf.to_local() if isinstance(leaf, DTensor) else leaf
     if not isinstance(leaf, DTensor):
-        leaf = _replicated(leaf, tokens)
+        leaf = replicated_like(leaf, tokens)
     places = [
         place
         if place == Shard(TOKENS) or (place == Shard(0) and leaf.shape[0] > 1)
@@ -224,12 +228,3 @@ def _wrapped(out: Any, tokens: DTensor, given: DTensor, site: str) -> Any:
     # What was a sum over ranks, or sharded by features, is neither after the last projection.
     places = [p if type(p) is Shard and p.dim < 2 else Replicate() for p in given.placements]
     return parts.redistribute(tokens.device_mesh, places)
-
-
-def _same(one: Any, tokens: DTensor) -> Any:
-    return _replicated(one, tokens) if isinstance(one, Tensor) else one
-
-
-def _replicated(whole: Tensor, tokens: DTensor) -> DTensor:
-    mesh = tokens.device_mesh
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)

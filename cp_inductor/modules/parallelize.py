@@ -16,6 +16,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -54,7 +55,7 @@ from cp_inductor.modules.tokenwise import run_on_shards
 from cp_inductor.modules.whole import run_known_on_whole, run_on_whole
 from cp_inductor.modules.whole_batches import WholeBatches, names_of
 from cp_inductor.torch_private.dispatch import checks_of_given_data
-from cp_inductor.torch_private.dtensor import replicate_plain_tensors
+from cp_inductor.torch_private.dtensor import plain_tensors_replicated
 from cp_inductor.torch_private.modes import is_transforming, run_uncompiled
 from cp_inductor.torch_private.traces import traces
 from cp_inductor.trust.unreduced import watch_gradients
@@ -309,31 +310,29 @@ class _Replicating(threading.local):
     """
 
     def __init__(self) -> None:
-        self.num_askers, self.before = 0, False
+        self.num_askers, self.around = 0, ExitStack()
 
     def begin(self) -> None:
         if not self.num_askers:
-            self.before = replicate_plain_tensors(True)
+            self.around.enter_context(plain_tensors_replicated())
         self.num_askers += 1
 
     def end(self) -> None:
         self.num_askers -= 1
         if not self.num_askers:
-            replicate_plain_tensors(self.before)
+            self.around.close()
 
     def end_with(self, output: Any) -> None:
         """End when the tensors of a result are gone that have gradients."""
         tensors = [one for one in pytree.tree_leaves(output) if isinstance(one, Tensor)]
-        asker = _Asker()
-        weakref.finalize(asker, self.end).atexit = False
+
+        def ask(gradient: Tensor) -> None:
+            """Be a hook of a tensor, and live as long as it."""
+
+        weakref.finalize(ask, self.end).atexit = False
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(asker)
-
-
-class _Asker:
-    def __call__(self, gradient: Tensor) -> None:
-        """Be a hook of a tensor, and live as long as it."""
+                tensor.register_hook(ask)
 
 
 _replicating = _Replicating()
@@ -366,7 +365,7 @@ def _begin_trace(model: nn.Module) -> None:
             remedy='torch.compile(model, backend="cp_inductor")',
         )
     _adopt(model)
-    replicate_plain_tensors(True)  # until the trace ends
+    traces.around.enter_context(plain_tensors_replicated())
 
 
 def _mark_lengths(frame: Mapping[str, Any]) -> None:

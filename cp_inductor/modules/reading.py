@@ -79,6 +79,9 @@ class _ScaledGradient(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
+# In slots: Dynamo (2.13) loses what is assigned to other attributes after a flex_attention, if they
+# were also assigned to before it.
+@dataclass(slots=True)
 class Computing:
     """What a thread is computing now.
 
@@ -95,34 +98,13 @@ class Computing:
         weights: the parameters that modules have read since `reading_once`, by module and name.
     """
 
-    # In slots: Dynamo (2.13) loses what is assigned to other attributes after a flex_attention, if
-    # they were also assigned to before it.
-    __slots__ = (
-        "is_in_form",
-        "is_local",
-        "is_running",
-        "questions",
-        "sequence",
-        "tokens",
-        "weights",
-    )
-
-    is_running: bool | None
-    is_local: bool | None
-    tokens: DTensor | None
-    sequence: Any
-    questions: int
-    is_in_form: bool
-    weights: dict[tuple[int, str], Tensor] | None
-
-    def __init__(self) -> None:
-        self.is_running = None
-        self.is_local = None
-        self.tokens = None
-        self.sequence = None
-        self.questions = 0
-        self.is_in_form = False
-        self.weights = None
+    is_running: bool | None = None
+    is_local: bool | None = None
+    tokens: DTensor | None = None
+    sequence: Any = None
+    questions: int = 0
+    is_in_form: bool = False
+    weights: dict[tuple[int, str], Tensor] | None = None
 
 
 class _Threads(threading.local):

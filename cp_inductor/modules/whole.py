@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -110,7 +110,8 @@ class OnWhole(ReadsLocally):
         # A checkpoint may recompute this together with modules that share the sequence.
         with sharing(None):
             result = locally(super().forward, *args, **kwargs)
-        batch = next(iter(_batches(given)), None)
+        of_batch = (tensor for tensor in given if Shard(0) in tensor.placements)
+        batch = next(((one.to_local().shape[0], one.shape[0]) for one in of_batch), None)
         return pytree.tree_map(lambda leaf: own_part(leaf, mesh, placements, batch), result)
 
 
@@ -140,13 +141,6 @@ def _placements_of_result(given: Sequence[DTensor], mesh: DeviceMesh, site: str)
         )
     places[free[0]] = Shard(FIRST_DIM)
     return places
-
-
-def _batches(given: Sequence[DTensor]) -> Iterator[tuple[int, int]]:
-    """Yield the sizes of the batch, here and on all ranks, of each argument that shards it."""
-    for tensor in given:
-        if Shard(0) in tensor.placements:
-            yield tensor.to_local().shape[0], tensor.shape[0]
 
 
 def gathered(leaf: Any) -> Any:

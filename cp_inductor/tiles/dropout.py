@@ -1,7 +1,7 @@
 """Which probabilities dropout keeps: a hash of a seed and of a score's place in the attention.
 
 So forward and backward, and all plans, drop the same scores. The seed contains the place of a
-rank's batch entries and heads among all, see `cp_inductor.dtensor.rules.dropout`.
+rank's batch entries and heads among all, see `cp_inductor.dtensor.axis.seed_of_shard`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 from torch.nn.attention import SDPBackend
 
@@ -67,6 +68,16 @@ def sdpa_order(device: torch.device, capability: tuple[int, int] | None) -> list
     if prefers_cudnn and not is_here and order == list(DEFAULT_ORDER):
         order = [SDPBackend.CUDNN_ATTENTION, *order]  # whose later place is never reached
     return order
+
+
+def tensors_written_by(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """Return the tensors that a call of an op writes to, by the op's schema."""
+    bound = bind_arguments(op, args, kwargs)
+    names = (argument.name for argument in op._schema.arguments if argument.is_write)
+    leaves = (leaf for name in names for leaf in pytree.tree_leaves(bound[name]))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def bind_arguments(

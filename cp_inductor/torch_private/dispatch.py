@@ -14,8 +14,8 @@ Read in torch 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.torch_private.modes import run_uncompiled, without_modes
-from cp_inductor.torch_private.shardings import choose_in_one_order, forget_shardings
+from cp_inductor.torch_private.shardings import choose_in_one_order, forget_shardings, remembered
 from cp_inductor.torch_private.sizes import has_hint
 
 aten = torch.ops.aten
@@ -67,13 +67,14 @@ def on_failed_sharding(
         return
 
     @wraps(getattr(dispatcher, CHOOSE))
-    def choose(op: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+    def choose(op: Any, args: Any, kwargs: Any, info: Any, *rest: Any) -> Any:
         if is_composite(op):
             return op.decompose(*args, **kwargs)
         if is_misjudged(op, args):
             return compute(op, args, kwargs)
         try:
-            chosen = getattr(type(dispatcher), CHOOSE)(dispatcher, op, args, kwargs, *rest)
+            ask = partial(getattr(type(dispatcher), CHOOSE), dispatcher, op, args, kwargs, info)
+            chosen = remembered.recall(info.schema, partial(ask, *rest))
         except Exception:
             return compute(op, args, kwargs)
         if _moves_written(op, args, chosen):
@@ -99,8 +100,7 @@ def on_failed_sharding(
     setattr(dispatcher, RUN, run)
     choose_in_one_order()
     forget_shardings()  # that C++ remembers, and would not ask for again
-    _read_strided_shards_back()
-    _place_strided_shards_in_numbers()
+    _let_compilers_take_strided_shards()
     _hand_data_on()
 
 
@@ -145,16 +145,23 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
-def _read_strided_shards_back() -> None:
-    """Let compilers take DTensors apart and make them again whose placements are _StridedShard.
+def _let_compilers_take_strided_shards() -> None:
+    """Let compilers take apart, make again and gather DTensors whose placements are _StridedShard.
 
     So are linear layers' outputs of several batch entries where they go into a compiled function,
     or come out of it. `DTensor.__tensor_flatten__` (torch.distributed.tensor._api, read in 2.13.0)
     gives (placements, meta, order of shards, requires_grad), of which `DTensorSpec` makes
     "DTensorSpec doesn't allow specify shard_order", as it is not told that the placements say no
     order (`use_strided_shard_as_shard_order`).
+
+    `_StridedShard.local_shard_size_and_offset` (torch.distributed.tensor.placement_types,
+    2.13-2.15) finds a part's places with a tensor and reads them as a list. Compilers, which make
+    the tensor a fake one, take the list for numbers of the graph ("Pending unbacked symbols"), and
+    make a number of a symbol, which only needs to divide: a linear layer flattens a batch of two
+    sequences of s0 tokens to 2 * s0 rows, of which each of two ranks has s0.
     """
-    unflatten = DTensor.__tensor_unflatten__
+    unflatten, strided = DTensor.__tensor_unflatten__, cast("Any", _StridedShard)
+    measure = strided.local_shard_size_and_offset
 
     def with_order(parts: Any, context: Any, size: Any, stride: Any) -> Any:
         is_known = context is not None and len(context) == 4 and context[2] is not None
@@ -165,34 +172,20 @@ def _read_strided_shards_back() -> None:
         made._spec.use_strided_shard_as_shard_order, made._spec.shard_order = False, order
         return made
 
-    run_uncompiled(with_order)
-    DTensor.__tensor_unflatten__ = staticmethod(with_order)  # type: ignore[method-assign]
-
-
-def _place_strided_shards_in_numbers() -> None:
-    """Let compilers gather what is placed as _StridedShard, and keep lengths that are symbols.
-
-    `_StridedShard.local_shard_size_and_offset` (torch.distributed.tensor.placement_types,
-    2.13-2.15) finds a part's places with a tensor and reads them as a list. Compilers, which make
-    the tensor a fake one, take the list for numbers of the graph ("Pending unbacked symbols"), and
-    make a number of a symbol, which only needs to divide: a linear layer flattens a batch of two
-    sequences of s0 tokens to 2 * s0 rows, of which each of two ranks has s0.
-    """
-    strided: Any = _StridedShard
-    measure = strided.local_shard_size_and_offset
-
     @wraps(measure)
-    def in_numbers(self: Any, size: Any, ranks: int, *rest: Any, **how: Any) -> Any:
+    def in_numbers(self: Any, size: Any, ranks: int, *rest: Any, **options: Any) -> Any:
         if not isinstance(size, torch.SymInt):
             with without_modes():
-                return measure(self, size, ranks, *rest, **how)
+                return measure(self, size, ranks, *rest, **options)
         pieces = self.split_factor * ranks
-        mode = how.get("offset_mode", rest[1] if len(rest) > 1 else None)
+        mode = options.get("offset_mode", rest[1] if len(rest) > 1 else None)
         if getattr(mode, "name", "") == "NONE" and has_hint(size) and size % pieces == 0:
             return size // ranks, None
-        return measure(self, size, ranks, *rest, **how)
+        return measure(self, size, ranks, *rest, **options)
 
+    run_uncompiled(with_order)
     run_uncompiled(in_numbers)
+    DTensor.__tensor_unflatten__ = staticmethod(with_order)  # type: ignore[method-assign]
     strided.local_shard_size_and_offset = in_numbers
 
 

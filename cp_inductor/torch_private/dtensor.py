@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from cp_inductor.torch_private.context_parallel import torchs_attention
 from cp_inductor.torch_private.leaned_on import TORCHS_ATTENTION
 from cp_inductor.torch_private.modes import run_uncompiled
+from cp_inductor.torch_private.shardings import remembered
 
 _stand_ins: list[Callable[..., Any]] = []
 
@@ -115,9 +116,12 @@ def dispatch_as_dtensor(
     """
     dispatcher = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
-    dispatcher.sharding_propagator.propagate(info)
-    sharding = info.output_sharding
-    assert sharding is not None
+
+    def choose() -> Any:
+        dispatcher.sharding_propagator.propagate(info)
+        return info.output_sharding
+
+    sharding = info.output_sharding = remembered.recall(info.schema, choose)
     if info.compute_mesh.get_coordinate() is None:
         return dispatcher.wrap(_nothing_of(sharding.output_spec), sharding.output_spec)
     if sharding.needs_redistribute:
@@ -179,15 +183,15 @@ def are_plain_tensors_replicated() -> bool:
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
-def replicate_plain_tensors(is_on: bool) -> bool:
-    """Take plain tensors beside DTensors as replicated on this thread; return if they were before.
+def plain_tensors_replicated() -> AbstractContextManager[None]:
+    """Return the context in which plain tensors beside DTensors are replicated on this thread.
 
-    `DTensor._op_dispatcher._allow_implicit_replication`, as of `are_plain_tensors_replicated`.
-    Autograd takes it over from the thread that calls a backward.
+    Autograd takes it over from the thread that calls a backward. `implicit_replication` is public,
+    but when it is left, it ends the one around it as well.
     """
-    before = are_plain_tensors_replicated()
-    DTensor._op_dispatcher._allow_implicit_replication = is_on
-    return before
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    return nullcontext() if are_plain_tensors_replicated() else implicit_replication()
 
 
 def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:

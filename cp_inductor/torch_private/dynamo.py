@@ -5,14 +5,12 @@ Read in torch 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -27,12 +25,7 @@ def is_capturing_whole() -> bool:
 
     `InstructionTranslator.current_tx().one_graph` (torch._dynamo.symbolic_convert, 2.13-2.15).
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        return bool(getattr(InstructionTranslator.current_tx(), "one_graph", False))
-    except AttributeError:
-        return False
+    return bool(getattr(_translator(), "one_graph", False))
 
 
 def frame_locals() -> frozenset[str]:
@@ -40,12 +33,15 @@ def frame_locals() -> frozenset[str]:
 
     `InstructionTranslator.current_tx().f_locals` (torch._dynamo.symbolic_convert, read in 2.13.0).
     """
+    return frozenset(getattr(_translator(), "f_locals", ()))
+
+
+def _translator() -> Any:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    try:
-        return frozenset(InstructionTranslator.current_tx().f_locals)
-    except AttributeError:
-        return frozenset()
+    with suppress(AttributeError):  # nothing is being compiled
+        return InstructionTranslator.current_tx()
+    return None
 
 
 def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, Any]]:
@@ -212,20 +208,17 @@ def one_compile_at_a_time() -> AbstractContextManager[Any]:
 def compile_state_kept() -> Iterator[None]:
     """Within this context, compiles change no counters, use no caches and ignore the stance.
 
-    `torch._dynamo.utils.counters`; `AOT_COUNTER` (torch._functorch.aot_autograd), which numbers
-    generated code; the caches' switches in torch._inductor.config and torch._functorch.config
-    (2.13-2.15).
+    `torch._dynamo.utils.counters`; the caches' switches in torch._inductor.config and
+    torch._functorch.config (2.13-2.15).
     """
     import torch._dynamo.config
     from torch._dynamo.utils import counters
-    from torch._functorch import aot_autograd
 
     before = {name: dict(counter) for name, counter in counters.items()}
     try:
         with (
             compiled_anew(),
             torch._dynamo.config.patch(automatic_dynamic_local_pgo=False),
-            mock.patch.object(aot_autograd, "AOT_COUNTER", itertools.count()),
             torch.compiler.set_stance("default"),
         ):
             yield

@@ -37,11 +37,10 @@ def scores_changed(
 
     flex: Any = import_module("torch.nn.attention.flex_attention")
     indices = [torch.arange(size, device=scores.device) for size in scores.shape]
-    to_scores = flex._vmap_for_bhqkv(score_mod, prefix=(0,), suffix=(None,) * len(of_score_mod))
     to_mask = flex._vmap_for_bhqkv(mask_mod, prefix=(), suffix=(None,) * len(of_mask_mod))
     with TransformGetItemToIndex():
         allowed = to_mask(*indices, *of_mask_mod)
-        changed: Tensor = to_scores(scores, *indices, *of_score_mod)
+    changed = bias_at(score_mod, scores, indices, of_score_mod)
     return torch.where(allowed, changed, scores.new_full((), -float("inf")))
 
 
@@ -64,13 +63,13 @@ def bias_at(
     indices: Sequence[Tensor],
     captured: Sequence[Any],
 ) -> Tensor:
-    """Return what a function of one score makes of the same score everywhere; differentiable.
+    """Return what a function of one score makes of scores, or of one everywhere; differentiable.
 
     As `scores_changed`, by `_vmap_for_bhqkv`.
 
     Args:
         score_mod: (score, b, h, q, k, *captured) -> score, of scalar tensors.
-        score: ().
+        score: (), or (B, H, S, T).
         indices: of batch entries (B,), heads (H,), queries (S,) and keys (T,).
         captured: what the function has captured.
 
@@ -80,7 +79,7 @@ def bias_at(
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     flex: Any = import_module("torch.nn.attention.flex_attention")
-    shape = [len(index) for index in indices]
+    shape = [index.shape[0] for index in indices]
     call = flex._vmap_for_bhqkv(score_mod, prefix=(0,), suffix=(None,) * len(captured))
     with TransformGetItemToIndex():
         bias: Tensor = call(score.expand(shape), *indices, *captured)

@@ -68,24 +68,70 @@ def append_custom_pass(existing: Any, ours: CustomGraphPass) -> Any:
     return ours if existing is None else [*get_custom_graph_passes(existing), ours]
 
 
+# In the meta of a concatenation: it is to be one kernel.
+ONE_KERNEL_KEY = "cp_inductor_one_kernel"
+
+# Beyond so many inputs, that each element asks of all inputs whether it is theirs takes too long.
+MAX_INPUTS_OF_KERNEL = 64
+
+
 @contextmanager
-def last_strides_kept(
+def lowered_as_asked(
     arguments_of: Mapping[torch._ops.OpOverload, Sequence[int]],
 ) -> Iterator[None]:
-    """Make Inductor pass some arguments of ops with stride 1 in the last dim, by copies if needed.
+    """Have Inductor keep last strides of 1, and generate one kernel where a concatenation asks.
 
     For attention kernels, `_maybe_layout_constraints` (torch._inductor.lowering, 2.13-2.15)
     constrains only the order of strides. Inductor may change layouts, as it does for convolutions,
-    so the innermost stride may differ from 1 although it is 1 in the graph.
+    so the innermost stride may differ from 1 although it is 1 in the graph. Here it is 1, by copies
+    if needed.
+
+    `cat` (torch._inductor.lowering, 2.13-2.15) copies each input by a kernel of its own on a GPU if
+    there are more than eight, if one of them was reduced, or if an op of aten reads the result.
+    `config.force_pointwise_cat` (2.13-2.15) says what it is to do.
+
+    What nothing but such a concatenation reads, such as another one or a sum, is computed in its
+    kernel. Inductor would store what reads more than eight buffers or has more than thirty ops:
+    `StorageBox.has_exceeded_max_reads` and `Loops.has_large_inner_fn` (torch._inductor.ir,
+    2.13-2.15) tell it so.
 
     Args:
-        arguments_of: op => the positions of the arguments.
+        arguments_of: op => the positions of the arguments whose last strides are 1.
     """
-    from torch._inductor import lowering
+    from torch._inductor import config, ir, lowering
+    from torch._inductor.virtualized import V
 
-    table = lowering._maybe_layout_constraints
-    kept = {op: _KeepLastStrides(table.get(op), places) for op, places in arguments_of.items()}
-    with mock.patch.dict(table, kept):
+    constraints = lowering._maybe_layout_constraints
+    strided = {
+        op: _KeepLastStrides(constraints.get(op), places) for op, places in arguments_of.items()
+    }
+    cat = torch.ops.aten.cat.default
+    lower = lowering.lowerings[cat]
+
+    def lower_cat(inputs: Sequence[Any], dim: int = 0) -> Any:
+        is_asked_for = V.current_node.meta.get(ONE_KERNEL_KEY, False)
+        is_on_cpu = inputs[0].get_device().type == "cpu"
+        if not is_asked_for or is_on_cpu or len(inputs) > MAX_INPUTS_OF_KERNEL:
+            return lower(inputs, dim)
+        with config.patch(force_pointwise_cat=True):
+            return lower(inputs, dim)
+
+    def unless_inlined(is_too_much: Callable[..., bool]) -> Callable[..., bool]:
+        def is_stored(value: Any, *args: Any, **kwargs: Any) -> bool:
+            node = V.current_node
+            if isinstance(node, fx.Node) and _is_inlined(node):
+                return False
+            return is_too_much(value, *args, **kwargs)
+
+        return is_stored
+
+    exceeded, large = ir.StorageBox.has_exceeded_max_reads, ir.Loops.has_large_inner_fn
+    with (
+        mock.patch.dict(constraints, strided),
+        mock.patch.dict(lowering.lowerings, {cat: lower_cat}),
+        mock.patch.object(ir.StorageBox, "has_exceeded_max_reads", unless_inlined(exceeded)),
+        mock.patch.object(ir.Loops, "has_large_inner_fn", unless_inlined(large)),
+    ):
         yield
 
 
@@ -112,58 +158,6 @@ def _with_last_stride_1(value: Any) -> Any:
     if strides is not None and V.graph.sizevars.statically_known_equals(strides[-1], 1):
         return value
     return ir.ExternKernel.require_contiguous(value)
-
-
-# In the meta of a concatenation: it is to be one kernel.
-ONE_KERNEL_KEY = "cp_inductor_one_kernel"
-
-# Beyond so many inputs, that each element asks of all inputs whether it is theirs takes too long.
-MAX_INPUTS_OF_KERNEL = 64
-
-
-@contextmanager
-def cats_in_one_kernel() -> Iterator[None]:
-    """Have Inductor generate one kernel on a GPU for each concatenation whose meta asks for it.
-
-    `cat` (torch._inductor.lowering, 2.13-2.15) otherwise copies each input by a kernel of its own
-    if there are more than eight, if one of them was reduced, or if an op of aten reads the result.
-    `config.force_pointwise_cat` (2.13-2.15) says what it is to do.
-
-    What nothing but such a concatenation reads, such as another one or a sum, is computed in its
-    kernel. Inductor would store what reads more than eight buffers or has more than thirty ops:
-    `StorageBox.has_exceeded_max_reads` and `Loops.has_large_inner_fn` (torch._inductor.ir,
-    2.13-2.15) tell it so.
-    """
-    from torch._inductor import config, ir, lowering
-    from torch._inductor.virtualized import V
-
-    cat = torch.ops.aten.cat.default
-    lower = lowering.lowerings[cat]
-
-    def lower_cat(inputs: Sequence[Any], dim: int = 0) -> Any:
-        is_asked_for = V.current_node.meta.get(ONE_KERNEL_KEY, False)
-        is_on_cpu = inputs[0].get_device().type == "cpu"
-        if not is_asked_for or is_on_cpu or len(inputs) > MAX_INPUTS_OF_KERNEL:
-            return lower(inputs, dim)
-        with config.patch(force_pointwise_cat=True):
-            return lower(inputs, dim)
-
-    def unless_inlined(is_too_much: Callable[..., bool]) -> Callable[..., bool]:
-        def is_stored(value: Any, *args: Any, **kwargs: Any) -> bool:
-            node = V.current_node
-            if isinstance(node, fx.Node) and _is_inlined(node):
-                return False
-            return is_too_much(value, *args, **kwargs)
-
-        return is_stored
-
-    exceeded, large = ir.StorageBox.has_exceeded_max_reads, ir.Loops.has_large_inner_fn
-    with (
-        mock.patch.dict(lowering.lowerings, {cat: lower_cat}),
-        mock.patch.object(ir.StorageBox, "has_exceeded_max_reads", unless_inlined(exceeded)),
-        mock.patch.object(ir.Loops, "has_large_inner_fn", unless_inlined(large)),
-    ):
-        yield
 
 
 def _is_inlined(node: fx.Node) -> bool:

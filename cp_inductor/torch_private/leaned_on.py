@@ -17,15 +17,6 @@ C10D_TABLES = (
 )
 
 
-_TORCHS_NAMES = (
-    "custom_ops",
-    "_replaced_functions",
-    "_dispatch_mode",
-    "_DispatchMode.MODULE_WRAPPER",
-    "_cp_options.enable_load_balance",
-)
-
-
 # Messages of torch by which failures are told apart.
 MIXED = "got mixed torch.Tensor and DTensor"
 BOTH_MASKS = "Explicit attn_mask should not be set when is_causal=True"
@@ -89,243 +80,174 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# module => its names, and by name the parameters that one must take.
+_NAMES = {
+    "torch": """
+        Tensor._base Tensor._version UntypedStorage._cdata _TorchCompileWrapper _fused_sdp_choice
+        _native_multi_head_attention _transformer_encoder_layer_fwd""",
+    "torch._C": """
+        FunctionSchema._is_view_op _AutoDispatchBelowAutograd _DisableTorchDispatch
+        _are_functorch_transforms_active _current_graph_task_id
+        _dispatch_has_kernel_for_dispatch_key _functorch.is_functorch_wrapped_tensor
+        _get_sdp_priority_order _nn.scaled_dot_product_attention _set_grad_enabled""",
+    "torch._C._autograd": "_get_current_graph_task_keep_graph _top_saved_tensors_default_hooks",
+    "torch._C._distributed_c10d": "Backend.Options._timeout ProcessGroupGloo.options",
+    "torch._C._dynamo.eval_frame": "_FrameAction.SKIP _FrameExecStrategy set_code_exec_strategy",
+    "torch._C._functorch": "get_unwrapped is_functorch_wrapped_tensor",
+    "torch._decomp": "core_aten_decompositions",
+    "torch._dispatch.python": "enable_python_dispatcher",
+    "torch._dynamo._trace_wrapped_higher_order_op": "TransformGetItemToIndex",
+    "torch._dynamo.backends.common": "aot_autograd",
+    "torch._dynamo.backends.distributed": "DDPOptimizer.__init__(backend_compile_fn)",
+    "torch._dynamo.compiled_autograd": "compiled_autograd_enabled",
+    "torch._dynamo.config": "automatic_dynamic_local_pgo",
+    "torch._dynamo.convert_frame": "_compile(compiler_fn,skip) compile_lock",
+    "torch._dynamo.device_interface": "DeviceInterface device_interfaces",
+    "torch._dynamo.exc": """
+        InternalTorchDynamoError ShortenTraceback ShortenTraceback.remove_dynamo_frames
+        TorchDynamoException TorchRuntimeError""",
+    "torch._dynamo.guards": "GuardBuilder.EQUALS_MATCH(guard)",
+    "torch._dynamo.output_graph": "DynamoTracerOutput",
+    "torch._dynamo.source": "AttrSource(base,member) GetItemSource(base,index)",
+    "torch._dynamo.symbolic_convert": "InstructionTranslator.current_tx",
+    "torch._dynamo.utils": "counters",
+    "torch._dynamo.variables.builder": "GraphArg.example",
+    "torch._dynamo.variables.torch": "get_overridable_functions",
+    "torch._dynamo.variables.torch_function": "torch_function_mode_stack_state_mgr.stack",
+    "torch._functorch._aot_autograd.descriptors": "AOTInput.is_tangent",
+    "torch._functorch.aot_autograd": "make_boxed_func",
+    "torch._functorch.config": "enable_autograd_cache force_non_lazy_backward_lowering",
+    "torch._functorch.partitioners": "min_cut_rematerialization_partition",
+    "torch._guards": "Guard(originating_source,create_fn) TracingContext.try_get detect_fake_mode",
+    "torch._inductor": "config inductor_prims list_mode_options",
+    "torch._inductor.codecache": "CacheBase.get_system FxGraphCache.load_with_key(key)",
+    "torch._inductor.compile_fx": """
+        compile_fx(inner_compile,config_patches,decompositions) compile_fx_inner
+        fx_codegen_and_compile(gm)""",
+    "torch._inductor.compiler_bisector": """
+        CompilerBisector.disable_subsystem(backend,subsystem,debug_info)""",
+    "torch._inductor.config": """
+        force_pointwise_cat joint_custom_pre_pass post_grad_custom_post_pass realize_reads_threshold
+        unsafe_marked_cacheable_functions""",
+    "torch._inductor.cpp_builder": "get_cpp_compiler",
+    "torch._inductor.custom_graph_pass": "CustomGraphPass get_custom_graph_passes",
+    "torch._inductor.decomposition": "select_decomp_table",
+    "torch._inductor.exc": "InvalidCxxCompiler",
+    "torch._inductor.fx_passes.auto_chunker": "CantChunk chunk(gm) find_amplifier_node(graph)",
+    "torch._inductor.fx_passes.auto_chunker.propagator": "get_fake_tensor_from_node_arg(node)",
+    "torch._inductor.fx_passes.control_dependencies": """
+        preserve_node_ordering(graph,additional_deps_map)""",
+    "torch._inductor.fx_passes.joint_graph": "UniformValueConstantFolder.run",
+    "torch._inductor.graph": "GraphLowering.codegen GraphLowering.compile_to_module",
+    "torch._inductor.ir": """
+        ExternKernel.require_contiguous(x) Loops.has_large_inner_fn(threshold)
+        StorageBox.has_exceeded_max_reads""",
+    "torch._inductor.lowering": "_maybe_layout_constraints lowerings",
+    "torch._inductor.pattern_matcher": "stable_topological_sort(graph)",
+    "torch._inductor.runtime.cache_dir_utils": "cache_dir",
+    "torch._inductor.runtime.hints": "DeviceProperties.create",
+    "torch._inductor.virtualized": "V",
+    "torch._library.fake_class_registry": "FakeScriptObject(wrapped_obj,script_class_name,x)",
+    "torch._library.fake_impl": "FakeImplCtx(_fake_mode,_op) allocate_size(shape_env,min_val)",
+    "torch._logging": "trace_structured",
+    "torch._ops": "HigherOrderOperator.py_impl(k)",
+    "torch._subclasses.fake_tensor": """
+        FakeTensor FakeTensorMode maybe_get_fake_mode unset_fake_temporarily""",
+    "torch._subclasses.functional_tensor": "FunctionalTensor",
+    "torch.amp": "_enter_autocast _exit_autocast",
+    "torch.autograd.function": "BackwardCFunction.apply Function._backward_cls._forward_cls",
+    "torch.autograd.profiler": "_is_profiler_enabled",
+    "torch.distributed": """
+        ProcessGroup._device_types ProcessGroup._get_backend ProcessGroup.get_group_store""",
+    "torch.distributed._composable_state": "_module_state_mapping",
+    "torch.distributed._functional_collectives": "all_to_all_single_autograd",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": """
+        CheckpointWrapper(mod,checkpoint_fn)""",
+    "torch.distributed.distributed_c10d": """
+        _default_pg_init_method _register_process_group _resolve_process_group
+        _unregister_process_group _update_default_pg(pg) _world.group_count""",
+    "torch.distributed.fsdp": "ShardingStrategy._HYBRID_SHARD_ZERO2",
+    "torch.distributed.tensor": """
+        DTensor.__tensor_unflatten__ DTensor._local_tensor
+        DTensor._op_dispatcher._allow_implicit_replication
+        DTensor._op_dispatcher._custom_op_handlers
+        DTensor._op_dispatcher._dispatch_get_local_results_slow_path(op_call,args,op_info)
+        DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path(op_call,args,kwargs,op_info)
+        DTensor._op_dispatcher._random_ops DTensor._op_dispatcher.redistribute_local_args
+        DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+        DTensor._op_dispatcher.sharding_propagator.op_to_rules
+        DTensor._op_dispatcher.sharding_propagator.propagate(op_info)
+        DTensor._op_dispatcher.unwrap_to_op_info DTensor._op_dispatcher.wrap DTensor._spec""",
+    "torch.distributed.tensor._dtensor_spec": """
+        DTensorSpec(mesh,placements,tensor_meta) TensorMeta(shape,stride,dtype)""",
+    "torch.distributed.tensor._op_schema": """
+        OpSchema(op,args_schema,kwargs_schema) OutputSharding(output_spec,redistribute_schema)""",
+    "torch.distributed.tensor._ops.single_dim_strategy": """
+        _get_neighbor_placements(allowed_sharding,allowed_partial,current,input_placements,mesh_dim)
+    """,
+    "torch.distributed.tensor._random": "is_rng_supported_mesh(device_mesh)",
+    "torch.distributed.tensor.debug": "_clear_sharding_prop_cache",
+    TORCHS_ATTENTION: """
+        _DispatchMode.MODULE_WRAPPER _cp_options.enable_load_balance _dispatch_mode
+        _replaced_functions custom_ops""",
+    "torch.distributed.tensor.parallel.loss": "customized_loss_ops",
+    "torch.distributed.tensor.placement_types": """
+        Shard._replicate_to_shard(local_tensor,mesh,mesh_dim,shard_index) _StridedShard""",
+    "torch.fx.experimental.proxy_tensor": """
+        _SympyExprTrackerValue get_proxy_mode make_fx(f,tracing_mode,pre_dispatch) py_sym_types
+        set_proxy_slot(obj,tracer,proxy)""",
+    "torch.fx.experimental.symbolic_shapes": """
+        ShapeEnv(tracked_fakes) ShapeEnv.ignore_fresh_unbacked_symbols
+        TrackedFake(fake,source,symbolic_context) statically_known_true(x)""",
+    "torch.fx.traceback": "NodeSource.NodeInfo(name) preserve_node_meta",
+    "torch.nn.attention": "_sdpa_kernel(backends)",
+    "torch.nn.attention.flex_attention": """
+        _LARGE_SPARSE_BLOCK_SIZE _validate_device(query,key,value) _vmap_for_bhqkv(fn,prefix,suffix)
+    """,
+    "torch.nn.attention.varlen": "_varlen_attn",
+    "torch.nn.functional": """
+        has_torch_function multi_head_attention_forward(need_weights) scaled_dot_product_attention
+    """,
+    "torch.nn.parallel": "DistributedDataParallel._get_active_ddp_module",
+    "torch.ops": """
+        higher_order.flex_attention.python_key_table
+        higher_order.invoke_subgraph(subgraph,identifier,operands)""",
+    "torch.overrides": "_get_current_function_mode_stack",
+    "torch.testing._internal.distributed.fake_pg": "FakeStore",
+    "torch.utils": "_pytree",
+    "torch.utils._config_module": "Config install_config_module",
+    "torch.utils._ordered_set": "OrderedSet",
+    "torch.utils._python_dispatch": """
+        TorchDispatchMode _disable_current_modes return_and_correct_aliasing(func,args,kwargs,out)
+    """,
+    "torch.utils.checkpoint": """
+        CheckpointFunction.forward(run_function) _CachedTorchDispatchMode.__init__(policy_fn)
+        _CachingTorchDispatchMode.__init__(policy_fn) _CheckpointFrame.__init__(recompute_fn)""",
+}
+# The same for triton and for modules that import it. Looked up only if triton is installed.
+_NAMES_WITH_TRITON = {
+    "torch._inductor.runtime.triton_helpers": "set_driver_to_gpu",
+    "torch._inductor.runtime.triton_heuristics": "CachingAutotuner._precompile_config(cfg)",
+    "triton": "knobs.nvidia.cuobjdump.path",
+    "triton.backends.compiler": "GPUTarget(backend,arch,warp_size)",
+    "triton.runtime.driver": "driver._active",
+}
+
+
+def _places(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    return {
+        f"{module}:{name}": tuple(parameters.rstrip(")").split(",")) if parameters else ()
+        for module, words in names.items()
+        for name, _, parameters in (word.partition("(") for word in words.split())
+    }
+
+
 # module:name => the parameters that it must take, by name. `doctor` and the tests look every entry
 # up.
-LEANED_ON: Mapping[str, tuple[str, ...]] = {
-    # Imported where they are used: interfaces of torch's compilers for backends, and small tools.
-    "torch._dynamo.backends.common:aot_autograd": (),
-    "torch._functorch.aot_autograd:make_boxed_func": (),
-    "torch.autograd.function:BackwardCFunction.apply": (),
-    "torch.autograd.function:Function._backward_cls._forward_cls": (),
-    "torch.fx.traceback:NodeSource.NodeInfo": ("name",),
-    "torch._library.fake_impl:allocate_size": ("shape_env", "min_val"),
-    "torch._library.fake_impl:FakeImplCtx": ("_fake_mode", "_op"),
-    "torch._library.fake_class_registry:FakeScriptObject": (
-        "wrapped_obj",
-        "script_class_name",
-        "x",
-    ),
-    "torch._functorch.partitioners:min_cut_rematerialization_partition": (),
-    "torch._inductor:config": (),
-    "torch._inductor:list_mode_options": (),
-    "torch._logging:trace_structured": (),
-    "torch.utils:_pytree": (),
-    "torch.utils._config_module:Config": (),
-    "torch.utils._config_module:install_config_module": (),
-    "torch.distributed._functional_collectives:all_to_all_single_autograd": (),
-    "torch.distributed.distributed_c10d:_resolve_process_group": (),
-    "torch.distributed.distributed_c10d:_register_process_group": (),
-    "torch.distributed:ProcessGroup.get_group_store": (),
-    "torch.distributed:ProcessGroup._device_types": (),
-    "torch.distributed:ProcessGroup._get_backend": (),
-    "torch._C._distributed_c10d:ProcessGroupGloo.options": (),
-    "torch._C._distributed_c10d:Backend.Options._timeout": (),
-    "torch.distributed.distributed_c10d:_unregister_process_group": (),
-    "torch.distributed.distributed_c10d:_update_default_pg": ("pg",),
-    "torch.distributed.distributed_c10d:_default_pg_init_method": (),
-    **{f"torch.distributed.distributed_c10d:_world.{name}": () for name in C10D_TABLES[:-1]},
-    "torch.distributed.distributed_c10d:_world.group_count": (),
-    "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers": (),
-    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs": (),
-    "torch.distributed.tensor:DTensor._op_dispatcher.unwrap_to_op_info": (),
-    "torch.distributed.tensor:DTensor._op_dispatcher.redistribute_local_args": (),
-    "torch.distributed.tensor:DTensor._op_dispatcher.wrap": (),
-    "torch.distributed.tensor.debug:_clear_sharding_prop_cache": (),
-    "torch.distributed.tensor.parallel.loss:customized_loss_ops": (),
-    "torch._ops:HigherOrderOperator.py_impl": ("k",),
-    "torch.ops:higher_order.flex_attention.python_key_table": (),
-    "torch.ops:higher_order.invoke_subgraph": ("subgraph", "identifier", "operands"),
-    "torch.nn.attention.varlen:_varlen_attn": (),
-    "torch.nn.attention.flex_attention:_validate_device": ("query", "key", "value"),
-    "torch.nn.attention.flex_attention:_LARGE_SPARSE_BLOCK_SIZE": (),
-    "torch.nn.attention.flex_attention:_vmap_for_bhqkv": ("fn", "prefix", "suffix"),
-    "torch._dynamo._trace_wrapped_higher_order_op:TransformGetItemToIndex": (),
-    "torch._C._functorch:is_functorch_wrapped_tensor": (),
-    "torch._C._functorch:get_unwrapped": (),
-    "torch.nn.attention:_sdpa_kernel": ("backends",),
-    "torch._C:_get_sdp_priority_order": (),
-    "torch:_fused_sdp_choice": (),
-    **{f"{TORCHS_ATTENTION}:{name}": () for name in _TORCHS_NAMES},
-    "torch._dynamo.variables.torch:get_overridable_functions": (),
-    "torch._dynamo.variables.torch_function:torch_function_mode_stack_state_mgr.stack": (),
-    # Globals of its module that its code looks up, see `multi_head`.
-    "torch.nn.functional:multi_head_attention_forward": ("need_weights",),
-    "torch.nn.functional:has_torch_function": (),
-    "torch.nn.functional:scaled_dot_product_attention": (),
-    "torch.autograd.profiler:_is_profiler_enabled": (),
-    "torch.utils._python_dispatch:_disable_current_modes": (),
-    "torch.utils._python_dispatch:TorchDispatchMode": (),
-    "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module": (),
-    "torch.overrides:_get_current_function_mode_stack": (),
-    "torch._C._dynamo.eval_frame:set_code_exec_strategy": (),
-    "torch._C._dynamo.eval_frame:_FrameExecStrategy": (),
-    "torch.utils.checkpoint:CheckpointFunction.forward": ("run_function",),
-    "torch.utils.checkpoint:_CheckpointFrame.__init__": ("recompute_fn",),
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:CheckpointWrapper": (
-        "mod",
-        "checkpoint_fn",
-    ),
-    "torch.utils.checkpoint:_CachingTorchDispatchMode.__init__": ("policy_fn",),
-    "torch.utils.checkpoint:_CachedTorchDispatchMode.__init__": ("policy_fn",),
-    "torch._C._autograd:_top_saved_tensors_default_hooks": (),
-    "torch._C._autograd:_get_current_graph_task_keep_graph": (),
-    "torch._C:_current_graph_task_id": (),
-    "torch._inductor.pattern_matcher:stable_topological_sort": ("graph",),
-    "torch._subclasses.fake_tensor:unset_fake_temporarily": (),
-    "torch._subclasses.fake_tensor:maybe_get_fake_mode": (),
-    "torch._subclasses.fake_tensor:FakeTensor": (),
-    "torch.fx.experimental.symbolic_shapes:statically_known_true": ("x",),
-    "torch._subclasses.fake_tensor:FakeTensorMode": (),
-    "torch._decomp:core_aten_decompositions": (),
-    "torch.fx.experimental.proxy_tensor:get_proxy_mode": (),
-    "torch.distributed.tensor.placement_types:Shard._replicate_to_shard": (
-        "local_tensor",
-        "mesh",
-        "mesh_dim",
-        "shard_index",
-    ),
-    "torch.fx.experimental.symbolic_shapes:ShapeEnv": ("tracked_fakes",),
-    "torch.fx.experimental.symbolic_shapes:TrackedFake": ("fake", "source", "symbolic_context"),
-    "torch.fx.experimental.symbolic_shapes:ShapeEnv.ignore_fresh_unbacked_symbols": (),
-    "torch.fx.experimental.proxy_tensor:make_fx": ("f", "tracing_mode", "pre_dispatch"),
-    "torch.fx.traceback:preserve_node_meta": (),
-    "torch._dispatch.python:enable_python_dispatcher": (),
-    "torch._inductor.fx_passes.control_dependencies:preserve_node_ordering": (
-        "graph",
-        "additional_deps_map",
-    ),
-    "torch._inductor.compiler_bisector:CompilerBisector.disable_subsystem": (
-        "backend",
-        "subsystem",
-        "debug_info",
-    ),
-    "torch._inductor.custom_graph_pass:CustomGraphPass": (),
-    "torch._inductor.custom_graph_pass:get_custom_graph_passes": (),
-    "torch._inductor.config:post_grad_custom_post_pass": (),
-    "torch._inductor.config:joint_custom_pre_pass": (),
-    "torch._inductor.config:unsafe_marked_cacheable_functions": (),
-    "torch._inductor.compile_fx:compile_fx": ("inner_compile", "config_patches", "decompositions"),
-    "torch._inductor.compile_fx:compile_fx_inner": (),
-    "torch._inductor.compile_fx:fx_codegen_and_compile": ("gm",),
-    "torch._inductor.decomposition:select_decomp_table": (),
-    "torch._inductor.fx_passes.joint_graph:UniformValueConstantFolder.run": (),
-    "torch._inductor.fx_passes.auto_chunker:chunk": ("gm",),
-    "torch._inductor.fx_passes.auto_chunker:find_amplifier_node": ("graph",),
-    "torch._inductor.fx_passes.auto_chunker:CantChunk": (),
-    "torch._inductor.fx_passes.auto_chunker.propagator:get_fake_tensor_from_node_arg": ("node",),
-    "torch._inductor.config:realize_reads_threshold": (),
-    "torch._inductor:inductor_prims": (),
-    "torch._inductor.graph:GraphLowering.compile_to_module": (),
-    "torch._inductor.graph:GraphLowering.codegen": (),
-    "torch._inductor.lowering:_maybe_layout_constraints": (),
-    "torch._inductor.lowering:lowerings": (),
-    "torch._inductor.config:force_pointwise_cat": (),
-    "torch._inductor.ir:StorageBox.has_exceeded_max_reads": (),
-    "torch._inductor.ir:Loops.has_large_inner_fn": ("threshold",),
-    "torch._inductor.ir:ExternKernel.require_contiguous": ("x",),
-    "torch._inductor.virtualized:V": (),
-    "torch._inductor.runtime.hints:DeviceProperties.create": (),
-    "torch._inductor.codecache:CacheBase.get_system": (),
-    "torch._inductor.codecache:FxGraphCache.load_with_key": ("key",),
-    "torch._dynamo.device_interface:device_interfaces": (),
-    "torch._dynamo.device_interface:DeviceInterface": (),
-    "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx": (),
-    "torch._dynamo.compiled_autograd:compiled_autograd_enabled": (),
-    "torch._guards:TracingContext.try_get": (),
-    "torch._guards:Guard": ("originating_source", "create_fn"),
-    "torch._dynamo.source:AttrSource": ("base", "member"),
-    "torch._dynamo.source:GetItemSource": ("base", "index"),
-    "torch._dynamo.guards:GuardBuilder.EQUALS_MATCH": ("guard",),
-    "torch._dynamo.variables.builder:GraphArg.example": (),
-    "torch:_TorchCompileWrapper": (),
-    "torch._dynamo.exc:ShortenTraceback": (),
-    "torch.distributed._composable_state:_module_state_mapping": (),
-    "torch._dynamo.exc:InternalTorchDynamoError": (),
-    "torch._dynamo.exc:TorchRuntimeError": (),
-    "torch._dynamo.convert_frame:compile_lock": (),
-    "torch._dynamo.convert_frame:_compile": ("compiler_fn", "skip"),
-    "torch._dynamo.backends.distributed:DDPOptimizer.__init__": ("backend_compile_fn",),
-    "torch.distributed.tensor:DTensor._op_dispatcher._random_ops": (),
-    "torch.distributed.tensor:DTensor._op_dispatcher._allow_implicit_replication": (),
-    "torch.distributed.tensor._random:is_rng_supported_mesh": ("device_mesh",),
-    "torch.distributed.tensor:DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path": (
-        "op_call",
-        "args",
-        "kwargs",
-        "op_info",
-    ),
-    "torch.distributed.tensor:DTensor._op_dispatcher._dispatch_get_local_results_slow_path": (
-        "op_call",
-        "args",
-        "op_info",
-    ),
-    "torch.distributed.tensor:DTensor.__tensor_unflatten__": (),
-    "torch._C:_dispatch_has_kernel_for_dispatch_key": (),
-    "torch.distributed.tensor.placement_types:_StridedShard": (),
-    "torch.utils._python_dispatch:return_and_correct_aliasing": ("func", "args", "kwargs", "out"),
-    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_to_rules": (),
-    "torch.distributed.tensor._dtensor_spec:DTensorSpec": ("mesh", "placements", "tensor_meta"),
-    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator"
-    ".propagate_op_sharding_non_cached": ("op_schema",),
-    "torch.distributed.tensor._op_schema:OpSchema": ("op", "args_schema", "kwargs_schema"),
-    "torch.distributed.tensor._op_schema:OutputSharding": ("output_spec", "redistribute_schema"),
-    "torch.distributed.tensor._ops.single_dim_strategy:_get_neighbor_placements": (
-        "allowed_sharding",
-        "allowed_partial",
-        "current",
-        "input_placements",
-        "mesh_dim",
-    ),
-    "torch._guards:detect_fake_mode": (),
-    "torch.distributed.tensor._dtensor_spec:TensorMeta": ("shape", "stride", "dtype"),
-    "torch.fx.experimental.proxy_tensor:set_proxy_slot": ("obj", "tracer", "proxy"),
-    "torch.fx.experimental.proxy_tensor:py_sym_types": (),
-    "torch.fx.experimental.proxy_tensor:_SympyExprTrackerValue": (),
-    "torch._dynamo.output_graph:DynamoTracerOutput": (),
-    "torch._dynamo.exc:TorchDynamoException": (),
-    "torch._dynamo.utils:counters": (),
-    "torch._dynamo.config:automatic_dynamic_local_pgo": (),
-    "torch._functorch.config:force_non_lazy_backward_lowering": (),
-    "torch._functorch.config:enable_autograd_cache": (),
-    "torch._functorch.aot_autograd:AOT_COUNTER": (),
-    "torch._functorch._aot_autograd.descriptors:AOTInput.is_tangent": (),
-    "torch._C:_AutoDispatchBelowAutograd": (),
-    "torch._C:_are_functorch_transforms_active": (),
-    "torch._C:_functorch.is_functorch_wrapped_tensor": (),
-    "torch.amp:_enter_autocast": (),
-    "torch.amp:_exit_autocast": (),
-    # Attributes and switches.
-    "torch:Tensor._base": (),
-    "torch:Tensor._version": (),
-    "torch:UntypedStorage._cdata": (),
-    "torch:_native_multi_head_attention": (),
-    "torch:_transformer_encoder_layer_fwd": (),
-    "torch._C:_DisableTorchDispatch": (),
-    "torch._C:_nn.scaled_dot_product_attention": (),
-    "torch._C:_set_grad_enabled": (),
-    "torch._C:FunctionSchema._is_view_op": (),
-    "torch._C._dynamo.eval_frame:_FrameAction.SKIP": (),
-    "torch._dynamo.exc:ShortenTraceback.remove_dynamo_frames": (),
-    "torch._inductor.cpp_builder:get_cpp_compiler": (),
-    "torch._inductor.exc:InvalidCxxCompiler": (),
-    "torch._inductor.runtime.cache_dir_utils:cache_dir": (),
-    "torch._subclasses.functional_tensor:FunctionalTensor": (),
-    "torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2": (),
-    "torch.distributed.tensor:DTensor._local_tensor": (),
-    "torch.distributed.tensor:DTensor._spec": (),
-    "torch.utils._ordered_set:OrderedSet": (),
-    "torch.testing._internal.distributed.fake_pg:FakeStore": (),
+LEANED_ON: Mapping[str, tuple[str, ...]] = _places(_NAMES) | {
+    f"torch.distributed.distributed_c10d:_world.{name}": () for name in C10D_TABLES[:-1]
 }
-
-
-# The same for triton and for modules that import it. Looked up only if triton is installed.
-LEANED_ON_WITH_TRITON: Mapping[str, tuple[str, ...]] = {
-    "triton.runtime.driver:driver._active": (),
-    "triton.backends.compiler:GPUTarget": ("backend", "arch", "warp_size"),
-    "triton:knobs.nvidia.cuobjdump.path": (),
-    "torch._inductor.runtime.triton_helpers:set_driver_to_gpu": (),
-    "torch._inductor.runtime.triton_heuristics:CachingAutotuner._precompile_config": ("cfg",),
-}
+LEANED_ON_WITH_TRITON: Mapping[str, tuple[str, ...]] = _places(_NAMES_WITH_TRITON)
 
 
 def text_gone(module: str, text: str) -> str | None:

@@ -15,14 +15,13 @@ where it remembers. What it learned of symbols on the way, the compile has as gu
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import fields
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -63,17 +62,14 @@ def choose_in_one_order() -> None:
 
 
 _NEIGHBORS = "_get_neighbor_placements"
-# What DTensor calls while a compiler traces.
-_CHOOSE = "propagate_op_sharding_non_cached"
 
 
 class RememberedShardings:
     """What DTensor chose, while Dynamo traces for us.
 
-    `DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(op_schema)`
-    (torch.distributed.tensor._sharding_prop), `OpSchema`, `OutputSharding`
-    (torch.distributed.tensor._op_schema), `DTensorSpec` (torch.distributed.tensor._dtensor_spec),
-    read in 2.13.0. torch shares what it remembers between calls as well.
+    `OpSchema`, `OutputSharding` (torch.distributed.tensor._op_schema), `DTensorSpec`
+    (torch.distributed.tensor._dtensor_spec), read in 2.13.0. torch shares what it remembers between
+    calls as well.
     """
 
     def __init__(self) -> None:
@@ -83,26 +79,22 @@ class RememberedShardings:
     def start(self) -> None:
         """Remember from now on."""
         self.end()
-        propagator = DTensor._op_dispatcher.sharding_propagator
         self._thread = threading.get_ident()
-        setattr(propagator, _CHOOSE, self._recall)
 
     def end(self) -> None:
         """Forget all, and let DTensor choose."""
         self._chosen.clear()
-        vars(DTensor._op_dispatcher.sharding_propagator).pop(_CHOOSE, None)
+        self._thread = None
 
-    def _recall(self, schema: Any) -> Any:
-        # The method of the class: another thread may be in here when the compile is over.
-        propagator = DTensor._op_dispatcher.sharding_propagator
-        choose = partial(getattr(type(propagator), _CHOOSE), propagator)
+    def recall(self, schema: Any, choose: Callable[[], Any]) -> Any:
+        """Return what DTensor chooses for a call, or chose for an equal one."""
         if threading.get_ident() != self._thread:
-            return choose(schema)
+            return choose()
         asked = _Frozen()
         try:
             key = asked.of(schema)
         except _Unhashable:
-            return choose(schema)
+            return choose()
         if asked.symbols:
             forget_fakes()
         # Sizes that are computed where a graph is traced are nodes of that graph.
@@ -110,7 +102,7 @@ class RememberedShardings:
         known = self._chosen.get(key) or self._chosen.get(here)
         if known is not None:
             return known
-        found = choose(schema)
+        found = choose()
         chosen = _Frozen()
         try:
             chosen.of((found.output_spec, found.redistribute_schema))
@@ -119,6 +111,9 @@ class RememberedShardings:
         if chosen.symbols <= asked.symbols:
             self._chosen[key if chosen.is_plain else here] = found
         return found
+
+
+remembered = RememberedShardings()
 
 
 class _Unhashable(Exception):

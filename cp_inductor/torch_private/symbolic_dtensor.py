@@ -20,7 +20,7 @@ and leave all others to torch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -34,11 +34,15 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, replicated
+from cp_inductor.torch_private.dtensor import (
+    are_plain_tensors_replicated,
+    dispatch_as_dtensor,
+    replicated,
+    without_handler,
+)
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-SLICE = torch.ops.aten.slice.Tensor
 SLICE_BACKWARD = torch.ops.aten.slice_backward.default
 # What Python's `x[:]` has for an end.
 NO_END = (1 << 63) - 1
@@ -55,7 +59,6 @@ class SymbolicLengths:
     def __init__(self) -> None:
         self._table: dict[Any, Handler] = {}
         self._added: set[Any] = set()
-        self._former: dict[Any, Handler] = {}  # of our own, which only see to writes
         self._thread: int | None = None
 
     def start(self) -> None:
@@ -65,8 +68,6 @@ class SymbolicLengths:
         dispatcher: Any = DTensor._op_dispatcher
         self._table = dispatcher._custom_op_handlers
         for op in _ops_with_rules():
-            if op in (SLICE, SLICE_BACKWARD) and op in self._table:
-                self._former[op] = self._table.pop(op)
             is_taken = op in self._table or op in dispatcher._random_ops
             is_pure = isinstance(op, torch._ops.OpOverload) and not op._schema.is_mutable
             if is_pure and not is_taken:
@@ -77,50 +78,26 @@ class SymbolicLengths:
         """Remove them."""
         for op in self._added:
             self._table.pop(op, None)
-        self._table.update(self._former)
         self._added.clear()
-        self._former.clear()
 
     def _handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread:
             return dispatch_as_dtensor(op, args, kwargs)  # what another thread computes
-        special = {SLICE: self._slice, SLICE_BACKWARD: self._slice_backward}
-        return special.get(op, self._dispatch)(op, args, kwargs)
-
-    def _dispatch(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op is SLICE_BACKWARD:
+            bound = bind_arguments(op, args, kwargs)
+            if is_whole_slice(bound, bound["input_sizes"]):
+                return torch.ops.aten.alias.default(bound["grad_output"])
         leaves, structure = pytree.tree_flatten((args, kwargs))
         if not any(_is_plain_symbolic(leaf) or _has_symbols_as_strides(leaf) for leaf in leaves):
-            return self._as_torch_does(op, args, kwargs)
+            return without_handler(op, args, kwargs)
         meshes = [leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)]
         # Where plain tensors are not taken as replicated, torch's error says so.
-        if DTensor._op_dispatcher._allow_implicit_replication:
+        if are_plain_tensors_replicated():
             leaves = [
                 replicated(leaf, meshes[0]) if _is_plain_symbolic(leaf) else leaf for leaf in leaves
             ]
         args, kwargs = pytree.tree_unflatten(leaves, structure)
-        return self._former.get(op, dispatch_as_dtensor)(op, args, kwargs)
-
-    def _as_torch_does(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if op in self._former:
-            return self._former[op](op, args, kwargs)
-        handler = self._table.pop(op, None)
-        try:
-            return op(*args, **kwargs)
-        finally:
-            if handler is not None and op in self._added:
-                self._table[op] = handler
-
-    def _slice(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bound = bind_arguments(op, args, kwargs)
-        if _is_whole(bound, bound["self"].shape[bound["dim"]]):
-            return torch.ops.aten.alias.default(bound["self"])
-        return self._dispatch(op, args, kwargs)
-
-    def _slice_backward(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bound = bind_arguments(op, args, kwargs)
-        if _is_whole(bound, bound["input_sizes"][bound["dim"]]):
-            return torch.ops.aten.alias.default(bound["grad_output"])
-        return self._dispatch(op, args, kwargs)
+        return dispatch_as_dtensor(op, args, kwargs)
 
 
 def _ops_with_rules() -> set[Any]:
@@ -141,10 +118,17 @@ def _has_symbols_as_strides(value: Any) -> bool:
     return any(isinstance(stride, SymInt) for stride in value.stride())
 
 
-def _is_whole(bound: Mapping[str, Any], size: int | SymInt) -> bool:
-    """Whether a slice is known to be all of a symbolic dim."""
-    start, end, step = bound["start"], bound["end"], bound["step"]
-    if not isinstance(size, SymInt) or step != 1:
+def is_whole_slice(bound: Mapping[str, Any], sizes: Sequence[int | SymInt]) -> bool:
+    """Whether a slice is known to be all of a symbolic dim of a tensor of these sizes.
+
+    DTensor gathers the dim otherwise.
+
+    Args:
+        bound: arguments of the slice, or of its backward.
+        sizes: of the tensor.
+    """
+    size, start, end = sizes[bound["dim"]], bound["start"], bound["end"]
+    if not isinstance(size, SymInt) or bound["step"] != 1:
         return False
     if not (start is None or statically_known_true(start == 0)):
         return False

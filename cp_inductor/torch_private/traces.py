@@ -19,17 +19,13 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
 
-from cp_inductor.torch_private.dtensor import (
-    are_plain_tensors_replicated,
-    replicate_plain_tensors,
-)
-from cp_inductor.torch_private.shardings import RememberedShardings
+from cp_inductor.torch_private.shardings import remembered
 from cp_inductor.torch_private.symbolic_dtensor import SymbolicLengths
 
 NameOf = Callable[[Exception], Exception | None]
@@ -54,6 +50,8 @@ class Traces:
         # Are called with the local variables of a frame that is about to be traced.
         self.before: list[Callable[[Mapping[str, Any]], None]] = []
         self._thread: int | None = None
+        # Contexts that are entered while Dynamo traces, and left when it has.
+        self.around = ExitStack()
 
     @property
     def is_ours(self) -> bool:
@@ -89,13 +87,14 @@ class Traces:
     @contextmanager
     def switched(self, is_ours: bool) -> Iterator[None]:
         """Within this context, what Dynamo traces is ours, or is not."""
-        before, were_replicated = self.is_ours, are_plain_tensors_replicated()
+        before, outer = self.is_ours, self.around
         self._switch(is_ours)
         try:
-            yield
+            with ExitStack() as self.around:
+                yield
         finally:
+            self.around = outer
             self._switch(before)
-            replicate_plain_tensors(were_replicated)  # a parallelized model switches it on
 
     def _switch(self, is_ours: bool) -> None:
         if is_ours == self.is_ours:
@@ -105,7 +104,7 @@ class Traces:
             (state.start if is_ours else state.end)()
 
 
-traces = Traces(SymbolicLengths(), RememberedShardings())
+traces = Traces(SymbolicLengths(), remembered)
 
 
 def innermost_backend(backend: Any) -> Any:

@@ -16,7 +16,7 @@ from torch._functorch import predispatch
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.kept import cache
-from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.arguments import tensors_written_by
 
 
 @contextmanager
@@ -139,11 +139,7 @@ def writes_of(
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            bound = bind_arguments(func, args, kwargs or {})
-            for argument in func._schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    values = pytree.tree_leaves(bound[argument.name])
-                    written.extend((func, one) for one in values if isinstance(one, Tensor))
+            written.extend((func, one) for one in tensors_written_by(func, args, kwargs or {}))
             return func(*args, **(kwargs or {}))
 
     local = like.to_local() if isinstance(like, DTensor) else like

@@ -189,8 +189,10 @@ def changes_in(tree: ast.Module) -> set[str]:
     return found
 
 
-# What these change is an object that they made, or that this package owns.
+# What these change is an object that they made or that this package owns, or an option of torch.
 CHANGE_THEIR_OWN = {
+    "torch_private.context_parallel:torchs_load_balance",
+    "torch_private.tracing:known_results",
     "torch_private.dispatch:become",
     "torch_private.dynamo:as_backend_error",
     "torch_private.inductor:put_label",
@@ -199,10 +201,8 @@ CHANGE_THEIR_OWN = {
 CHANGE_TABLES = {
     "torch_private.dtensor:register_dtensor_handler",
     "torch_private.dtensor:register_loss_handler",
-    "torch_private.dtensor:without_handler",
     "torch_private.dtensor:register_dtensor_flex_attention",
     "torch_private.modes:let_modes_see",
-    "torch_private.symbolic_dtensor:SymbolicLengths.start",
     "torch_private.sizes:hints_forgotten",
     "imported:when_imported",
 }

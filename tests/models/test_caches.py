@@ -12,7 +12,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor import UnsupportedPlacement
-from cp_inductor.dtensor.rules.concatenate import skip_empty_in_cat
+from cp_inductor.dtensor.rules.single_ops import complete_single_ops
 from tests.support import models
 from tests.support.combinations import whole
 from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
@@ -55,7 +55,7 @@ def test_a_prefill_fills_a_cache_of_shards() -> None:
 def test_cat_with_empty_tensors() -> None:
     with fake_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,))
-        skip_empty_in_cat()
+        complete_single_ops()
         whole = torch.arange(24.0).view(2, 3, 4)
         shards = distribute_tensor(whole, mesh, [Shard(1)])
         copies = distribute_tensor(whole, mesh, [Replicate()])

@@ -37,11 +37,11 @@ from cp_inductor.dtensor.axis import (
     is_sequence_sharded,
     local_part,
     roles_of,
+    seed_of_shard,
 )
 from cp_inductor.dtensor.limits import check_attention, refuse_both_masks
 from cp_inductor.dtensor.permuted import refuse_permuted
 from cp_inductor.dtensor.recipe import PlanOptions, make_recipe
-from cp_inductor.dtensor.rules.dropout import seed_of_shard
 from cp_inductor.dtensor.rules.loss import correct_losses_along
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.mask.language import CAUSAL, FULL
@@ -327,6 +327,8 @@ def attend(
     """
     if not enable_gqa:
         _check_equal_heads(query, key, site=EAGER)
+    device = query.device.type
+    is_cast = torch.is_autocast_enabled(device)
     sides = _placed_alike(query, key, value, site=EAGER)
     this, tensors, extras = _prepare(
         sides,
@@ -334,7 +336,7 @@ def attend(
         dropout_p,
         is_causal,
         scale=scale,
-        dtype=_dtype_to_compute_in(query),
+        dtype=torch.get_autocast_dtype(device) if is_cast else query.dtype,
         plan_options=_plan_options(EAGER),
         site=EAGER,
         like=like,
@@ -405,7 +407,8 @@ def _prepare(
         rule, own_rows = _rule_and_rows_of_mask(attn_mask, query, dtype)
         extras.append(own_rows)
     if dropout_p:
-        extras.append(_draw_seed(query if like is None else like))
+        seed = torch.randint(0, 1 << 31, (), device=query.device)
+        extras.append(seed_of_shard(seed, query if like is None else like))
 
     kernel = choose_kernel(*local, dtype=dtype, site=site, has_bias=attn_mask is not None)
     recipe = make_recipe(plan_options, axis, query, key, rule=rule.format(), dtype=dtype, site=site)
@@ -423,14 +426,6 @@ def _check_equal_heads(query: Tensor, key: Tensor, *, site: str) -> None:
         )
 
 
-def _dtype_to_compute_in(query: Tensor) -> torch.dtype:
-    """Return the dtype of autocast if it is on for the query's device, else that of the query."""
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return query.dtype
-
-
 def _rule_and_rows_of_mask(mask: Tensor, query: DTensor, dtype: torch.dtype) -> tuple[Rule, Tensor]:
     """Return the rule that reads a mask as a table, and the part of the mask that this rank reads.
 
@@ -444,16 +439,6 @@ def _rule_and_rows_of_mask(mask: Tensor, query: DTensor, dtype: torch.dtype) -> 
     is_cast = torch.is_autocast_enabled(query.device.type)
     is_wide = bool(rule.bias) and not is_cast and mask.dtype.itemsize > dtype.itemsize
     return replace(rule, is_wide=is_wide), local_part(mask, query, roles_of(indices))
-
-
-def _draw_seed(like: Tensor) -> Tensor:
-    """Draw a seed of dropout from torch's generator, and return this rank's part of it.
-
-    Args:
-        like: the query (B, H, S, D), a DTensor.
-    """
-    seed = torch.randint(0, 1 << 31, (), device=like.device)
-    return seed_of_shard(seed, like)
 
 
 class _AttendWithGradient(torch.autograd.Function):

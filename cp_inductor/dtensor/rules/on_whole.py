@@ -8,8 +8,9 @@
 DTensor (torch 2.13 to 2.15) raises for such an op, either in the forward or only in the backward.
 An op on whole tensors is right by construction. So is its gradient, which is another op on whole or
 sharded tensors. This costs a gather, which is logged once for each op. A result that has the shape
-of an input is sharded like that input, so that the rest of the model stays sharded. All other
-results stay whole.
+of an input is sharded like that input, so that the rest of the model stays sharded. So is the
+result of a convolution along a sharded dim, such as a spectrogram in time. All other results stay
+whole.
 
 An op that writes to its input writes to a whole copy, and every rank takes its part of that copy;
 so do writes to a partial that are not linear.
@@ -18,8 +19,9 @@ of x[mask] does, every rank gets the size of the whole.
 
 Some rules of torch (read in 2.13) are wrong, and are not used: rules that would write to a copy;
 rules for indices that are masks, for reductions over an empty list of dims, for pixels in dims with
-uneven shards, for gradients of a table that are divided by how often a row was looked up, and for
-ops that change shapes in place. Other rules claim strides that the results do not have.
+uneven shards, for convolutions along a sharded dim, for a gather along a dim of which a rank has no
+elements, for gradients of a table that are divided by how often a row was looked up, and for ops
+that change shapes in place. Other rules claim strides that the results do not have.
 
 The functions are registered once a model is parallelized or a backend of this library is loaded.
 """
@@ -28,7 +30,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -42,7 +46,7 @@ from cp_inductor.dtensor.rules.draws import take_from_first
 from cp_inductor.dtensor.rules.partials import compute_whole, makes_parts, part_of
 from cp_inductor.errors import CPError, UnsupportedPlacement
 from cp_inductor.kept import cache
-from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.arguments import bind_arguments, tensors_written_by
 from cp_inductor.torch_private.dispatch import (
     as_view,
     become,
@@ -84,8 +88,7 @@ NAMES = {
 }
 # No dims are all dims to other reductions, as in the backward of x.amax(), and none to DTensor.
 KEEP_ALL_OF_NO_DIMS = (aten.any.dims, aten.all.dims)
-# Their handlers in torch search among the largest elements of all ranks.
-FOUND_ALONG = (aten.argmax.default, aten.argmin.default)
+BATCH_DIM = 0  # of what is convolved: (batch, channels, ...)
 # Ops that move data between ranks are no functions of whole tensors.
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "cp_inductor")
 
@@ -97,32 +100,63 @@ def compute_on_whole() -> None:
         register_dtensor_handler(op, _under_its_name)
     register_dtensor_handler(aten.as_strided.default, _as_strided)
     register_dtensor_handler(aten.embedding_dense_backward.default, _gradient_of_table)
-    for op in FOUND_ALONG:
+    for op, is_right in HANDLED.items():
         before = dtensor_handler(op)
-        if not isinstance(before, _OfPlainShards):
-            register_dtensor_handler(op, _OfPlainShards(before))
+        if not isinstance(before, _IfRight):
+            register_dtensor_handler(op, _IfRight(before, is_right))
 
 
-class _OfPlainShards:
-    """Calls the handler that was there before, if that handler gives the right result (torch 2.13).
+class _IfRight:
+    """Calls the handler that torch has for an op, for calls whose result it gets right."""
 
-    It does not know _StridedShard. It also needs the number at which a rank's part begins, which a
-    compiler does not have.
-    """
-
-    def __init__(self, before: Any) -> None:
-        self.before = before
+    def __init__(self, before: Any, is_right: Callable[[dict[str, Any]], bool]) -> None:
+        self.before, self.is_right = before, is_right
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bound = bind_arguments(op, args, kwargs)
-        tensor, dim = bound["self"], bound["dim"]
-        dims = range(tensor.ndim) if dim is None else (dim % max(tensor.ndim, 1),)
-        is_traced = type(tensor.to_local()) is not Tensor
-        for place in tensor.placements:
-            is_along = isinstance(place, Shard) and place.dim in dims
-            if type(place) not in (Shard, Replicate, Partial) or (is_traced and is_along):
-                return run_on_whole(op, args, kwargs)
-        return self.before(op, args, kwargs)
+        is_right = self.is_right(bind_arguments(op, args, kwargs))
+        return (self.before if is_right else run_on_whole)(op, args, kwargs)
+
+
+def _is_found_in_parts(bound: dict[str, Any]) -> bool:
+    """Whether torch's handlers of argmax and argmin (2.13) are right.
+
+    They search among the largest elements of all ranks. They do not know _StridedShard, and need
+    the number at which a rank's part begins, which a compiler does not have.
+    """
+    tensor, dim = bound["self"], bound["dim"]
+    dims = range(tensor.ndim) if dim is None else (dim % max(tensor.ndim, 1),)
+    is_traced = type(tensor.to_local()) is not Tensor
+    return not any(
+        type(place) not in (Shard, Replicate, Partial)
+        or (is_traced and isinstance(place, Shard) and place.dim in dims)
+        for place in tensor.placements
+    )
+
+
+def _is_convolved_in_parts(bound: dict[str, Any]) -> bool:
+    """Whether torch's handlers of convolutions (2.13) are right: over replicas, or a sharded batch.
+
+    Otherwise they convolve each rank's part alone, or exchange borders where they can, and call the
+    result whole. In a backward they take the gradient as placed like the input.
+    """
+    tensor = bound["input"]
+    output = bound.get("grad_output", tensor)
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
+        return True
+    is_alike = isinstance(output, DTensor) and output.placements == tensor.placements
+    return is_alike and all(
+        place.is_replicate() or getattr(place, "dim", None) == BATCH_DIM
+        for place in tensor.placements
+    )
+
+
+# Ops for which torch has a handler that is wrong at times => whether it is right for a call.
+HANDLED = {
+    aten.argmax.default: _is_found_in_parts,
+    aten.argmin.default: _is_found_in_parts,
+    aten.convolution.default: _is_convolved_in_parts,
+    aten.convolution_backward.default: _is_convolved_in_parts,
+}
 
 
 def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,7 +197,7 @@ def _is_misjudged(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
     if op in INDEXED:
         return any(_is_mask(index) for index in args[1])
     is_known = op in PIXELS or op in LAID_LIKE_INPUT or torch.Tag.inplace_view in op.tags
-    return is_known or _place_of_no_dims(op, args) is not None
+    return is_known or _place_of_no_dims(op, args) is not None or _lacks_elements(op, args)
 
 
 def _place_of_no_dims(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> int | None:
@@ -172,6 +206,17 @@ def _place_of_no_dims(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> int |
         return None
     named = zip(op._schema.arguments, args, strict=False)
     return next((i for i, (it, dims) in enumerate(named) if it.name == "dim" and dims == []), None)
+
+
+def _lacks_elements(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether a rank has no elements along the dim of a gather: it would fail, and others wait."""
+    if op is not aten.gather.default or not isinstance(args[0], DTensor) or not args[0].ndim:
+        return False
+    tensor, dim = args[:2]
+    along, length = Shard(dim % tensor.ndim), tensor.shape[dim]
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    ranks = prod(size for place, size in sizes if place == along)
+    return bool((ranks - 1) * -(-length // ranks) >= length)
 
 
 def _is_mask(index: object) -> bool:
@@ -189,13 +234,13 @@ def run_on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
     if not _is_computable(op, given):
         _raise_again(op)
-    written = list(_written(op, args, kwargs))
+    written = tensors_written_by(op, args, kwargs)
     _check_written(op, written)
     _tell(op, given)
     mesh = given[0].device_mesh
     whole_args, whole_kwargs = pytree.tree_map_only(DTensor, _whole, (args, kwargs))
     results = op(*whole_args, **whole_kwargs)
-    copies = list(_written(op, whole_args, whole_kwargs))
+    copies = tensors_written_by(op, whole_args, whole_kwargs)
     if torch.Tag.nondeterministic_seeded in op.tags:
         _draw_alike([*pytree.tree_leaves(results), *copies], mesh)
     for tensor, whole in zip(written, copies, strict=True):
@@ -227,16 +272,6 @@ def _raise_again(op: torch._ops.OpOverload) -> None:
     raise error
 
 
-def _written(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[Tensor]:
-    """Yield the tensors that an op writes to."""
-    for place, argument in enumerate(op._schema.arguments):
-        if argument.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-
-
 def _check_written(op: torch._ops.OpOverload, written: Sequence[Tensor]) -> None:
     """Refuse writes of which no rank could keep its part."""
     for tensor in written:
@@ -253,6 +288,12 @@ def _check_written(op: torch._ops.OpOverload, written: Sequence[Tensor]) -> None
 def _tell(op: torch._ops.OpOverload, given: Sequence[DTensor]) -> None:
     moved = [one for one in given if not all(place.is_replicate() for place in one.placements)]
     if moved and is_first_rank(moved[0].device_mesh):
+        if op is aten.convolution.default:
+            warnings.warn(
+                "a convolution along a sharded dim: every rank gathers the whole of it, computes"
+                " it, and keeps its part",
+                stacklevel=2,
+            )
         sizes = [one.numel() * one.element_size() for one in moved]
         _tell_once(op, sum(size for size in sizes if not isinstance(size, SymInt)))
 
@@ -307,7 +348,7 @@ def _wrapped(
         if returned.alias_info is not None and returned.alias_info.is_write:
             result = _argument_of(op, returned.alias_info, args, kwargs)
         else:
-            result = pytree.tree_map_only(Tensor, lambda one: _sharded_like(one, given), result)
+            result = pytree.tree_map_only(Tensor, lambda one: _sharded_like(one, given, op), result)
         wrapped.append(result)
     return tuple(wrapped) if isinstance(results, tuple) else wrapped[0] if wrapped else None
 
@@ -323,12 +364,13 @@ def _argument_of(
     raise AssertionError(op)
 
 
-def _sharded_like(whole: Tensor, given: Sequence[DTensor]) -> DTensor:
-    """Shard a result like the first input of its shape that is sharded."""
+def _sharded_like(whole: Tensor, given: Sequence[DTensor], op: torch._ops.OpOverload) -> DTensor:
+    """Shard a result like the first sharded input of its shape, or like what is convolved."""
     made = replicated(whole, given[0].device_mesh)
     for one in given:
         is_sharded = any(place.is_shard() for place in one.placements)
-        if is_sharded and whole.shape == one.shape:
+        is_convolved = op is aten.convolution.default and one is given[0]
+        if is_sharded and (is_convolved or whole.shape == one.shape):
             return made.redistribute(placements=[_shard_or_whole(p) for p in one.placements])
     return made
 

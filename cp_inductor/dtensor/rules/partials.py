@@ -88,14 +88,18 @@ def makes_parts(op: torch._ops.OpOverload, args: tuple[Any, ...], output_spec: A
 
 
 def compute_whole(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-    """Compute an op as DTensor does, and make whole what it returns, where sequences lie."""
+    """Compute an op as DTensor does, and make whole what it returns, where sequences lie.
+
+    What a gather along a sharded dim returns is made whole everywhere.
+    """
     # A checkpoint computes its forward anew in a backward, with gradients on.
     is_gradient = is_in_backward() and not torch.is_grad_enabled()
 
     def whole(tensor: DTensor) -> DTensor:
         sums = [_is_sum(place) for place in tensor.placements if place.is_partial()]
-        may_stay = is_gradient and all(sums)
-        return tensor if may_stay or not holds_sequences(tensor.device_mesh) else make_whole(tensor)
+        may_stay = (is_gradient and all(sums)) or not holds_sequences(tensor.device_mesh)
+        # Parts of a gather have a mask of its shape, so a view of them, such as `squeeze`, fails.
+        return tensor if may_stay and op is not aten.gather.default else make_whole(tensor)
 
     return pytree.tree_map_only(DTensor, whole, dispatch_as_dtensor(op, args, kwargs))
 

@@ -36,7 +36,7 @@ from cp_inductor.dtensor.rules.partials import is_partial
 from cp_inductor.dtensor.sequence_meshes import holds_sequences
 from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.sequence.eager import place_of_caller
-from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.arguments import bind_arguments, tensors_written_by
 from cp_inductor.torch_private.dtensor import (
     are_plain_tensors_replicated,
     dispatch_as_dtensor,
@@ -47,8 +47,9 @@ from cp_inductor.torch_private.dtensor import (
     without_handler,
 )
 from cp_inductor.torch_private.modes import run_uncompiled
+from cp_inductor.torch_private.symbolic_dtensor import is_whole_slice
 from cp_inductor.torch_private.traces import traces
-from cp_inductor.torch_private.tracing import is_compiled, is_fake, memory_of
+from cp_inductor.torch_private.tracing import is_compiled, is_fake, memory_of, tensors_in
 
 aten = torch.ops.aten
 # Views for which DTensor gathers a dim that is sharded.
@@ -112,6 +113,8 @@ def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     of = args[0]
     if op is aten.view.default and not of.numel() and any(p.is_shard() for p in of.placements):
         refuse_empty(f"view ({place_of_caller()})", of)
+    if op is aten.slice.Tensor and is_whole_slice(bind_arguments(op, args, kwargs), of.shape):
+        return aten.alias.default(of)
     with _mode_of(of):
         try:
             views = without_handler(op, args, kwargs)
@@ -155,7 +158,8 @@ def _root(tensor: DTensor) -> Tensor:
 
 
 def _write(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    written = list(_written(op, args, kwargs))
+    tensors = tensors_written_by(op, args, kwargs)
+    written = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     if any(is_propagating_shapes(local_of(tensor)) for tensor in written):
         return _trace(op, args, kwargs, written)
     for tensor in written:
@@ -170,31 +174,15 @@ def _write(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _takes_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a write to sums is right on each rank's part of them."""
-    to, *others = (list(_leaves(value)) for value in bind_arguments(op, args, kwargs).values())
+    to, *others = map(tensors_in, bind_arguments(op, args, kwargs).values())
     if op in SCALED:
         tensors = [value for values in others for value in values if isinstance(value, DTensor)]
         return not any(map(is_partial, tensors))
     if op in ADDED:
-        places = [[getattr(value, "placements", None) for value in values] for values in others]
-        return [tensor.placements for tensor in to] == places[0]
+        pairs = (to, others[0])
+        places = [[getattr(value, "placements", None) for value in values] for values in pairs]
+        return places[0] == places[1]
     return False
-
-
-def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[DTensor]:
-    bound = bind_arguments(op, args, kwargs)
-    for argument in op._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for value in _leaves(bound[argument.name]):
-                if isinstance(value, DTensor):
-                    yield value
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _leaves(one)
-    else:
-        yield value
 
 
 def _trace(
@@ -214,9 +202,7 @@ def _has_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether there are plain tensors beside DTensors, which torch refuses."""
     if are_plain_tensors_replicated():
         return False
-    leaves = _leaves([*args, *kwargs.values()])
-    plain = [one for one in leaves if isinstance(one, Tensor) and not isinstance(one, DTensor)]
-    return any(tensor.ndim for tensor in plain)
+    return any(x.ndim and not isinstance(x, DTensor) for x in tensors_in((args, kwargs)))
 
 
 def _check(op: torch._ops.OpOverload, tensor: DTensor) -> None:

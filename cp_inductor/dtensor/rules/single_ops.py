@@ -1,10 +1,14 @@
-"""Sharding rules for ops that compute each element by itself, and that torch has no rules for.
+"""Ops of which one thing is missing in DTensor: empty tensors in `cat`, pointwise ops.
+
+    cat([tensor of shape (0,), keys (B, G, T, D) [Shard(2)]], dim=-2)  =>  keys, placed as they are
 
     torch.polar(DTensor [Shard(1)], DTensor [Shard(1)])  =>  DTensor [Shard(1)]
 
+Caches of keys often begin with a tensor of shape (0,), which torch skips, however many dims the
+others have. DTensor (2.13 to 2.15) looks for the sharded dim in it, and fails.
+
 Rotary embeddings of some models (DeepSeek-V2, Llama 4) turn angles into complex numbers, and some
-activations have rules in the forward alone. The rules are registered once a model is parallelized
-or a backend of this library is loaded; until then, DTensor's table is unchanged.
+activations have rules in the forward alone.
 """
 
 from __future__ import annotations
@@ -13,8 +17,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
+
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, register_dtensor_handler
 
 aten = torch.ops.aten
 
@@ -27,10 +35,26 @@ ALONE = (
 )
 
 
-def shard_pointwise() -> None:
-    """Register the rules; a second call changes nothing."""
+def complete_single_ops() -> None:
+    """Register the handlers and the rules; a second call changes nothing."""
+    register_dtensor_handler(aten.cat.default, _cat)
     for op in ALONE:
         register_sharding(op)(partial(_places, len(op._schema.returns)))
+
+
+def _cat(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bound = bind_arguments(op, args, kwargs)
+    given: list[Tensor] = list(bound["tensors"])
+    rest = [tensor for tensor in given if tensor.shape != (0,)]
+    if not rest or len(rest) == len(given):
+        return dispatch_as_dtensor(op, args, kwargs)
+    dtype = given[0].dtype
+    for tensor in given[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    rest = [tensor.to(dtype) for tensor in rest]
+    if len(rest) == 1:
+        return rest[0].clone()  # DTensor would gather it first
+    return dispatch_as_dtensor(op, (rest, bound["dim"]), {})
 
 
 def _places(num_results: int, *given: Any) -> list[tuple[list[Any], list[Any]]]:

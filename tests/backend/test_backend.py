@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -84,53 +84,6 @@ def check_many(backend: str) -> None:
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_aot_eager_numerics(world_size: int) -> None:
     run_ranks(world_size, check_many, "cp_aot_eager")
-
-
-def check_grids(backend: str) -> None:
-    """Four ranks as 2 x 2: the sequence on one axis, batch or heads on the other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "cp"))
-    whole = make_qkv(10, num_kv_heads=2)
-    for is_causal, function in ((True, attend_causal), (False, attend_full)):
-        expected = attend_with_grads(*whole, is_causal=is_causal)
-        # What the other axis holds has nothing to do with the mask.
-        grids = ([Shard(0), Shard(2)], [Shard(1), Shard(2)], [Shard(2), Shard(1)])
-        for placements in grids if is_causal else grids[2:]:
-            torch._dynamo.reset()
-            compiled = torch.compile(function, backend=backend, fullgraph=True)
-            found = with_grads(compiled, on_mesh(whole, mesh, *placements))
-            assert {actual.placements for actual in found} == {tuple(placements)}
-            assert_all_close(found, expected, torch.float32)
-        check_named_axis(mesh, function, whole, expected, backend)
-
-
-def check_named_axis(
-    mesh: DeviceMesh,
-    function: Callable[..., Tensor],
-    whole: tuple[Tensor, ...],
-    expected: tuple[Tensor, ...],
-    backend: str,
-) -> None:
-    """Plain tensors: batches differ along one axis, the sequence is split along the named one."""
-    batch, piece = mesh.get_coordinate()
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        function, backend=backend, fullgraph=True, options={"mesh": mesh["cp"]}
-    )
-
-    def local(tensor: Tensor) -> Tensor:
-        return shard(tensor.chunk(2)[batch], piece, 2).contiguous()
-
-    given = [local(tensor) for tensor in whole]
-    with torch.inference_mode():
-        inferred = compiled(*(tensor.requires_grad_() for tensor in given[:3]))
-    found = with_grads(compiled, given)
-    assert_all_close(found, map(local, expected), torch.float32)
-    torch.testing.assert_close(inferred.clone(), found[0])
-
-
-@pytest.mark.slow
-def test_two_axes_numerics() -> None:
-    run_ranks(4, check_grids, "cp_aot_eager")
 
 
 @pytest.mark.long

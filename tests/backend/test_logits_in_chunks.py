@@ -124,9 +124,7 @@ def test_three_uneven_shards_and_a_head_of_its_own() -> None:
 def test_gpu_programs_are_rehearsed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     model, options = Model(is_tied=True, is_shifted=True), {**SMALL}
-    job = Job(
-        model, batch(LENGTH)[:2], placements=[Shard(1)], options=options, folder=str(tmp_path)
-    )
+    job = Job(model, batch(LENGTH)[:2], placement=Shard(1), options=options, folder=str(tmp_path))
     rehearsal = rehearse(job)
     code = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
     assert code.count("chunking_subgraph") >= 3

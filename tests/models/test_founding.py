@@ -1,9 +1,9 @@
 """The cases this project was founded on: whole transformers, counted collectives.
 
-nn.TransformerEncoder with a mask and is_causal; a decoder of our own; cross-attention with
-different query and context lengths under fullgraph. Eager and compiled, on several ranks, each
-held against the unsharded model, forward and backward. A ring needs P-1 exchanges per attention in
-the forward and 2 (P-1) in the backward.
+nn.TransformerEncoder with a mask and is_causal; cross-attention with different query and context
+lengths under fullgraph. A decoder is in test_parallelize.py. Eager and compiled, on several ranks,
+each held against the unsharded model, forward and backward. A ring needs P-1 exchanges per
+attention in the forward and 2 (P-1) in the backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import cp_inductor
 from cp_inductor.tiles.combine import combine
 from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import TileCall
-from tests.support.combinations import compiled, make_batch, make_model
+from tests.support.combinations import compiled
 from tests.support.comms import Counts
 from tests.support.graphs import attend_full
 from tests.support.ranks import fake_rank, run_ranks
@@ -37,8 +37,8 @@ from tests.support.reference import (
 
 NUM_LAYERS = 2
 
-# One of three ranks is neither the first nor the last; what two show is long.
-WORLD_SIZES = [pytest.param(2, marks=pytest.mark.long), 3]
+# One of them is neither the first nor the last.
+WORLD_SIZE = 3
 
 
 def world() -> tuple[int, int, DeviceMesh]:
@@ -109,8 +109,8 @@ def causal_mask(length: int, dtype: torch.dtype, is_causal: bool) -> Tensor | No
 
 def check_encoder_of_dtensors(form: str) -> None:
     ways = list(product((torch.float32, torch.bfloat16), (True, False)))
-    if form == "cp_aot_eager" and dist.get_world_size() == 3:
-        ways = [ways[0], ways[3]]  # each dtype and each mask; two ranks, which are long, have all
+    if form == "cp_aot_eager":
+        ways = [ways[0], ways[3]]  # each dtype and each mask; eager code has all
     for dtype, is_causal in ways:
         check_one_encoder_of_dtensors(form, dtype, is_causal)
 
@@ -148,17 +148,15 @@ def check_encoder_of_shards(form: str, is_causal: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("form", ["eager", "cp_aot_eager"])
-def test_encoder_of_dtensors(form: str, world_size: int) -> None:
-    run_ranks(world_size, check_encoder_of_dtensors, form)
+def test_encoder_of_dtensors(form: str) -> None:
+    run_ranks(WORLD_SIZE, check_encoder_of_dtensors, form)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_encoder_of_shards(world_size: int, is_causal: bool) -> None:
-    run_ranks(world_size, check_encoder_of_shards, "cp_aot_eager", is_causal)
+def test_encoder_of_shards(is_causal: bool) -> None:
+    run_ranks(WORLD_SIZE, check_encoder_of_shards, "cp_aot_eager", is_causal)
 
 
 def test_attention_weights_are_refused() -> None:
@@ -174,31 +172,7 @@ def test_attention_weights_are_refused() -> None:
             run(torch.rand(2, 4, 16))
 
 
-# 2. A decoder
-
-
-def check_decoder(form: str) -> None:
-    rank, world_size, mesh = world()
-    torch._dynamo.reset()
-    model = make_model()
-    ids, positions, _ = make_batch(2, 5 * world_size)
-    expected, grads = expected_of(model, ids, positions)
-    model = distribute_module(model, mesh)
-    sharded = [distribute_tensor(tensor, mesh, [Shard(1)]) for tensor in (ids, positions)]
-    run = compiled(model, form, fullgraph=True)
-    out = run_and_count(lambda: run(*sharded), model, NUM_LAYERS)
-    assert_close(out.to_local(), shard(expected, rank, world_size, 1), torch.float32)
-    check_grads(model, grads, torch.float32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("form", ["eager", "cp_aot_eager"])
-def test_decoder(form: str, world_size: int) -> None:
-    run_ranks(world_size, check_decoder, form)
-
-
-# 3. Different query and context lengths, against attention chunk by chunk
+# 2. Different query and context lengths, against attention chunk by chunk
 
 
 def attend_in_chunks(query: Tensor, key: Tensor, value: Tensor, num_chunks: int) -> Tensor:
@@ -241,6 +215,5 @@ def check_one_cross_attention(form: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_cross_attention(world_size: int) -> None:
-    run_ranks(world_size, check_cross_attention, "cp_aot_eager")
+def test_cross_attention() -> None:
+    run_ranks(WORLD_SIZE, check_cross_attention, "cp_aot_eager")

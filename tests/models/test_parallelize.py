@@ -39,6 +39,7 @@ from tests.support.combinations import (
     AOT,
     COMPILED,
     EAGER,
+    NUM_LAYERS,
     VOCABULARY,
     compiled,
     make_batch,
@@ -56,9 +57,9 @@ TOLERANCE = 1e-12  # relative to the largest of a tensor
 class Training(nn.Module):
     """A decoder whose embedding is its head, its loss, and counts that its forward writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = NUM_LAYERS) -> None:
         super().__init__()
-        self.decoder = make_decoder(is_tied=True)
+        self.decoder = make_decoder(num_layers=num_layers, is_tied=True)
         self.register_buffer("seen", torch.zeros(VOCABULARY))
         self.register_buffer("calls", torch.zeros(()))
 
@@ -77,8 +78,8 @@ class Decaying(Training):
         return super().forward(*batch) + 1e-3 * decay
 
 
-def make_model() -> Training:
-    return Training().double()
+def make_model(num_layers: int = NUM_LAYERS) -> Training:
+    return Training(num_layers).double()
 
 
 def assert_close(actual: Any, expected: Tensor, name: str = "") -> None:
@@ -99,7 +100,8 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
 
 
 def check_steps(form: str, batch: int, length: int) -> None:
-    model, reference = Decaying().double(), Decaying().double()
+    num_layers = NUM_LAYERS if form == EAGER else 1
+    model, reference = (Decaying(num_layers).double() for _ in range(2))
     optimizers = [
         torch.optim.AdamW(each.parameters(), fused=True, lr=0.01) for each in (model, reference)
     ]
@@ -142,11 +144,12 @@ def test_steps_are_those_of_one_process(form: str, ranks: int, batch: int, lengt
     run_ranks(ranks, check_steps, form, batch, length)
 
 
+@torch.no_grad()
 def check_lengths(dynamic: bool | None) -> None:
-    model = cp_inductor.parallelize(make_model(), world_mesh())
+    model, reference = cp_inductor.parallelize(make_model(1), world_mesh()), make_model(1)
     run = torch.compile(model, backend=AOT, fullgraph=True, dynamic=dynamic)
     for length in (24, 32, 16):
-        assert_close(run(*make_batch(2, length)).detach(), make_model()(*make_batch(2, length)))
+        assert_close(run(*make_batch(2, length)), reference(*make_batch(2, length)))
     assert counters["stats"]["unique_graphs"] == 2  # for the first, and for all others
 
 
@@ -223,7 +226,7 @@ def test_wrapped_for_data_parallelism(wrap: Any, form: str) -> None:
 def test_what_is_gathered_are_weights() -> None:
     """Stored over the ranks of the sequence alone, weights are read whole, and activations stay."""
     with fake_rank(0, 2):
-        model = cp_inductor.parallelize(make_model(), world_mesh(), weights=world_mesh())
+        model = cp_inductor.parallelize(make_model(1), world_mesh(), weights=world_mesh())
         graphs = lowered_graphs(model, *make_batch(2, 16))
         gathers = (
             node for kind in ("forward", "backward") for node in gathers_of(graphs[kind].graph)
@@ -253,6 +256,8 @@ def check_blocks(way: str) -> None:
     assert_close(loss.detach(), expected.detach())
     assert_same_gradients(model, reference)
     assert counters["cp_inductor"]["sites_rewritten"] > 0
+    if way == "layers":
+        return
     # A graph of another model, of which Dynamo knows nothing of the first one's breaks.
     other = torch.compile(
         cp_inductor.parallelize(make_model(), world_mesh()), backend=AOT, fullgraph=True
@@ -293,42 +298,6 @@ def test_copies_pickles_state_dicts_and_models_on_meta() -> None:
     run_ranks(2, check_copies)
 
 
-class Adapted(nn.Module):
-    """What LoRA makes of a linear layer."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        generator = torch.Generator().manual_seed(4)
-        self.down = nn.Parameter(torch.randn(2, base.in_features, generator=generator).double())
-        self.up = nn.Parameter(torch.randn(base.out_features, 2, generator=generator).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.down.T @ self.up.T
-
-
-def check_adapters(form: str) -> None:
-    model, reference, batch = make_model(), make_model(), make_batch(2, 13)
-    cp_inductor.parallelize(model, world_mesh())
-    for each in (model, reference):
-        each.requires_grad_(False)
-        for layer in each.decoder.layers:
-            layer.query = Adapted(layer.query)
-    compiled(model, form)(*batch).backward()
-    reference(*batch).backward()
-    expected = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is None) == (expected[name].grad is None)
-        if parameter.grad is not None:
-            assert_close(parameter.grad, expected[name].grad, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [EAGER, AOT])
-def test_adapters_that_are_added_later(form: str) -> None:
-    run_ranks(2, check_adapters, form)
-
-
 def check_hooks(form: str) -> None:
     """Hooks of modules and of weights, and layers that are frozen for a step."""
     models = model, reference = make_model(), make_model()
@@ -359,16 +328,17 @@ def check_generation() -> None:
     pytest.importorskip("transformers")
     from tests.support.models import make
 
-    model, ids = make("Llama"), torch.arange(7)[None] + 3
+    model, reference = (make("Llama", num_hidden_layers=1) for _ in range(2))
+    ids = torch.arange(7)[None] + 3
     how = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    expected = make("Llama").generate(ids, **how)
+    expected = reference.generate(ids, **how)
     cp_inductor.parallelize(model, world_mesh())
     assert torch.equal(model.generate(ids, **how), expected)
     for context in (torch.no_grad, torch.inference_mode):
         for run in (model, torch.compile(model, backend=AOT)):
             with context():
                 loss = run(input_ids=ids, labels=ids).loss
-                expected = make("Llama")(input_ids=ids, labels=ids).loss
+                expected = reference(input_ids=ids, labels=ids).loss
             assert abs(loss.item() - expected.item()) <= 1e-6
 
 
@@ -441,7 +411,7 @@ def check_guesses(seeds: list[int], form: str) -> None:
 @pytest.mark.slow
 def test_what_is_cut_never_changes_numbers() -> None:
     run_ranks(2, check_guesses, list(range(24)), EAGER)
-    run_ranks(3, check_guesses, list(range(40, 42)), AOT)
+    run_ranks(3, check_guesses, [40], AOT)
 
 
 @pytest.mark.long
@@ -484,7 +454,7 @@ def test_what_is_said_of_a_parallelized_model() -> None:
     """By the style of torch's `parallelize_module`; in its world, and in others."""
     with fake_rank(0, 2):
         style = cp_inductor.ParallelizeSequence(outputs="whole")
-        model = parallelize_module(make_model(), world_mesh(), style)
+        model = parallelize_module(make_model(1), world_mesh(), style)
         report = cp_inductor.explain(model, *make_batch(2, 16))
         assert report.is_fine and report.attentions
         model = model.bfloat16()
@@ -500,7 +470,7 @@ class Classifier(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.decoder = make_decoder()
+        self.decoder = make_decoder(num_layers=1)
 
     def forward(self, ids: Tensor, positions: Tensor, classes: Tensor) -> Tensor:
         return F.cross_entropy(self.decoder(ids, positions).mean(1), classes)
@@ -510,9 +480,10 @@ def other_classes(seed: int) -> tuple[Tensor, ...]:
     return (*make_batch(2, 9)[:2], torch.tensor([1, seed]))
 
 
+@torch.no_grad()  # there is no backward to compile, and ranks compare before the forward
 def check_other_batches(form: str) -> None:
     for model, draw in (
-        (make_model(), lambda seed: make_batch(2, 9, seed)),
+        (make_model(1), lambda seed: make_batch(2, 9, seed)),
         (Classifier(), other_classes),
     ):
         run = compiled(cp_inductor.parallelize(model, world_mesh()), form)

@@ -44,7 +44,7 @@ from cp_inductor.modules.recurrences import (
     share_short_convolution,
     share_wherever_known,
 )
-from tests.support.combinations import whole
+from tests.support.combinations import assert_beside, whole
 from tests.support.graphs import lowered_graphs, targets
 from tests.support.models import LENGTH, VOCABULARY, Mixing, make
 from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
@@ -171,12 +171,8 @@ def check_model(
         SharedSequence.gather = original  # type: ignore[method-assign]
     expected = reference(expected_leaf)
     expected.square().sum().backward()
-    pairs = [(out, expected), (leaf.grad, expected_leaf.grad)]
-    pairs += [
-        (p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)
-    ]
-    for actual, wanted in pairs:
-        assert (whole(actual) - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+    gradients = leaf.grad, expected_leaf.grad
+    assert_beside(model, reference, (out, expected), gradients, tolerance=1e-12)
     return max(gathered, default=0)
 
 
@@ -268,18 +264,22 @@ def test_what_is_not_of_tokens_is_said_to_cost_the_whole() -> None:
             masked(tokens, None)
 
 
-def test_explain_names_what_a_mixer_exchanges() -> None:
+# Two tokens before, and a pair, each 2 x (2, 6) in float32: of three others. Or the tokens of the
+# neighbour, and three quarters of a pair and of two states.
+@pytest.mark.parametrize(
+    ("most", "gathers", "elements"), [(64, 2, 2 * 3 * (2 * 2 * 6)), (1, 3, (2 + 2 * 2 * 0.75) * 12)]
+)
+def test_explain_names_what_a_mixer_exchanges(most: int, gathers: int, elements: float) -> None:
     cp_inductor.register_recurrence(mean_of_past, share_mean)
-    with fake_mesh(1, 4) as mesh:
+    with fake_mesh(1, 4) as mesh, patch.object(along_sequence, "MOST_GATHERED", most):
         model = cp_inductor.parallelize(Model(), mesh, recurrent=(Mixer,))
         tokens = distribute_tensor(torch.ones(2, 8, 6), mesh, [Shard(1)])
         with implicit_replication():
             report = cp_inductor.explain(model, tokens)
     (scan,) = report.scans
-    # Two tokens before, and a pair: each 2 x (2, 6) in float32, of three others.
-    assert (scan.kind, scan.ranks, scan.gathers) == ("Mixer", 4, 2)
-    assert scan.received_bytes == 2 * 3 * (2 * 2 * 6) * 4
-    assert "mixer" in scan.path and "2 exchanges over 4 ranks" in str(report)
+    assert (scan.kind, scan.ranks, scan.gathers) == ("Mixer", 4, gathers)
+    assert scan.received_bytes == elements * 4
+    assert "mixer" in scan.path and f"{gathers} exchanges over 4 ranks" in str(report)
 
 
 def exchange_always(function: Any, *args: Any) -> Any:
@@ -338,18 +338,6 @@ def test_what_a_rank_receives_does_not_grow_with_their_number() -> None:
     assert count_exchanged(128, decay=decay) == count_exchanged(512, decay=decay) == 4 * elements
     # All of a head's matrix, beside some columns of its state: a gather would have 1,024 of these.
     assert 3 * elements < count_exchanged(512, matrix=matrix) < 40 * elements
-
-
-def test_explain_counts_exchanges_with_neighbours() -> None:
-    cp_inductor.register_recurrence(mean_of_past, share_mean)
-    with fake_mesh(1, 4) as mesh, patch.object(along_sequence, "MOST_GATHERED", 1):
-        model = cp_inductor.parallelize(Model(), mesh, recurrent=(Mixer,))
-        tokens = distribute_tensor(torch.ones(2, 8, 6), mesh, [Shard(1)])
-        with implicit_replication():
-            (scan,) = cp_inductor.explain(model, tokens).scans
-    # The tokens before; three quarters of a pair, and of two states, of (2, 6) elements.
-    assert (scan.ranks, scan.gathers) == (4, 3)
-    assert scan.received_bytes == (2 + 2 * 2 * 0.75) * 2 * 6 * 4
 
 
 @pytest.mark.parametrize("schedule", ["global", "none"])
@@ -678,16 +666,6 @@ def test_functions_are_known_wherever_a_module_finds_them(monkeypatch: pytest.Mo
         for found in (elsewhere.own_scan, module.scan, names["scan"]):  # type: ignore[attr-defined]
             assert found.__wrapped__ is scan
             assert found._cp_form is form
-
-
-def test_a_checkpoint_enters_the_sequence_again() -> None:
-    with fake_mesh(0, 2) as mesh:
-        sequence = SharedSequence(mesh, (0,), 4)
-        again = along_sequence._Again(sequence)
-        assert again == along_sequence._Again(sequence)
-        with again, again:
-            assert along_sequence.computing().sequence is sequence
-        assert along_sequence.computing().sequence is None
 
 
 BATCHES = 20

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor import UnsupportedPlacement
-from tests.support.combinations import whole
+from tests.support.combinations import assert_beside, whole
 from tests.support.models import make
 from tests.support.ranks import fake_rank, on_ranks, world_mesh
 
@@ -77,11 +77,9 @@ def test_buffers_that_change_within_a_module() -> None:
         for each in (reference, model):
             each.zero_grad()
         expected, out = reference(x), model(x)
-        torch.testing.assert_close(whole(out), expected)
         expected.square().sum().backward()
         out.square().sum().backward()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad)
+        assert_beside(model, reference, (out, expected), tolerance=TOLERANCE)
 
 
 class BySign(nn.Module):
@@ -118,9 +116,7 @@ def test_gradients_of_weights_that_a_rank_does_not_need() -> None:
         cp_inductor.parallelize(model, mesh, tokenwise=(BySign,), weights=weights)
         sharded = distribute_tensor(x, mesh, [Shard(1)])
         model(sharded).square().sum().backward()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            assert p.grad is not None
-            torch.testing.assert_close(whole(p.grad), q.grad)
+        assert_beside(model, reference, tolerance=TOLERANCE)
         with torch.no_grad():
             torch.testing.assert_close(whole(model(sharded)), expected)
 
@@ -161,13 +157,7 @@ def test_queries_by_experts() -> None:
         outs[-1].square().sum().backward()
     out, expected = outs
     assert out.placements == (Shard(1),)
-    pairs = [(out, expected)]
-    pairs += [
-        (p.grad, q.grad) for p, q in zip(module.parameters(), reference.parameters(), strict=True)
-    ]
-    for actual, wanted in pairs:
-        difference = (whole(actual) - wanted).abs().max()
-        assert difference <= TOLERANCE * wanted.abs().max()
+    assert_beside(module, reference, (out, expected), tolerance=TOLERANCE)
 
 
 def check_own_placement(
@@ -184,12 +174,10 @@ def check_own_placement(
     given = distribute_tensor(leaf.detach(), mesh, [placement]).requires_grad_()
     out = run(given)
     assert getattr(out, "placements", (Replicate(),)) == (placement,)
-    torch.testing.assert_close(whole(out), expected)
     out.square().sum().backward()
     assert isinstance(given.grad, DTensor)
-    torch.testing.assert_close(given.grad.full_tensor(), leaf.grad)
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+    results = (out, expected), (given.grad, leaf.grad)
+    assert_beside(model, reference, *results, tolerance=1e-12)
 
 
 @pytest.mark.slow
@@ -476,6 +464,4 @@ def test_checkpoints_inside_a_module() -> None:
             with implicit_replication():  # in which a DTensor would be taken beside plain tensors
                 out = run(distribute_tensor(x, mesh, [Shard(1)]))
                 out.square().sum().backward()
-            torch.testing.assert_close(out.full_tensor(), expected)
-            for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(p.grad, q.grad, msg=name)
+            assert_beside(model, reference, (out, expected), tolerance=TOLERANCE)

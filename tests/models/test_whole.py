@@ -14,7 +14,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor import UnsupportedPlacement
-from tests.support.combinations import whole
+from tests.support.combinations import assert_beside
 from tests.support.ranks import fake_mesh, fake_rank, on_ranks, run_ranks, world_mesh
 
 TOLERANCE = 1e-12
@@ -74,12 +74,8 @@ def check_model(
         out.square().sum().backward()
     expected = reference(expected_leaf)
     expected.square().sum().backward()
-    pairs = [(out, expected), (leaf.grad, expected_leaf.grad)]
-    pairs += [
-        (p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)
-    ]
-    for actual, wanted in pairs:
-        assert (whole(actual) - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+    gradients = leaf.grad, expected_leaf.grad
+    assert_beside(model, reference, (out, expected), gradients, tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize("backend", [None, "cp_aot_eager"])
@@ -122,9 +118,7 @@ def test_a_sequence_that_begins_in_the_module() -> None:
     out.square().sum().backward()
     expected = reference(pixels)
     expected.square().sum().backward()
-    assert (whole(out) - expected).abs().max() < TOLERANCE
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (p.grad - q.grad).abs().max() <= TOLERANCE * q.grad.abs().max()
+    assert_beside(model, reference, (out, expected), tolerance=TOLERANCE)
 
 
 def test_refusals() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from cp_inductor.ops.attention import attention_of
 from cp_inductor.passes.capture_attention import list_attentions
 from tests.support.graphs import recorded_capture
 from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
-from tests.support.reference import assert_close, make_qkv, shard
+from tests.support.reference import assert_close, make_qkv, on_mesh, shard
 
 AOT = "cp_aot_eager"
 LENGTH, BATCH, HEADS, BUCKETS = 22, 2, 4, 8
@@ -134,27 +134,58 @@ def compare(actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype, wh
         assert_close(one, other, dtype, f"{what}: {name}")
 
 
-def run_distributed(
-    kind: str, dtype: torch.dtype, backend: str, has_checkpoint: bool = False
+# Parallelized, with weights that are plain or, on two axes, are not; or shards in a region or of a
+# mesh, where what is learned is the same on every rank; or DTensors beside such a weight.
+HOW = ("parallelized", "batch", "heads", "DTensors", "region", "mesh")
+
+
+def run(
+    kind: str,
+    dtype: torch.dtype = torch.float64,
+    backend: str = AOT,
+    how: str = "parallelized",
+    has_checkpoint: bool = False,
 ) -> None:
-    """What is learned is a DTensor."""
-    mesh = world_mesh()
+    """Compare output and gradients, of what is learned as well, with those of one process."""
+    whole, mesh, places = qkv_of(dtype), world_mesh(), [Shard(2)]
+    options: dict[str, Any] = {}
+    region: AbstractContextManager[Any] = nullcontext()
     with flex_gradients_on_cpu():
         expected = expect(kind, dtype)
         torch._dynamo.reset()
         counters.clear()
-        model = cp_inductor.parallelize(Attends(kind, dtype, has_checkpoint), mesh)
-        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-        whole = tuple(distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in qkv_of(dtype))
-        with implicit_replication():
-            actual = results(compiled, whole)
-    compare(actual, expected, dtype, kind)
+        model = Attends(kind, dtype, has_checkpoint)
+        if how == "parallelized":
+            cp_inductor.parallelize(model, mesh)
+        elif how == "region":
+            region = cp_inductor.context_parallel(mesh)
+        elif how == "mesh":
+            options = {"mesh": mesh}
+        elif how != "DTensors":  # one is sharded on the other axis, the weight on the sequence's
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "cp"))
+            of_weight = [Replicate(), Shard(0)]
+            learned = distribute_tensor(model.learned.detach(), mesh, of_weight)
+            model.learned = nn.Parameter(learned)
+            places = [Shard(0 if how == "batch" else 1), Shard(2)]
+        compiled = torch.compile(
+            model, backend=backend, fullgraph=True, dynamic=False, options=options
+        )
+        rank, world_size, is_plain = dist.get_rank(), dist.get_world_size(), how in HOW[-2:]
+        if is_plain:
+            with region:
+                found = results(compiled, tuple(shard(t, rank, world_size) for t in whole))
+            dist.all_reduce(found[-1])
+            expected[:-1] = (shard(tensor, rank, world_size) for tensor in expected[:-1])
+        else:
+            with implicit_replication():
+                found = results(compiled, tuple(on_mesh(whole, mesh, *places)))
+    compare(found, expected, dtype, f"{how}, {kind}")
     assert counters["cp_inductor"]["sites_rewritten"] == 1
 
 
-def run_kinds(kinds: tuple[str, ...], backend: str = AOT) -> None:
+def run_kinds(kinds: tuple[str, ...], backend: str = AOT, how: str = HOW[0]) -> None:
     for kind in kinds:
-        run_distributed(kind, torch.float64, backend)
+        run(kind, torch.float64, backend, how)
 
 
 @pytest.mark.long
@@ -165,17 +196,17 @@ def test_gradients(world_size: int) -> None:
 
 def test_gradient_of_buckets() -> None:
     """On three ranks, of which the last has fewer rows."""
-    run_ranks(3, run_distributed, "buckets", torch.float64, AOT)
+    run_ranks(3, run, "buckets")
 
 
 @pytest.mark.long
 def test_gradient_in_half_precision() -> None:
-    run_ranks(2, run_distributed, "relative", torch.bfloat16, AOT)
+    run_ranks(2, run, "relative", torch.bfloat16)
 
 
 @pytest.mark.slow
 def test_gradient_in_a_checkpoint() -> None:
-    run_ranks(2, run_distributed, "relative", torch.float64, AOT, True)
+    run_ranks(2, run, "relative", torch.float64, AOT, HOW[0], True)
 
 
 @pytest.mark.long
@@ -184,64 +215,18 @@ def test_gradients_through_inductor() -> None:
     run_kinds(("of heads", "buckets"), "cp_inductor")
 
 
-def run_plain(kind: str, how: str) -> None:
-    """What is learned is a plain tensor, the same on every rank; so are the shards."""
-    mesh = world_mesh()
-    rank, world_size = mesh.get_local_rank(), mesh.size()
-    whole = make_qkv(LENGTH, dtype=torch.float64, num_heads=HEADS, batch=BATCH, head_dim=16)
-
-    def attend(model: nn.Module, *tensors: Tensor) -> list[Tensor]:
-        return results(model, tensors)
-
-    with flex_gradients_on_cpu():
-        expected = attend(Attends(kind, torch.float64), *whole)
-        torch._dynamo.reset()
-        options = {"mesh": mesh} if how == "mesh" else {}
-        model = Attends(kind, torch.float64)
-        compiled = torch.compile(model, backend=AOT, fullgraph=True, options=options)
-        if how == "DTensors":
-            placed = tuple(distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole)
-            with implicit_replication():
-                actual = attend(compiled, *placed)
-            compare(actual, expected, torch.float64, kind)
-            return
-        region = cp_inductor.context_parallel(mesh) if how == "region" else nullcontext()
-        with region:
-            *actual, learned = attend(compiled, *(shard(t, rank, world_size) for t in whole))
-    dist.all_reduce(learned)
-    parts = [shard(tensor, rank, world_size) for tensor in expected[:-1]]
-    compare([*actual, learned], [*parts, expected[-1]], torch.float64, kind)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how", ["DTensors", pytest.param("region", marks=pytest.mark.long), "mesh"]
 )
 def test_gradients_of_plain_tensors(how: str) -> None:
-    run_ranks(2, run_plain, "of pairs", how)
+    run_ranks(2, run, "of pairs", torch.float64, AOT, how)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("placement", [0, 1], ids=["batch", "heads"])
-@on_ranks(4)
-def test_gradients_on_two_axes(placement: int) -> None:
-    """Batch or heads are sharded on the other axis, and what is learned on that of the sequence."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "cp"))
-    dtype = torch.float64
-    with flex_gradients_on_cpu():
-        for kind in ("of all", "slope"):
-            expected = expect(kind, dtype)
-            torch._dynamo.reset()
-            model = Attends(kind, dtype)
-            placements = [Replicate(), Shard(0)]
-            model.learned = nn.Parameter(
-                distribute_tensor(model.learned.detach(), mesh, placements)
-            )
-            placements = [Shard(placement), Shard(2)]
-            whole = tuple(distribute_tensor(t, mesh, placements) for t in qkv_of(dtype))
-            with implicit_replication():
-                actual = results(torch.compile(model, backend=AOT, fullgraph=True), whole)
-            compare(actual, expected, dtype, kind)
+@pytest.mark.parametrize("how", ["batch", "heads"])
+def test_gradients_on_two_axes(how: str) -> None:
+    run_ranks(4, run_kinds, ("of all", "slope"), AOT, how)
 
 
 @pytest.mark.long

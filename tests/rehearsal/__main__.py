@@ -23,20 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", help="module:function or file.py:function")
     parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
     parser.add_argument("--target", default="cuda:sm_90", help="cuda:sm_90, cuda:h200, ...")
-    parser.add_argument("--mesh-shape", help="such as 2,4; by default one axis")
-    parser.add_argument("--mesh-names", help="such as dp,cp")
-    parser.add_argument("--inference", action="store_true", help="run without gradients")
-    parser.add_argument("--output", help="write all generated code to this folder")
     args = parser.parse_args(arguments)
-    job = Job(
-        named=args.model,
-        world_size=args.world_size,
-        target=args.target,
-        mesh_shape=args.mesh_shape and tuple(map(int, args.mesh_shape.split(","))),
-        mesh_dim_names=args.mesh_names and tuple(args.mesh_names.split(",")),
-        with_grad=not args.inference,
-        folder=args.output,
-    )
+    job = Job(named=args.model, world_size=args.world_size, target=args.target)
     try:
         report = rehearse(job).report
     except CPError as error:

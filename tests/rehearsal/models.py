@@ -47,7 +47,7 @@ def job_of(name: str, dtype: torch.dtype, world_size: int) -> Job:
         model=model,
         kwargs={**inputs_of(model), "use_cache": False},
         world_size=world_size,
-        placements=[Shard(1)],
+        placement=Shard(1),
         loss=own_loss,
         within=as_on_a_gpu,
         reference=reference,

@@ -33,7 +33,6 @@ import cp_inductor.backend.compile as backend
 from cp_inductor.inspect.compile_for import compile_for, settings_for
 from cp_inductor.inspect.load import load_example
 from cp_inductor.inspect.targets import Target
-from cp_inductor.inspect.world import check_world
 from cp_inductor.modules.parallelize import parallelize
 from cp_inductor.passes.settings import Settings
 from cp_inductor.torch_private.dynamo import compiled_anew
@@ -59,11 +58,9 @@ class Job:
         kwargs: keyword arguments of the model.
         world_size: number of ranks.
         target: a GPU, as of `cross_compile`.
-        mesh_shape: shape of the mesh over all ranks; by default ``(world_size,)``.
-        mesh_dim_names: names of its axes; by default ("cp",), ("dp", "cp") or ("dp", "cp", "tp").
-        placements: one per mesh axis. If given, plain tensors are whole and become DTensors with
-            these placements, and the model is given to `cp_inductor.parallelize`. If not given, and
-            no argument is a DTensor, plain tensors are this rank's shards.
+        placement: on the mesh of all ranks. If given, plain tensors are whole and become DTensors
+            of this placement, and the model is given to `cp_inductor.parallelize`. If not given,
+            and no argument is a DTensor, plain tensors are this rank's shards.
         loss: from the outputs to a scalar; by default the output, if it is one, or else half the
             sum of the squares of all floating outputs. Over plain shards, the loss of all is the
             mean of the ranks'.
@@ -85,9 +82,7 @@ class Job:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     world_size: int = 2
     target: str = "cuda:sm_90"
-    mesh_shape: Sequence[int] | None = None
-    mesh_dim_names: Sequence[str] | None = None
-    placements: Sequence[Placement] | None = None
+    placement: Placement | None = None
     loss: Callable[[Any], Tensor] | None = None
     options: Mapping[str, Any] | None = None
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -134,7 +129,7 @@ def play(job: Job, folder: Path) -> Played:
         around.enter_context(flex_gradients_on_cpu())
         around.enter_context(torch.set_grad_enabled(job.with_grad))
         around.enter_context(job.within())
-        mesh = _mesh(job)
+        mesh = init_device_mesh("cpu", (job.world_size,), mesh_dim_names=("cp",))
         call = _Call.of(job, mesh)
         whole = call.whole() if job.is_compared else None
         exchanges = Exchanges(device)
@@ -151,11 +146,6 @@ def play(job: Job, folder: Path) -> Played:
     with flex_gradients_on_cpu(), torch.set_grad_enabled(job.with_grad), job.within():
         differences, uncompared = compare(whole, results, job.loss)
     return Played(*results, differences, uncompared, device.report)
-
-
-def _mesh(job: Job) -> DeviceMesh:
-    shape, names = check_world(0, job.world_size, job.mesh_shape, job.mesh_dim_names)
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 @contextmanager
@@ -236,17 +226,15 @@ class _Call:
         args, kwargs = _with_numbers((args, kwargs), dist.get_rank())
         if isinstance(model, nn.Module):
             _give_numbers(model)
-        if job.placements is not None:
+        if job.placement is not None:
             args, kwargs = pytree.tree_map_only(
-                Tensor, partial(_place, mesh=mesh, placements=job.placements), (args, kwargs)
+                Tensor, partial(_place, mesh=mesh, placement=job.placement), (args, kwargs)
             )
             if isinstance(model, nn.Module):
                 model = parallelize(model, mesh)
         has_dtensors = any(isinstance(one, DTensor) for one in pytree.tree_leaves((args, kwargs)))
-        if job.is_compiled and (not has_dtensors or "mesh" in options):
-            axis = options.get("mesh") or "cp"
-            named = axis if isinstance(axis, str) else axis.mesh_dim_names[0]
-            options["mesh"] = mesh if mesh.ndim == 1 else mesh[named]
+        if job.is_compiled and not has_dtensors:
+            options["mesh"] = mesh
         return _Call(job, mesh, model, args, kwargs, options)
 
     @property
@@ -335,10 +323,10 @@ def _concatenated(tensor: Tensor, dim: int) -> Tensor:
     return torch.cat(shards, dim)
 
 
-def _place(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+def _place(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor
-    placed: Tensor = distribute_tensor(tensor.detach(), mesh, placements)
+    placed: Tensor = distribute_tensor(tensor.detach(), mesh, [placement])
     return placed.requires_grad_(tensor.requires_grad)
 
 

@@ -1,6 +1,6 @@
 """Rehearse a model: run the GPU programs of all ranks on the CPU, together, before there is a GPU.
 
-rehearsal = rehearse(Job(model, (ids,), world_size=4, placements=[Shard(1)]))
+rehearsal = rehearse(Job(model, (ids,), world_size=4, placement=Shard(1)))
 print(rehearsal.report)
 
 model . torch.compile(backend="cp_inductor") . code for cuda:sm_90 of rank 0, 1, 2, 3
@@ -18,10 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from cp_inductor.errors import UnsupportedPlacement, UnsupportedTarget
+from cp_inductor.errors import UnsupportedTarget
 from cp_inductor.inspect.compile_for import check_triton
 from cp_inductor.inspect.targets import Target
-from cp_inductor.inspect.world import check_world
 from tests.rehearsal.rank import Job
 from tests.rehearsal.report import RehearsalReport
 from tests.rehearsal.stage import Stage
@@ -91,11 +90,3 @@ def check_job(job: Job) -> None:
             remedy="name a GPU, such as 'cuda:sm_90', or run the model on CPU ranks",
         )
     check_triton()
-    shape, _ = check_world(0, job.world_size, job.mesh_shape, job.mesh_dim_names)
-    if job.placements is not None and len(job.placements) != len(shape):
-        raise UnsupportedPlacement(
-            site="rehearse",
-            expected=f"a placement for each of the {len(shape)} mesh axes",
-            got=f"placements={list(job.placements)}",
-            remedy="name one for each axis, such as Replicate()",
-        )

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import io
 import multiprocessing
 import os
@@ -50,23 +49,6 @@ LAST_LINES = 40  # that are shown of what a rank said before it died
 
 class RehearsalFailed(CPError):
     """A rank has raised an error of its own, died, or taken longer than the deadline."""
-
-
-@dataclass(frozen=True)
-class Raised:
-    """An error of a rank.
-
-    Attributes:
-        kind: the name of its class, and what it said.
-        fields: those of a `CPError`; empty for others.
-        text: its traceback.
-        module: where its class is defined.
-    """
-
-    kind: str
-    fields: dict[str, Any]
-    text: str
-    module: str = ""
 
 
 class Stage:
@@ -120,8 +102,7 @@ class Stage:
             What came out of each rank.
 
         Raises:
-            CPError: that a rank has raised; the first one's.
-            RehearsalFailed: a rank has raised another error, died, or not ended in time.
+            RehearsalFailed: a rank has raised an error, died, or not ended in time.
         """
         try:
             text = pickle.dumps((job, deadline_s))
@@ -137,28 +118,16 @@ class Stage:
         try:
             kind, *rest = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
-            raise _failure("the process that forks the ranks has died", "", 0) from None
+            kind, rest = "failed", [0, "the process that forks the ranks has died"]
         if kind == "failed":
-            raise _error_of(*rest)
+            rank, what = rest
+            raise RehearsalFailed(
+                site=f"rehearse, rank {rank}",
+                expected="a rank that runs to its end",
+                got=what,
+                remedy="read the traceback of the rank",
+            )
         return list(rest[0])
-
-
-def _error_of(rank: int, raised: Raised) -> CPError:
-    if raised.fields:
-        cls = getattr(importlib.import_module(raised.module), raised.kind)
-        error: CPError = cls(**raised.fields)
-        error.add_note(f"on rank {rank}") if hasattr(error, "add_note") else None
-        return error
-    return _failure(raised.kind, raised.text, rank)
-
-
-def _failure(what: str, text: str, rank: int) -> RehearsalFailed:
-    return RehearsalFailed(
-        site=f"rehearse, rank {rank}",
-        expected="a rank that runs to its end",
-        got=f"{what}\n{text}" if text else what,
-        remedy="read the traceback of the rank",
-    )
 
 
 def _lead(pipe: Connection, is_warm: bool) -> None:
@@ -188,9 +157,8 @@ def _lead(pipe: Connection, is_warm: bool) -> None:
                 pipe.send_bytes(pickle.dumps(ended))  # no rank is left by then
             except BrokenPipeError:
                 return
-            except BaseException as error:
-                raised = Raised(type(error).__name__, {}, traceback.format_exc())
-                pipe.send_bytes(pickle.dumps(("failed", 0, raised)))
+            except BaseException:
+                pipe.send_bytes(pickle.dumps(("failed", 0, traceback.format_exc())))
 
 
 @dataclass(frozen=True)
@@ -213,14 +181,12 @@ def _ranks(job: Job, folder: Path) -> Iterator[Sequence[_Rank]]:
     """Fork the ranks of a job; at the end none is left."""
     context = multiprocessing.get_context("fork")
     ranks = []
-    code = Path(job.folder) if job.folder else folder
-    code.mkdir(parents=True, exist_ok=True)
     try:
         for rank in range(job.world_size):
             ours, theirs = context.Pipe(duplex=False)
             said = folder / f"said_by_{rank}"
             said.touch()
-            args = (job, rank, folder / "store", code, theirs, said)
+            args = (job, rank, folder, theirs, said)
             process = context.Process(target=_play, args=args)
             process.start()
             theirs.close()
@@ -244,8 +210,7 @@ def _collect(ranks: Sequence[_Rank], deadline_s: float) -> tuple[Any, ...]:
         ready = wait(pending, max(left, 0))
         if not ready:
             missing = [rank for rank in range(len(ranks)) if rank not in results]
-            raised = Raised(f"ranks {missing} did not end within {deadline_s:.0f} s", {}, "")
-            return "failed", missing[0], raised
+            return "failed", missing[0], f"ranks {missing} did not end within {deadline_s:.0f} s"
         for one in ready:
             assert isinstance(one, Connection)
             rank = number[one]
@@ -264,10 +229,10 @@ def _received(pipe: Connection, rank: _Rank) -> tuple[str, Any]:
         rank.process.join(1)
         lines = rank.said.read_text(errors="replace").splitlines()[-LAST_LINES:]
         what = f"the process has died with exit code {rank.process.exitcode}"
-        return "failed", Raised(what, {}, "\n".join(lines))
+        return "failed", "\n".join([what, *lines])
 
 
-def _play(job: Job, rank: int, store: Path, folder: Path, pipe: Connection, said: Path) -> None:
+def _play(job: Job, rank: int, folder: Path, pipe: Connection, said: Path) -> None:
     """Be a rank: of the process group, until its result is sent."""
     import torch.distributed as dist
 
@@ -282,21 +247,13 @@ def _play(job: Job, rank: int, store: Path, folder: Path, pipe: Connection, said
             "gloo",
             rank=rank,
             world_size=job.world_size,
-            store=dist.FileStore(str(store), job.world_size),
+            store=dist.FileStore(str(folder / "store"), job.world_size),
             timeout=timedelta(minutes=10),
         )
-        result: tuple[str, Any] = ("done", play(job, folder))
+        result: tuple[str, Any] = ("done", play(job, Path(job.folder or folder)))
     except BaseException as error:
-        result = ("failed", _raised(error))
+        result = ("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     pipe.send_bytes(pickle.dumps(result))
     pipe.close()
     # Without destructors: those of a process group wait for the other ranks.
     os._exit(0)
-
-
-def _raised(error: BaseException) -> Raised:
-    text = traceback.format_exc()
-    if isinstance(error, CPError):
-        fields = {name: getattr(error, name) for name in ("site", "expected", "got", "remedy")}
-        return Raised(type(error).__name__, fields, text, type(error).__module__)
-    return Raised(f"{type(error).__name__}: {error}", {}, text)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -19,12 +17,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="read in torch 2.13"),
 ]
 BOUND = 1e-2  # relative: bfloat16 through two tiles
-
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    with Stage() as stage:
-        yield stage
 
 
 @pytest.fixture(scope="module")

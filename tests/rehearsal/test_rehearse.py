@@ -8,7 +8,6 @@ of it for compiling: programs are generated for each rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import cp_inductor
-from cp_inductor import UnsupportedPlacement, UnsupportedTarget
+from cp_inductor import UnsupportedTarget
 from tests.rehearsal.__main__ import main
 from tests.rehearsal.attentions import ROWS, Row
 from tests.rehearsal.models import job_of
@@ -34,12 +33,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="read in torch 2.13"),
 ]
 DEADLINE_S = 550.0
-
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    with Stage(is_warm=True) as stage:
-        yield stage
 
 
 @pytest.mark.parametrize(
@@ -90,7 +83,7 @@ class Block(nn.Module):
 def test_a_block_gets_what_one_process_gets(stage: Stage) -> None:
     torch.manual_seed(0)
     model, x = Block(), torch.randn(1, 34, 64)
-    job = Job(model=model, args=(x.requires_grad_(),), placements=[Shard(1)])
+    job = Job(model=model, args=(x.requires_grad_(),), placement=Shard(1))
     rehearsal = rehearse(job, stage=stage, deadline_s=DEADLINE_S)
     expected = model(x)
     (0.5 * expected.square().sum()).backward()
@@ -132,7 +125,7 @@ def train(steps: int) -> Tensor:
 def test_a_recurrence_gets_what_one_process_gets(stage: Stage) -> None:
     """In Mamba 2: a halo of the convolution, and a gather of pairs; 5 and 4 tokens."""
     tokens = torch.randn(1, 9, 8, generator=torch.Generator().manual_seed(1))
-    job = Job(model=Mixing(), args=(tokens.requires_grad_(),), placements=[Shard(1)])
+    job = Job(model=Mixing(), args=(tokens.requires_grad_(),), placement=Shard(1))
     report = rehearse(job, stage=stage, deadline_s=DEADLINE_S).report
     assert report.is_fine, str(report)
     assert {"gradient of args[0]", "gradient of mixer.A_log"} <= set(report.differences)
@@ -146,7 +139,7 @@ def dropped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def test_dropout_runs_and_is_not_compared(stage: Stage) -> None:
     """Keys are hashed as numbers: as indices they would be int32 on a GPU, and Triton refuses."""
     tensors = (torch.ones(1, 2, 48, 16),) * 3
-    job = Job(model=dropped, args=tensors, placements=[Shard(2)], with_grad=False)
+    job = Job(model=dropped, args=tensors, placement=Shard(2), with_grad=False)
     rehearsal = rehearse(job, stage=stage, deadline_s=DEADLINE_S)
     assert not rehearsal.report.findings, str(rehearsal.report)
     assert not rehearsal.report.is_fine and "random numbers" in rehearsal.report.uncompared
@@ -234,5 +227,3 @@ def test_what_cannot_be_given_to_other_processes_is_refused(stage: Stage) -> Non
 def test_refused_before_any_process_starts() -> None:
     with pytest.raises(UnsupportedTarget, match="expected a GPU"):
         rehearse(Job(fails, target="cpu"))
-    with pytest.raises(UnsupportedPlacement, match="a mesh of 2 ranks"):
-        rehearse(Job(fails, mesh_shape=(3,)))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.costs import ROOT, cpu_seconds, describe_costs, listed_long
+from tests.support.costs import ROOT, cpu_seconds, listed_long
 
 
 def test_what_is_listed_exists() -> None:
@@ -71,17 +71,6 @@ def test_what_make_runs(target: str, expected: set[str], tmp_path: Path) -> None
     )
     assert {*re.findall(r"::(\S+) PASSED", done.stdout)} == expected, done.stdout
     assert f"all of {len(expected)} cases" in done.stdout
-
-
-def test_costs_in_words() -> None:
-    costs = {f"tests/test_a.py::test[{n}]": float(n) for n in range(15)}
-    costs["tests/test_b.py::test"] = 3.5
-    lines = describe_costs(costs)
-    assert lines[0].split() == ["14.0", "s", "tests/test_a.py::test[14]"]
-    assert lines[9].endswith("tests/test_a.py::test[5]")
-    # 0 + ... + 14 = 105 s, which is more than a file should take; the other file is not named.
-    assert lines[10:13] == ["", "Files of more than 90 s:", "  105.0 s  tests/test_a.py"]
-    assert lines[13:] == ["", "  108.5 s  all of 16 cases"]
 
 
 def test_children_are_counted() -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.support.install_matrix import (
@@ -75,14 +70,3 @@ def test_the_page_holds_a_table_of_the_script() -> None:
 
 def test_the_tests_of_the_sdist_exist() -> None:
     assert all((ROOT / name).is_file() for name in TESTS.split())
-
-
-@pytest.mark.long
-def test_what_is_run_after_an_install(tmp_path: Path) -> None:
-    """From an empty folder, as the script does, beside the package as it is installed here."""
-    script = shutil.copy(ROOT / "tests" / "support" / "after_install.py", tmp_path)
-    done = subprocess.run(
-        [sys.executable, script, "cp_aot_eager"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "right: causal, windowed, packed, layers\n"

@@ -15,7 +15,7 @@ from cp_inductor.plan.strategies import TABLE
 from cp_inductor.tiles import block_tables, masked_tiles
 from tests.support.random_attention import (
     MASKS,
-    Attention,
+    PLAIN,
     Whole,
     an_attention,
     attend_exactly,
@@ -42,30 +42,6 @@ def blocks_of(size: int) -> Iterator[None]:
         yield
     for cache in caches:
         cache.cache_clear()
-
-
-PLAIN = Attention(
-    seed=0,
-    dtype="float64",
-    batch=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    seq_len=40,
-    kv_len=40,
-    world_size=2,
-    strategy="rows",
-    late=0,
-    stages=1,
-    keep=0,
-    chunks=0,
-    mask="causal",
-    scale=None,
-    inputs="normal",
-    strides=("contiguous",) * 4,
-    needs_grad=(True,) * 3,
-    has_nan=None,
-)
 
 
 # What differs between them: who computes what, how often it is exchanged, and what is kept.
@@ -138,10 +114,17 @@ CASES_UNDER_MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*CASES, *CASES_UNDER_MASKS])
-@pytest.mark.parametrize(
-    "world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))]
-)
+def on_worlds() -> Iterator[Any]:
+    """Yield each case on 3 ranks, and on another number, in turns; on all others it is long."""
+    for number, name in enumerate([*CASES, *CASES_UNDER_MASKS]):
+        yield pytest.param(name, 3)
+        for turn, world_size in enumerate((1, 2, 4)):
+            is_its_turn = number % 3 == turn
+            marks = pytest.mark.slow if is_its_turn else pytest.mark.long
+            yield pytest.param(name, world_size, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "world_size"), [*on_worlds()])
 def test_against_float64(name: str, world_size: int) -> None:
     sizes = {"batch": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 20, "seq_len": 21}
     sizes |= {**CASES, **CASES_UNDER_MASKS}[name]
@@ -201,7 +184,7 @@ def test_tiles_in_plain_operations_are_not_rounded() -> None:
     """Where no kernel serves, as for a bias with a gradient, all is rounded once, at the end."""
     case = replace(PLAIN, dtype="bfloat16", mask="learned bias")
     whole = make_whole(case)
-    (exact, *_), _ = attend_exactly(case, whole)
+    exact, *_ = attend_exactly(case, whole).results
     outs = [out for out, *_ in attend_sharded(case, whole, plan_of(case)) if out is not None]
     # float32 is next to the middle of two such numbers now and then.
     assert torch.cat(outs, 2).eq(exact.bfloat16()).double().mean() > 0.99

@@ -135,6 +135,25 @@ def whole(tensor: Tensor | None) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
+def assert_beside(
+    model: nn.Module, reference: nn.Module, *results: tuple[Any, Tensor], tolerance: float
+) -> None:
+    """Compare results, and the gradients of all parameters, with those of one process.
+
+    Args:
+        results: pairs of what came out of the model and of the reference.
+        tolerance: relative to the largest of a tensor.
+    """
+    named = zip(model.named_parameters(), reference.parameters(), strict=True)
+    pairs = [*((f"result {number}", *pair) for number, pair in enumerate(results))]
+    pairs += [(name, parameter.grad, other.grad) for (name, parameter), other in named]
+    for name, actual, expected in pairs:
+        assert (actual is None) == (expected is None), name
+        if expected is not None:
+            difference = (whole(actual) - expected).abs().max().item()
+            assert difference <= tolerance * expected.abs().max().item(), (name, difference)
+
+
 def plain_name(name: str) -> str:
     """Return what a parameter is called in the model that nothing is wrapped around."""
     wrappers = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

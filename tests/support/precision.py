@@ -1,8 +1,7 @@
 """How far off an attention is, by how far off one device is: cases, references, ratios.
 
-Attention is run through the op pair on ranks that are threads, forward and backward, and held
-against attention by the definition in float64, on one process, of the very inputs. So is the same
-kernel on one device. The ratio of a result is
+Attention is run and held against float64 as tests/support/random_attention.py does it: forward and
+backward, on ranks that are threads. So is the same kernel on one device. The ratio of a result is
 
     error of the sharded one / max(error of the one on one device, rounding of float32)
 
@@ -16,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 from unittest import mock
 
@@ -24,17 +23,23 @@ import torch
 from torch import Tensor
 
 from cp_inductor.errors import UnsupportedStrategy
-from cp_inductor.ops.attention import attention
-from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run import views
 from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import Gradients, Kernel, Partial, TileCall
-from tests.support.random_attention import World
-from tests.support.reference import shard
+from tests.support.random_attention import (
+    PLAIN,
+    RESULTS,
+    Attention,
+    Whole,
+    attend_exactly,
+    attend_on_one_device,
+    attend_sharded,
+    make_whole,
+    plan_of,
+)
 
+DTYPES = ("float32", "bfloat16", "float16")
 STRATEGIES = ("auto", "rows", "ring", "allgather", "blocks", "heads", "heads2+blocks")
-RESULTS = ("out", "dq", "dk", "dv")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_DIM = 64
 UNIT = 2.0**-24  # of float32, in which kernels sum
 
@@ -55,56 +60,55 @@ class Case:
 
     name: str
     change: Callable[[Inputs], object] = lambda inputs: None
-    is_causal: bool = True
-    blind: int = 0  # so many first rows see nothing; then a rule, not is_causal
+    mask: str = "causal"
     is_long: bool = False  # also of thousands of tokens
 
 
 def scale_logits(factor: float) -> Callable[[Inputs], object]:
-    return lambda t: (t["q"].mul_(factor**0.5), t["k"].mul_(factor**0.5))
+    return lambda t: (t["query"].mul_(factor**0.5), t["key"].mul_(factor**0.5))
 
 
 def sink(t: Inputs) -> None:
     """The first key takes all: its score is 50, that of the others 0."""
-    t["q"].zero_()[..., 0] = 20
-    t["k"].zero_()[:, :, 0, 0] = 20
+    t["query"].zero_()[..., 0] = 20
+    t["key"].zero_()[:, :, 0, 0] = 20
 
 
 def sink_of_a_model(t: Inputs) -> None:
     """The first key takes most, as in trained language models: its score is 12, others' normal."""
-    t["q"][..., 0] = 8
-    t["k"][..., 0] = 0
-    t["k"][:, :, 0, 0] = 12
+    t["query"][..., 0] = 8
+    t["key"][..., 0] = 0
+    t["key"][:, :, 0, 0] = 12
 
 
 def copy_itself(t: Inputs) -> None:
     """Each token takes all of itself."""
-    t["k"].copy_(t["q"])
+    t["key"].copy_(t["query"])
     scale_logits(10)(t)
 
 
 def two_of_grad(t: Inputs) -> None:
     """Under a sink, the gradient has two coordinates."""
     sink(t)
-    t["do"][..., 2:] = 0
+    t["grad_out"][..., 2:] = 0
 
 
 CASES = (
     Case("logits x 1", is_long=True),
-    Case("logits x 1, full", is_causal=False),
+    Case("logits x 1, full", mask="full"),
     Case("logits x 10", scale_logits(10)),
     Case("logits x 100", scale_logits(100)),
     Case("sink", sink, is_long=True),
     Case("sink of a model", sink_of_a_model, is_long=True),
     Case("each token itself", copy_itself),
-    Case("uniform rows", lambda t: t["q"].zero_(), is_long=True),
-    Case("one huge key", lambda t: t["k"][:, :, 7].mul_(100), is_long=True),
-    Case("one huge value", lambda t: t["v"][:, :, 7].mul_(100)),
-    Case("rows that see nothing", blind=50),
-    Case("gradient of a sum", lambda t: t["do"].fill_(1)),
+    Case("uniform rows", lambda t: t["query"].zero_(), is_long=True),
+    Case("one huge key", lambda t: t["key"][:, :, 7].mul_(100), is_long=True),
+    Case("one huge value", lambda t: t["value"][:, :, 7].mul_(100)),
+    Case("rows that see nothing", mask="blind"),
+    Case("gradient of a sum", lambda t: t["grad_out"].fill_(1)),
     Case("two of a gradient", two_of_grad),
-    Case("no gradient at half", lambda t: t["do"][:, :, ::2].zero_()),
-    Case("tiny gradient", lambda t: t["do"].mul_(1e-6)),
+    Case("no gradient at half", lambda t: t["grad_out"][:, :, ::2].zero_()),
+    Case("tiny gradient", lambda t: t["grad_out"].mul_(1e-6)),
 )
 
 
@@ -118,16 +122,14 @@ class Reference:
     """What is right, and how far off one device is.
 
     Attributes:
-        inputs: query, key, value and the gradient of out, in the dtype of the case.
+        whole: the inputs, in the dtype of the attention.
         exact: out, dq, dk and dv in float64.
-        single: errors of one device's.
-        rounding: what float32 rounds.
+        least: the errors that others are divided by.
     """
 
-    inputs: tuple[Tensor, ...]
+    whole: Whole
     exact: tuple[Tensor, ...]
-    single: tuple[Errors, ...]
-    rounding: tuple[Errors, ...]
+    least: tuple[Errors, ...]
 
 
 def batch_of(length: int) -> int:
@@ -136,62 +138,28 @@ def batch_of(length: int) -> int:
 
 
 @lru_cache(maxsize=2)
-def make_reference(case: Case, dtype: torch.dtype, num_heads: int, length: int) -> Reference:
-    generator = torch.Generator().manual_seed(length)
-    shape = (batch_of(length), num_heads, length, HEAD_DIM)
-    inputs = {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64)
-        for name in ("q", "k", "v", "do")
-    }
-    case.change(inputs)
-    rounded = tuple(tensor.to(dtype) for tensor in inputs.values())
-    allowed = None
-    if case.is_causal:
-        allowed = torch.ones(length, length, dtype=torch.bool).tril(-case.blind)
-    of_heads = [
-        differentiate(*(t[:, head].double() for t in rounded), allowed) for head in range(num_heads)
+def make_reference(case: Case, attention: Attention) -> Reference:
+    whole = make_whole(attention, case.change)
+    of_one = replace(attention, num_heads=1, num_kv_heads=1)
+    # A head at a time: scores of all of them are large.
+    of_heads = [attend_exactly(of_one, part) for part in heads_of(whole)]
+    exact, sums = (
+        tuple(torch.cat(parts, 1) for parts in zip(*results, strict=True))
+        for results in zip(*((one.results[:4], one.sums[:4]) for one in of_heads), strict=True)
+    )
+    single = attend_on_one_device(attention, whole)
+    errors = (size_of(a.double() - b) for a, b in zip(single, exact, strict=True))
+    roundings = (size_of(UNIT * one) for one in sums)
+    least = (Errors(*map(max, *both)) for both in zip(errors, roundings, strict=True))
+    return Reference(whole, exact, tuple(least))
+
+
+def heads_of(whole: Whole) -> list[Whole]:
+    split = (tensor.split(1, 1) for tensor in (*whole.inputs, whole.allowed, whole.bias))
+    return [
+        Whole(tuple(inputs), None, allowed, bias)
+        for *inputs, allowed, bias in zip(*split, strict=True)
     ]
-    exact, roundings = (
-        tuple(torch.stack(parts, 1) for parts in zip(*of_one, strict=True))
-        for of_one in zip(*of_heads, strict=True)
-    )
-    single = run_single(case, rounded, allowed)
-    return Reference(
-        rounded,
-        exact,
-        tuple(size_of(a.double() - b) for a, b in zip(single, exact, strict=True)),
-        tuple(map(size_of, roundings)),
-    )
-
-
-def differentiate(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, allowed: Tensor | None
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return (out, dq, dk, dv) by the definition, (B, S, D), and what float32 rounds of each."""
-    scale = q.shape[-1] ** -0.5
-    scores = q @ k.mT * scale
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    p = scores.softmax(-1).nan_to_num(0.0)
-    out = p @ v
-    delta = (out * do).sum(-1, keepdim=True)
-    ds = p * (do @ v.mT - delta) * scale
-    exact = (out, ds @ k, ds.mT @ q, p.mT @ do)
-    terms = do.abs() @ v.abs().mT + (out * do).abs().sum(-1, keepdim=True)
-    ds = p * terms * scale
-    sums = (p @ v.abs(), ds @ k.abs(), ds.mT @ q.abs(), p.mT @ do.abs())
-    return exact, tuple(UNIT * one for one in sums)
-
-
-def run_single(case: Case, inputs: Sequence[Tensor], allowed: Tensor | None) -> tuple[Tensor, ...]:
-    q, k, v, do = inputs
-    kernel, call = get_kernel("flash_cpu"), TileCall(q, k, v, case.is_causal)
-    if case.blind:
-        assert allowed is not None
-        bias = q.new_zeros(allowed.shape).masked_fill(~allowed, -torch.inf)[None, None]
-        call = TileCall(q, k, v, bias=bias)
-    partial = kernel.forward(call)
-    return partial.out, *kernel.backward(call, do, partial)
 
 
 def size_of(error: Tensor) -> Errors:
@@ -215,15 +183,6 @@ def _widened(call: TileCall) -> TileCall:
     return replace(call, query=q, key=k, value=v, bias=bias)
 
 
-def run_rank(reference: Reference, recipe: Recipe, rank: int) -> tuple[Tensor, ...]:
-    """Return a rank's out, dq, dk and dv."""
-    *leaves, grad_out = (shard(t, rank, recipe.world_size).clone() for t in reference.inputs)
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    how = (recipe.format(), rank, None, "flash_cpu", "world", 0.0, False)
-    out, *_ = attention(*leaves, [], *how)
-    return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
-
-
 def measure(
     case: Case,
     dtype: str,
@@ -234,26 +193,26 @@ def measure(
     has_exact_tiles: bool = False,
 ) -> dict[str, dict[str, Errors]]:
     """Return ratios by strategy and result."""
-    reference = make_reference(case, DTYPES[dtype], 3 if world_size == 3 else 4, length)
-    _, num_heads, _, head_dim = reference.inputs[0].shape
-    rule = f"k-q+{case.blind}<=0" if case.blind else "causal" if case.is_causal else "full"
-    sizes = (length, length, num_heads, num_heads, head_dim, DTYPES[dtype].itemsize)
+    heads = 3 if world_size == 3 else 4
+    sizes = {"batch": batch_of(length), "num_heads": heads, "num_kv_heads": heads}
+    sizes |= {"head_dim": HEAD_DIM, "seq_len": length, "kv_len": length, "seed": length}
+    attention = replace(PLAIN, dtype=dtype, mask=case.mask, stages=0, **sizes)
+    reference = make_reference(case, attention)
     exact_tiles = mock.patch.object(views, "get_kernel", return_value=ExactTiles())
     ratios: dict[str, dict[str, Errors]] = {}
     for strategy in strategies:
+        planned = replace(attention, strategy=strategy, world_size=world_size)
         try:
-            recipe = resolve(Recipe(world_size, *sizes, rule, strategy=strategy), site=case.name)
+            recipe = plan_of(planned)
         except UnsupportedStrategy:
             continue
         with exact_tiles if has_exact_tiles else nullcontext():
-            ranks = World(world_size).run(partial(run_rank, reference, recipe))
+            ranks = attend_sharded(planned, reference.whole, recipe)
         ratios[strategy] = {}
-        for index, result in enumerate(RESULTS):
+        for index, (exact, least) in enumerate(zip(reference.exact, reference.least, strict=True)):
             whole = torch.cat([of_rank[index] for of_rank in ranks], 2).double()
             assert whole.isfinite().all(), (case.name, strategy)
-            bases = map(max, reference.single[index], reference.rounding[index])
-            errors = size_of(whole - reference.exact[index])
-            ratios[strategy][result] = Errors(*map(_ratio, errors, bases))
+            ratios[strategy][RESULTS[index]] = Errors(*map(_ratio, size_of(whole - exact), least))
     return ratios
 
 

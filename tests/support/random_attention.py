@@ -186,6 +186,31 @@ def an_attention(seed: int) -> Attention:
     )
 
 
+# Cases of tests are this one, but for what they say.
+PLAIN = Attention(
+    seed=0,
+    dtype="float64",
+    batch=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    seq_len=40,
+    kv_len=40,
+    world_size=2,
+    strategy="rows",
+    late=0,
+    stages=1,
+    keep=0,
+    chunks=0,
+    mask="causal",
+    scale=None,
+    inputs="normal",
+    strides=("contiguous",) * 4,
+    needs_grad=(True,) * 3,
+    has_nan=None,
+)
+
+
 def huge(name: str) -> Callable[[dict[str, Tensor]], object]:
     """One token of it is 100 times as large."""
     return lambda t: t[name][:, :, t[name].shape[2] // 2].mul_(100)
@@ -312,7 +337,10 @@ class Whole:
     bias: Tensor
 
 
-def make_whole(case: Attention) -> Whole:
+def make_whole(
+    case: Attention, change: Callable[[dict[str, Tensor]], object] | None = None
+) -> Whole:
+    """Draw the tensors; `change` is what is done to them in place of what the case says."""
     generator = torch.Generator().manual_seed(case.seed)
     dtype, masked = DTYPES[case.dtype], MASKS[case.mask]
     of_queries = (case.batch, case.num_heads, case.seq_len, case.head_dim)
@@ -322,7 +350,7 @@ def make_whole(case: Attention) -> Whole:
         name: torch.randn(shape, generator=generator, dtype=torch.float64)
         for name, shape in zip(NAMES, shapes, strict=True)
     }
-    INPUTS[case.inputs](inputs)
+    (change or INPUTS[case.inputs])(inputs)
     for name, strides in zip(NAMES, case.strides, strict=True):
         if strides.startswith("expanded"):
             inputs[name] = STRIDES[strides](inputs[name])
@@ -348,10 +376,18 @@ def make_whole(case: Attention) -> Whole:
 
 
 class Exact(NamedTuple):
-    """(out, dq, dk, dv, dbias), and the largest sum of magnitudes that each is made of."""
+    """(out, dq, dk, dv, dbias), and the sums of the magnitudes that each number is made of.
+
+    `loss` is by how much more they are off because scores are rounded.
+    """
 
     results: tuple[Tensor, ...]
-    magnitudes: tuple[float, ...]
+    sums: tuple[Tensor, ...]
+    loss: float
+
+    @property
+    def magnitudes(self) -> list[float]:
+        return [self.loss * one.max().item() for one in self.sums]
 
 
 def attend_exactly(case: Attention, whole: Whole) -> Exact:
@@ -382,7 +418,7 @@ def attend_exactly(case: Attention, whole: Whole) -> Exact:
         ds, terms = (tensor.sum(dims, keepdim=True) for tensor in (ds, terms))
     of_keys = (one.unflatten(1, kv_heads).sum(2) for one in sums[2:])
     sums = (*sums[:2], *of_keys, terms)
-    return Exact((*results[:2], dk, dv, ds), tuple(loss * one.max().item() for one in sums))
+    return Exact((*results[:2], dk, dv, ds), sums, loss)
 
 
 def attend_on_one_device(case: Attention, whole: Whole) -> tuple[Tensor, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -119,6 +120,30 @@ def assert_shards_close(
     local = (one.to_local() if isinstance(one, DTensor) else one for one in actual)
     shards = (shard(other, rank, world_size) for other in expected)
     assert_all_close(local, shards, dtype, what)
+
+
+def check_shards(
+    run: Callable[..., Tensor],
+    context: AbstractContextManager[Any] | None = None,
+    **sizes: Any,
+) -> None:
+    """Hold a causal attention of this rank's shards, and its gradients, against float64.
+
+    Args:
+        run: from query, key and value.
+        context: in which it is run; its backward comes behind it.
+        sizes: of `make_qkv`.
+    """
+    whole = make_qkv(10, **sizes)
+    expected = attend_with_grads(*whole, is_causal=True)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    *pieces, grad_out = (shard(tensor, rank, world_size).clone() for tensor in whole)
+    for piece in pieces:
+        piece.requires_grad_()
+    with context or nullcontext():
+        out = run(*pieces)
+    grads = torch.autograd.grad(out, pieces, grad_out)
+    assert_shards_close((out.detach(), *grads), expected, torch.float32)
 
 
 def on_mesh(tensors: Iterable[Tensor], mesh: DeviceMesh, *placements: Placement) -> list[Tensor]:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import FileCheck
@@ -46,7 +45,6 @@ from tests.support.combinations import (
 from tests.support.comms import Counts
 from tests.support.graphs import generated_code
 from tests.support.ranks import fake_rank, run_ranks
-from tests.support.reference import TOLERANCE
 from tests.support.tensor_parallel import parallelize
 
 ALL_REDUCE = torch.ops.c10d.allreduce_
@@ -105,26 +103,6 @@ def check_accumulation(form: str) -> None:
 @pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
 def test_accumulation(form: str) -> None:
     run_ranks(4, check_accumulation, form)
-
-
-def check_rounded(form: str) -> None:
-    """Gradients travel in float16, as a hook of torch's has it."""
-    mesh = make_mesh(2, 2)
-    _, grads = unsharded()
-    group = mesh["dp", "cp"]._flatten("data").get_group()
-    model = DistributedDataParallel(make_model(), process_group=group)
-    model.register_comm_hook(group, fp16_compress_hook)
-    train_step(compiled(model, form), mesh)
-    assert_rewritten(form)
-    rounded = grads_of(model)
-    assert_grads(rounded, grads, TOLERANCE[torch.float16])
-    with pytest.raises(AssertionError):  # the hook was there: float32 is not so far off
-        assert_grads(rounded, grads)
-
-
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
-def test_rounded_gradients(form: str) -> None:
-    run_ranks(4, check_rounded, form)
 
 
 def check_tensor_parallel(form: str) -> None:

@@ -24,7 +24,7 @@ def test_flex_attention() -> None:
     assert "attentions rewritten 1\n" in said
 
 
-# Without Inductor, tests/trust/test_restart.py runs it always.
+# Without Inductor, tests/trust/test_restart.py runs it.
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "seq_len", "num_layers"),

@@ -103,6 +103,23 @@ def check_fsdp2(form: str, is_per_block: bool = False, **kwargs: Any) -> None:
     # The second batch found the gradients of the first.
     twice = {name: 2 * grad for name, grad in grads.items()}
     assert_grads(grads_of(model), twice, 2 * tolerance)
+    check_next_step(model, run, mesh, 2 * tolerance)
+
+
+def check_next_step(
+    model: Decoder, run: Callable[..., Any], mesh: DeviceMesh, tolerance: float
+) -> None:
+    """The optimizer works on weights wherever they are, and the next step on what it made."""
+    alone = make_model(num_layers=len(model.layers))
+    grads = grads_of(model)
+    for name, weight in alone.named_parameters():
+        weight.grad = grads[name]
+    for each in (model, alone):
+        torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9).step()
+    ids, positions, labels = make_batch(seed=3)
+    expected = mean_loss(alone(ids, positions), labels).detach()
+    actual = train_step(run, mesh, (ids, positions, labels))
+    assert abs(actual - expected) < tolerance * expected
 
 
 def check_counts(
@@ -154,32 +171,6 @@ def test_fsdp2_mixed_precision(form: str) -> None:
 def test_fsdp2_offload(form: str) -> None:
     policy = CPUOffloadPolicy(pin_memory=False)
     run_ranks(prod(sizes_of(form)), partial(check_fsdp2, offload_policy=policy), form)
-
-
-def check_offloaded_steps(form: str) -> None:
-    """The optimizer works on weights that are offloaded, and the next step on what it made."""
-    mesh = make_mesh(2, 2)
-    alone, model = make_model(), make_model()
-    policy = CPUOffloadPolicy(pin_memory=False)
-    shard_all(model, mesh["dp", "cp"]._flatten("fsdp"), offload_policy=policy)
-    run = compiled(model, form)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (alone, model)]
-    for batch in (make_batch(seed=2), make_batch(seed=3)):
-        expected = mean_loss(alone(*batch[:2]), batch[2])
-        expected.backward()
-        torch.testing.assert_close(train_step(run, mesh, batch), expected.detach())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_rewritten(form)
-    weights = dict(alone.named_parameters())
-    for name, weight in model.named_parameters():
-        torch.testing.assert_close(whole(weight), weights[name].detach())
-
-
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
-def test_offloaded_steps(form: str) -> None:
-    run_ranks(4, check_offloaded_steps, form)
 
 
 def check_tied(form: str) -> None:
@@ -351,57 +342,8 @@ def test_fsdp1_sync_module_states(form: str) -> None:
     run_ranks(4, check_synced, form)
 
 
-def check_transformers() -> None:
-    """The recipe of docs/fsdp.md, two steps."""
-    transformers = pytest.importorskip("transformers")
-    transformers.set_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).double()
-    reference = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "cp"))
-    both = mesh["dp", "cp"]._flatten("fsdp")
-    for block in model.model.layers:
-        fully_shard(block, mesh=both)
-    fully_shard(model, mesh=both)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, reference)]
-    for step in range(2):
-        generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(3, 64, (1, 32), generator=generator)
-        labels = ids.masked_fill(torch.arange(32) < 9, -100)
-        positions = torch.arange(32)[None]
-        batch = {"input_ids": ids, "position_ids": positions, "use_cache": False}
-        expected = reference(**batch, labels=labels).loss
-        expected.backward()
-        shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
-        targets = int((shifted != -100).sum())
-        with cp_inductor.context_parallel(
-            mesh["cp"], buffers=[ids, positions, shifted], buffer_seq_dims=[1, 1, 1]
-        ):
-            loss = model(
-                **batch,
-                labels=shifted,
-                shift_labels=shifted,
-                num_items_in_batch=targets / both.size(),
-            ).loss
-            loss.backward()
-        logged = loss.detach().clone()
-        dist.all_reduce(logged)
-        torch.testing.assert_close(logged / both.size(), expected.detach())
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@pytest.mark.slow
-def test_a_model_of_transformers_in_a_region() -> None:
-    run_ranks(2, check_transformers)
-
-
 def check_packed(form: str, length: int) -> None:
-    """The recipes of docs/fsdp.md for packed documents, two batches of other documents."""
+    """The recipes of docs/fsdp.md, two steps: one document, and then several, which are packed."""
     transformers = pytest.importorskip("transformers")
     transformers.set_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -422,7 +364,8 @@ def check_packed(form: str, length: int) -> None:
             block.compile(backend=backend, fullgraph=True, dynamic=False)
         fully_shard(block, mesh=both)
     fully_shard(model, mesh=both)
-    for step, lengths in enumerate(([7, 1, 12, length - 20], [length - 5, 5])):
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
+    for step, lengths in enumerate(([length], [7, 1, 12, length - 20], [length - 5, 5])):
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(3, 64, (1, length), generator=generator)
         positions = torch.cat([torch.arange(count) for count in lengths])[None]
@@ -444,6 +387,8 @@ def check_packed(form: str, length: int) -> None:
                 batch_size, shard = ids.shape
                 mask_mod = partial(in_document, documents)
                 mask = create_block_mask(mask_mod, batch_size, None, shard, shard, device="cpu")
+            elif len(lengths) == 1 and not backend:
+                mask = None
             loss = model(
                 **batch,
                 attention_mask=mask,
@@ -457,8 +402,9 @@ def check_packed(form: str, length: int) -> None:
         torch.testing.assert_close(logged / both.size(), expected.detach())
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-        model.zero_grad()
-        reference.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def in_document(documents: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._attention import (
     _ContextParallel,
     _disable_context_parallel_dispatcher,
@@ -33,7 +31,7 @@ from tests.support.combinations import (
 )
 from tests.support.comms import Counts
 from tests.support.ranks import run_ranks
-from tests.support.reference import attend, make_qkv, shard
+from tests.support.reference import check_shards, shard
 
 
 class Attention(nn.Module):
@@ -128,24 +126,10 @@ def check_style_of_torch(form: str) -> None:
     # What torch has the models it prepares call; of its handlers there is none for the CPU.
     _enable_context_parallel_dispatcher()
     try:
-        check_pieces(compiled(inner, form), mesh)
+        check_shards(compiled(inner, form))
     finally:
         _disable_context_parallel_dispatcher()
     assert_rewritten(form)
-
-
-def check_pieces(run: Callable[..., Tensor], mesh: DeviceMesh) -> None:
-    rank = dist.get_rank()
-    query, key, value, grad_out = make_qkv(10)
-    pieces = [shard(t, rank, 2).clone().requires_grad_() for t in (query, key, value)]
-    leaves = [t.double().requires_grad_() for t in (query, key, value)]
-    expected = attend(*leaves, is_causal=True)
-    expected.backward(grad_out.double())
-    out = run(*pieces)
-    out.backward(shard(grad_out, rank, 2))
-    torch.testing.assert_close(out, shard(expected, rank, 2).float())
-    for piece, leaf in zip(pieces, leaves, strict=True):
-        torch.testing.assert_close(piece.grad, shard(leaf.grad, rank, 2).float())
 
 
 @combination("torch's own style _ContextParallel, the backend exchanged", *FORMS)

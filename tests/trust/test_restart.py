@@ -15,26 +15,20 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.examples import (
     DEADLINE_S,
     check_against_unsharded,
     command_of,
-    import_example,
 )
-from tests.support.ranks import run_ranks
 
 # Long enough that it is not over before the last kill, which comes in its first half.
 NUM_STEPS = 30
@@ -86,19 +80,6 @@ def arguments_of(example: str, folder: Path, backend: str, num_steps: int) -> li
     arguments += ["--steps", str(num_steps)]
     arguments += ["--checkpoints", str(folder), "--checkpoint-every", "1"]
     return arguments + ["--out", str(folder / "out")] * (example == "train_text")
-
-
-def train_here(folder: Path, backend: str, num_steps: int) -> None:
-    """Run what `train_text` does by torchrun, on this rank, which has imported torch already."""
-    train_text = import_example("train_text")
-    arguments = arguments_of("train_text", folder, backend, num_steps)
-    with mock.patch.object(sys, "argv", ["train_text.py", *arguments]):
-        args = train_text.parse_args()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
-    try:
-        train_text.train(args, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
-    finally:
-        torch.set_num_threads(1)
 
 
 def kill_ranks(
@@ -170,10 +151,7 @@ def check_kills(
     what = f"seed {seed}: killed at {kill_at}"
     for name in ("killed", "undisturbed"):
         (folder / name).mkdir()
-    if (example, backend) == ("train_text", "cp_aot_eager"):
-        run_ranks(2, train_here, folder / "undisturbed", backend, num_steps)
-    else:
-        train(example, folder / "undisturbed", backend, num_steps=num_steps)
+    train(example, folder / "undisturbed", backend, num_steps=num_steps)
     killed: dict[str, Any] = {"num_steps": num_steps, "kill_at": kill_at, "seed": seed}
     said = train(example, folder / "killed", backend, **killed)
     if example == "train_text":
@@ -186,11 +164,6 @@ def check_kills(
     assert tensors.keys() == wanted.keys() and len(wanted) > 20
     for name, tensor in wanted.items():
         assert torch.equal(tensors[name], tensor), f"{name}, {what}"
-
-
-@pytest.mark.long
-def test_killed(tmp_path: Path) -> None:
-    check_kills("train_text", "cp_aot_eager", tmp_path, 1, num_steps=16)
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
     loss, logits = compiled(...)
     loss.backward()                      logits got no gradient: autograd fills in plain zeros
+    loss.backward(torch.tensor(0.5))     a plain gradient, which all ranks have
 
 AOTAutograd compiles a backward for the gradients of all outputs, and expects a DTensor where an
-output is a DTensor. Autograd fills in a plain tensor, which AOTAutograd (torch 2.13 to 2.15)
-refuses.
+output is a DTensor, and a plain tensor elsewhere. It (torch 2.13 to 2.15) refuses what is of the
+other class, of the user or of autograd. The backward changes them first: outputs themselves stay
+as they are, to be written to.
 
     F.linear(DTensor, plain weight)      weight.grad: a DTensor [Partial], not yet summed
 
@@ -16,39 +18,60 @@ become plain and whole, as the parameter is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cp_inductor.torch_private.dtensor import replicated
 from cp_inductor.torch_private.modes import run_uncompiled
+from cp_inductor.torch_private.tracing import replace_backward
+
+# From a gradient, which may be None or plain, to that of an output's class.
+_Complete = Callable[[Tensor | None], Tensor]
 
 
 def with_all_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Let some outputs of a compiled graph be differentiated without the others."""
+    is_replaced = False
 
     @wraps(compiled)
     def run(*args: Any) -> Any:
+        nonlocal is_replaced
         outputs = compiled(*args)
-        if not isinstance(outputs, (tuple, list)):
-            return outputs
-        places = [
-            place
-            for place, output in enumerate(outputs)
-            if isinstance(output, Tensor) and output.requires_grad
-        ]
-        if len(places) < 2 or not any(isinstance(outputs[place], DTensor) for place in places):
-            return outputs
-        together = _Together.apply(*(outputs[place] for place in places))
-        outputs = list(outputs)
-        for place, output in zip(places, together, strict=True):
-            outputs[place] = output
+        leaves = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+        if any(isinstance(tensor, DTensor) for tensor in (*leaves, *args)):
+            is_replaced = _complete_gradients(leaves, args, is_replaced)
         return outputs
 
     return run
+
+
+def _complete_gradients(outputs: Sequence[Any], inputs: Sequence[Any], is_replaced: bool) -> bool:
+    """Let the backward of outputs complete gradients; return whether it is replaced by then."""
+    of_nodes: dict[Any, dict[int, _Complete]] = {}
+    for output in outputs:
+        if isinstance(output, Tensor) and output.requires_grad:
+            # AOTAutograd differentiates what an output is a view of.
+            made = output if output._base is None else output._base
+            of_nodes.setdefault(made.grad_fn, {})[made.output_nr] = _completing(made)
+    for written in inputs:
+        # What the graph writes to an input is another output, of which torch expects plain zeros.
+        node = written.grad_fn if isinstance(written, Tensor) else None
+        for before, place in () if node is None else node.next_functions:
+            if before in of_nodes:
+                of_nodes[before][place] = partial(
+                    _or_zeros, written.shape, written.dtype, written.device
+                )
+    for node, completing in of_nodes.items():
+        is_replaced = is_replaced or replace_backward([node], _completed)
+        if is_replaced:
+            node.completing = completing
+            node.set_materialize_grads(False)  # autograd's zeros are plain, and of all ranks
+    return is_replaced
 
 
 def with_plain_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,27 +102,25 @@ class _Plain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.full_tensor() if isinstance(grad, DTensor) else grad
+        return _as_plain(grad)
 
 
-class _Together(torch.autograd.Function):
-    """Identity on several tensors; if one gets a gradient, the others get zeros."""
+def _completed(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Complete gradients before a backward, to which AOTAutograd (2.13) passes them in a list."""
 
-    @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.zeros = [_zeros_like(output) for output in outputs]
-        return outputs
+    @wraps(backward)
+    def run(ctx: Any, *given: Any) -> Any:
+        gradients = given[0] if isinstance(given[0], list) else [*given]
+        for place, complete in ctx.completing.items():
+            gradients[place] = complete(gradients[place])
+        return backward(ctx, *(given if gradients is given[0] else gradients))
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, ...]:
-        return tuple(
-            make() if grad is None else grad for make, grad in zip(ctx.zeros, grads, strict=True)
-        )
+    run_uncompiled(run)
+    return run
 
 
-def _zeros_like(output: Tensor) -> Callable[[], Tensor]:
-    """Return a function that makes zeros like a tensor, without keeping the tensor alive."""
+def _completing(output: Tensor) -> _Complete:
+    """Return what makes the gradient that a tensor's backward gets, without keeping the tensor."""
     local = output.to_local() if isinstance(output, DTensor) else output
     shape, stride = local.shape, local.stride()
     dtype, device = local.dtype, local.device
@@ -108,11 +129,26 @@ def _zeros_like(output: Tensor) -> Callable[[], Tensor]:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
 
     if not isinstance(output, DTensor):
-        return zeros
+        return lambda gradient: zeros() if gradient is None else _as_plain(gradient)
     mesh, placements = output.device_mesh, output.placements
     whole: dict[str, Any] = {"shape": output.shape, "stride": output.stride()}
-    return lambda: DTensor.from_local(zeros(), mesh, placements, run_check=False, **whole)
+
+    def complete(gradient: Tensor | None) -> Tensor:
+        if gradient is None:
+            return DTensor.from_local(zeros(), mesh, placements, run_check=False, **whole)
+        return gradient if isinstance(gradient, DTensor) else replicated(gradient, mesh)
+
+    return complete
+
+
+def _or_zeros(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, gradient: Tensor | None
+) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+
+
+def _as_plain(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 run_uncompiled(_Plain.backward)
-run_uncompiled(_Together.backward)

@@ -106,6 +106,8 @@ class WholeBatches:
             if has_tokens and not self.are_outputs_whole:
                 return tensor
             plain: Tensor = tensor.full_tensor()
+            if not has_tokens:
+                plain = plain.clone()  # a loss that the program may divide in place
             if plain.requires_grad and not torch.compiler.is_compiling():
                 plain.register_hook(_full)  # as eager code may use it beside results with tokens
             return plain

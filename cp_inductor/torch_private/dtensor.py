@@ -273,6 +273,31 @@ def parts_taken_by(
         yield
 
 
+def read_memory_of(whole: Callable[[DTensor], Tensor | None]) -> None:
+    """Let `tolist` and `numpy` of a DTensor, which torch (2.13-2.15) refuses, read another tensor.
+
+    The array is a copy, and read-only: what is written to it would not reach the DTensor.
+
+    Args:
+        whole: the tensor to read; None has torch refuse.
+    """
+
+    def tolist(self: DTensor) -> Any:
+        read = whole(self)
+        return Tensor.tolist(self if read is None else read)
+
+    def numpy(self: DTensor, *, force: bool = False) -> Any:
+        read = whole(self)
+        if read is None:
+            return Tensor.numpy(self, force=force)
+        array = read.numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    of_dtensor: Any = DTensor
+    of_dtensor.tolist, of_dtensor.numpy = tolist, numpy
+
+
 def is_propagating_shapes(tensor: Tensor) -> bool:
     """Whether only shapes are wanted: the tensor is fake, and no graph is being traced.
 

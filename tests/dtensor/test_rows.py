@@ -72,6 +72,7 @@ x[0, :, 0].logsumexp(0)   x.std()   torch._foreach_norm([x, x * 2])[1]
 READS = """
 t.item()   int(t)   float(t)   bool(t)   (1.0 if t > 0.5 else 2.0)
 sum(1 for _ in range(min(int(t), 4)))   torch.tensor(t.item()).item()   float(f"{t.item():.6f}")
+t.tolist()   t.detach().numpy().item()   sum(x[0].tolist()[-1]) / 8   np.asarray(x.detach()).sum()
 """
 # What meets sums, concatenations, writes and losses once it is reduced.
 REDUCED = """

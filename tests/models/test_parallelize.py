@@ -144,6 +144,41 @@ def test_steps_are_those_of_one_process(form: str, ranks: int, batch: int, lengt
     run_ranks(ranks, check_steps, form, batch, length)
 
 
+class WithLogits(Training):
+    def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.decoder(ids, positions)
+        return mean_loss(logits, labels), logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_results_are_used_as_those_of_one_process(form: str) -> None:
+    run_ranks(2, check_results, form)
+
+
+def check_results(form: str) -> None:
+    """Written to in place, differentiated by plain gradients, alone, and beside others."""
+
+    def use(way: int, model: nn.Module, call: Any) -> None:
+        loss, logits = call(*make_batch(2, 9))
+        half = torch.tensor(0.5, dtype=loss.dtype)
+        if way == 0:
+            loss /= 4
+            loss.backward(half)
+        elif way == 1:
+            logits.mul_(0.5)
+            (loss + logits.square().mean()).backward()
+        else:
+            torch.autograd.backward([loss, logits], [half, torch.ones_like(whole(logits))])
+
+    for way in range(3):
+        reference = WithLogits().double()
+        model = copy.deepcopy(reference)
+        use(way, reference, reference)
+        use(way, model, compiled(cp_inductor.parallelize(model, world_mesh()), form))
+        assert_same_gradients(model, reference)
+
+
 @torch.no_grad()
 def check_lengths(dynamic: bool | None) -> None:
     model, reference = cp_inductor.parallelize(make_model(1), world_mesh()), make_model(1)

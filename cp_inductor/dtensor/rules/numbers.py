@@ -9,7 +9,8 @@ A rank that reads only its own part divides its loss by its own count, takes ano
 others, or makes a tensor of another size, and then waits for them for ever. All ways in which
 Python reads a number go through one op (`item`, `int`, `float`, `bool`, `if`, an index, a
 format), in eager code and where a graph is traced: there the sum over ranks stands in the graph.
-`tolist` and `numpy` read memory: torch refuses both for every DTensor.
+`tolist` and `numpy` read memory, which torch refuses for every DTensor: eager code reads a copy of
+the whole.
 
 Assumes: all ranks ask for a number that none of them has whole, as they run the same program.
 """
@@ -19,22 +20,32 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from cp_inductor.dtensor.sequence_meshes import holds_sequences
-from cp_inductor.torch_private.dtensor import register_dtensor_handler, without_handler
+from cp_inductor.torch_private.dtensor import (
+    read_memory_of,
+    register_dtensor_handler,
+    without_handler,
+)
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 def read_on_all() -> None:
-    """Register the handler; a second call changes nothing."""
+    """Register what reads; a second call changes nothing."""
     register_dtensor_handler(ITEM, _item)
+    read_memory_of(lambda tensor: _whole(tensor) if holds_sequences(tensor.device_mesh) else None)
 
 
 def _item(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor: Any = args[0]
     if not holds_sequences(tensor.device_mesh):
         return without_handler(op, args, kwargs)
-    whole = tensor.detach().redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-    return op(whole.to_local())
+    return op(_whole(tensor.detach()))
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    placements = [Replicate()] * tensor.device_mesh.ndim
+    return tensor.redistribute(placements=placements).to_local()

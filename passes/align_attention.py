@@ -23,18 +23,17 @@ are left as they are.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from math import sqrt
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, fx
-from torch.distributed.tensor import DTensor
+from torch import fx
 
 from cp_inductor.dtensor.axis import attention_placements, is_sequence_sharded
 from cp_inductor.errors import CPError
 from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.passes.attentions import CAPTURED
+from cp_inductor.passes.insert_call import insert_call, local_of_shard
 from cp_inductor.region.flex_calls import FLEX
 from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -136,7 +135,10 @@ def _align_placements(node: fx.Node, call: dict[str, Any]) -> None:
     for side in SIDES if placements is not None else ():
         value = _value(call[side])
         if value.placements != placements:
-            call[side] = _call(node, "redistribute", call[side], value.device_mesh, placements)
+            with node.graph.inserting_before(node):
+                call[side] = insert_call(
+                    node, "redistribute", call[side], value.device_mesh, placements
+                )
             _rewrite(node, call)
 
 
@@ -149,7 +151,8 @@ def _align_head_dims(node: fx.Node, call: dict[str, Any]) -> None:
     for side in SIDES:
         missing = widest - _value(call[side]).shape[-1]
         if missing:
-            call[side] = _call(node, torch.nn.functional.pad, call[side], [0, missing])
+            with node.graph.inserting_before(node):
+                call[side] = insert_call(node, torch.nn.functional.pad, call[side], [0, missing])
     if call["scale"] is None:
         call["scale"] = 1 / sqrt(head_dim)
     out = _value(node)
@@ -160,7 +163,7 @@ def _align_head_dims(node: fx.Node, call: dict[str, Any]) -> None:
     with node.graph.inserting_after(node):
         part = node.graph.call_function(torch.narrow, (node, -1, 0, of_value))
     part.meta = {**node.meta, "example_value": out}
-    with torch.no_grad(), fake_mode_of(_local(out)):
+    with torch.no_grad(), fake_mode_of(local_of_shard(out)):
         node.meta["example_value"] = torch.nn.functional.pad(out, [0, widest - of_value])
     for user in users:
         user.replace_input_with(node, part)
@@ -175,26 +178,5 @@ def _rewrite(node: fx.Node, call: dict[str, Any]) -> None:
     node.kwargs = {name: value for name, value in call.items() if name not in SIDES}
 
 
-def _call(node: fx.Node, target: str | Callable[..., Any], source: fx.Node, *args: Any) -> fx.Node:
-    """Insert a call before an attention, with its value on fake tensors."""
-    given = _value(source)
-    with torch.no_grad(), fake_mode_of(_local(given)), node.graph.inserting_before(node):
-        if isinstance(target, str):
-            made = node.graph.call_method(target, (source, *args))
-            value = getattr(given, target)(*args)
-        else:
-            made = node.graph.call_function(target, (source, *args))
-            value = target(given, *args)
-    made.meta = {
-        key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta
-    }
-    made.meta["example_value"] = value
-    return made
-
-
 def _value(node: fx.Node) -> Any:
     return node.meta["example_value"]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

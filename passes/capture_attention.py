@@ -23,7 +23,7 @@ Assumes: a graph from Dynamo, before AOTAutograd; sites of this graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from operator import getitem, mul
@@ -31,7 +31,7 @@ from typing import Any, cast
 
 import torch
 from sympy import Expr
-from torch import SymInt, Tensor, fx
+from torch import SymInt, fx
 from torch.distributed.tensor import DTensor, Placement
 
 from cp_inductor.batches.prepare import Known, remember
@@ -44,14 +44,14 @@ from cp_inductor.mask.reader.writes import Writes
 from cp_inductor.ops.attention import FORWARD, attention_of
 from cp_inductor.ops.plan_batch import PLAN_BATCH
 from cp_inductor.ops.rules_of_lengths import remember_mask
+from cp_inductor.passes.insert_call import insert_call, local_of_shard
 from cp_inductor.passes.sites import Site
 from cp_inductor.region.flex_bias import Reads, bias_of_scores
-from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, body_at, has_natural_lse
+from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, has_natural_lse
 from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.torch_private.sizes import Multiple, is_number, size_hint
-from cp_inductor.torch_private.tracing import fake_mode_of, unbacked_ignored
 from cp_inductor.trust.graph_agreement import Planned
 
 
@@ -100,7 +100,7 @@ def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> dict[fx
         extras = _extras(site, local[0], calls, written)
         if site.attention.is_per_batch:
             extras += _plan_of_batch(site, local[0], extras)
-        result = _call(site, FORWARD, (*local, extras, *site.attention.arguments))
+        result = insert_call(site.node, FORWARD, *local, extras, *site.attention.arguments)
         replaced = {old: _replace(site, old, result, old in written) for old in _results(site)}
     sources = site.node.all_input_nodes
     for old in {**dict.fromkeys(site.node.users if site.is_flex else ()), site.node: None}:
@@ -115,16 +115,16 @@ def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> dict[fx
 def _replace(site: Site, old: fx.Node, result: fx.Node, is_written: bool) -> fx.Node:
     """Replace a result of a site by that of the op; return what replaces it."""
     place = old.args[1] if site.is_flex else OUT
-    local = _call(site, getitem, (result, place))
+    local = insert_call(site.node, getitem, result, place)
     if place == LSE and not has_natural_lse(site.node):
-        local = _call(site, mul, (local, 1 / math.log(2)))
+        local = insert_call(site.node, mul, local, 1 / math.log(2))
     local = _copied(site, local, is_written)
     local_users = _local_users(site, old)
     for user in local_users:
         user.replace_all_uses_with(local)
         old.graph.erase_node(user)
     if site.is_distributed and (old.users or not local_users):
-        local = _as_before(site, old, _call(site, from_local_like, (local, site.query)))
+        local = _as_before(site, old, insert_call(site.node, from_local_like, local, site.query))
     old.replace_all_uses_with(local)
     return local
 
@@ -150,7 +150,7 @@ def _placements(node: fx.Node) -> Sequence[Placement]:
 
 
 def _copied(site: Site, node: fx.Node, is_written: bool) -> fx.Node:
-    return _call(site, "clone", (node,)) if is_written else node
+    return insert_call(site.node, "clone", node) if is_written else node
 
 
 def _extras(
@@ -165,16 +165,16 @@ def _extras(
         if mask.has_bias and not mask.is_bias_made and place == len(mask.tables) - 1:
             node = _expanded(site, node, indices)
         if site.is_distributed:
-            part = _call(site, local_part, (node, site.query, roles_of(indices)))
+            part = insert_call(site.node, local_part, node, site.query, roles_of(indices))
             node = _copied(site, part, is_written)
         extras.append(node)
     if mask.is_bias_made:
         extras.append(_made_bias(site, query))
     if site.attention.dropout_p:
         device = query.meta["example_value"].device
-        seed = _call(site, torch.randint, (0, 1 << 31, ()), {"device": device})
+        seed = insert_call(site.node, torch.randint, 0, 1 << 31, (), device=device)
         if site.is_distributed:
-            seed = _call(site, seed_of_shard, (seed, _placed(site.query)))
+            seed = insert_call(site.node, seed_of_shard, seed, _placed(site.query))
         extras.append(seed)
     return extras
 
@@ -183,7 +183,7 @@ def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> lis
     """Insert the plan of a batch: its sizes and its numbers."""
     assert site.plan_options is not None
     batch, num_heads, *_ = query.meta["example_value"].shape
-    num_kv_heads = _local(site.key).shape[1]
+    num_kv_heads = local_of_shard(site.key.meta["example_value"]).shape[1]
     lengths = lengths_at_run_time(
         site.plan_options,
         site.axis,
@@ -193,7 +193,7 @@ def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> lis
     args = (
         list(extras),
         site.attention.source.rule,
-        _call(site, "size", (query, 0)) if isinstance(batch, SymInt) else batch,
+        insert_call(site.node, "size", query, 0) if isinstance(batch, SymInt) else batch,
         *(_length(site, node, n) for node, n in zip((site.query, site.key), lengths, strict=True)),
         num_heads,
         num_kv_heads,
@@ -203,9 +203,9 @@ def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> lis
         _remember_mask(site),
         site.attention.nodes,
     )
-    plan = _call(site, PLAN_BATCH, args)
+    plan = insert_call(site.node, PLAN_BATCH, *args)
     _remember(site, site.attention, args)
-    return [_call(site, getitem, (plan, place)) for place in (0, 1)]
+    return [insert_call(site.node, getitem, plan, place) for place in (0, 1)]
 
 
 def _remember_mask(site: Site) -> str:
@@ -252,10 +252,10 @@ def _length(site: Site, side: fx.Node, length: int | SymInt) -> fx.Node | int:
     """Return the length of a whole sequence, as the graph computes it if it is dynamic."""
     if not isinstance(length, SymInt):
         return length
-    of_side = _call(site, "size", (side, SEQUENCE_DIM))
+    of_side = insert_call(site.node, "size", side, SEQUENCE_DIM)
     if site.is_distributed:
         return of_side
-    return _call(site, mul, (of_side, site.axis.world_size))
+    return insert_call(site.node, mul, of_side, site.axis.world_size)
 
 
 def _made_bias(site: Site, query: fx.Node) -> fx.Node:
@@ -265,7 +265,7 @@ def _made_bias(site: Site, query: fx.Node) -> fx.Node:
     reads = Reads.of(call.score_mod)
     where = (sum(before), recipe.grid.key_length, reads.batch, reads.head)
     args = (site.node.args[SCORE_MOD], query, _placed(site.query), *where, *call.of_score_mod)
-    return _call(site, bias_of_scores, args)
+    return insert_call(site.node, bias_of_scores, *args)
 
 
 def _expanded(site: Site, bias: fx.Node, indices: Sequence[Expr]) -> fx.Node:
@@ -279,7 +279,7 @@ def _expanded(site: Site, bias: fx.Node, indices: Sequence[Expr]) -> fx.Node:
         sizes = [1 if i.is_Integer else size for i, size in zip(indices, sizes, strict=True)]
     if list(bias.meta["example_value"].shape) == sizes:
         return bias
-    return _call(site, "expand", (bias, *sizes))
+    return insert_call(site.node, "expand", bias, *sizes)
 
 
 def _as_before(site: Site, result: fx.Node, out: fx.Node) -> fx.Node:
@@ -287,7 +287,7 @@ def _as_before(site: Site, result: fx.Node, out: fx.Node) -> fx.Node:
     before, after = result.meta["example_value"], out.meta["example_value"]
     if before.placements == after.placements:
         return out
-    return _call(site, "redistribute", (out, before.device_mesh, list(before.placements)))
+    return insert_call(site.node, "redistribute", out, before.device_mesh, list(before.placements))
 
 
 def _erase_unused(nodes: Sequence[fx.Node], site: Site) -> None:
@@ -309,9 +309,9 @@ def _erase_unused(nodes: Sequence[fx.Node], site: Site) -> None:
 def _to_local(site: Site, node: fx.Node) -> fx.Node:
     if isinstance(node.meta["example_value"], DTensor):
         wrapped = _wrapped(node)
-        node = _call(site, "to_local", (node,)) if wrapped is None else wrapped
+        node = insert_call(site.node, "to_local", node) if wrapped is None else wrapped
     if node.meta["example_value"].dtype != site.dtype:
-        node = _call(site, "to", (node, site.dtype))
+        node = insert_call(site.node, "to", node, site.dtype)
     return node
 
 
@@ -334,45 +334,6 @@ def _placed(node: fx.Node) -> fx.Node:
         return node
     (tensor,) = local.all_input_nodes
     return tensor
-
-
-def _call(
-    site: Site,
-    target: str | Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-) -> fx.Node:
-    """Insert a call of a function, or of a method by name, with its value on fake tensors."""
-    values: Any = fx.map_arg(args, _value)
-    kwargs = kwargs or {}
-    local = _local(site.query)
-    # How many numbers a plan has is not known; the symbol of this value is nobody's.
-    with torch.no_grad(), fake_mode_of(local), unbacked_ignored(local):
-        if isinstance(target, str):
-            node = site.node.graph.call_method(target, args)
-            value = getattr(values[0], target)(*values[1:])
-        else:
-            node = site.node.graph.call_function(target, args, kwargs)
-            value = target(*values, **kwargs)
-    node.meta["example_value"] = value
-    for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-        if key in site.node.meta:
-            node.meta[key] = site.node.meta[key]
-    return node
-
-
-def _value(node: fx.Node) -> Any:
-    if node.op == "get_attr":
-        return body_at(node)
-    value = node.meta["example_value"]
-    # DTensor warns where it wraps a leaf without autograd.
-    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-    return value.detach() if is_plain and value.is_leaf else value
-
-
-def _local(node: fx.Node) -> Tensor:
-    tensor: Tensor = node.meta["example_value"]
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def list_attentions(gm: fx.GraphModule) -> list[Planned]:

@@ -22,16 +22,16 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import source_line
+from cp_inductor.passes.insert_call import insert_call
 from cp_inductor.region.flex_calls import FLEX, LSE, OF_VARLEN, OUT
 from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.tracing import fake_mode_of
 from cp_inductor.torch_private.varlen import VARLEN_OPS, varlen_op
 
 TOKENS = 0
@@ -96,10 +96,10 @@ def _inline(node: fx.Node, call: dict[str, Any]) -> None:
         sides = [_heads_first(node, call[name]) for name in ("query", "key", "value")]
         query, key = (side.meta["example_value"] for side in sides[:2])
         starts = call["cu_seq_q"]
-        docs_q = _call(node, document_numbers, starts, query.shape[2])
+        docs_q = insert_call(node, document_numbers, starts, query.shape[2])
         other = starts if call["cu_seq_k"] is None else call["cu_seq_k"]
         is_same = other is starts and query.shape[2] == key.shape[2]
-        docs_k = docs_q if is_same else _call(node, document_numbers, other, key.shape[2])
+        docs_k = docs_q if is_same else insert_call(node, document_numbers, other, key.shape[2])
         scale = call["scale"]
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         mods = [_body(node, _unchanged), _body(node, _mask_mod(*_window(call)))]
@@ -123,13 +123,13 @@ def _result(node: fx.Node, flex: fx.Node, place: Any) -> fx.Node:
             got="the state of the generator, of which nothing is drawn",
             remedy="call torch.nn.attention.varlen.varlen_attn",
         )
-    taken = _call(node, "squeeze", _call(node, getitem, flex, place), 0)
-    return _call(node, "transpose", taken, 0, 1) if place == OUT else taken
+    taken = insert_call(node, "squeeze", insert_call(node, getitem, flex, place), 0)
+    return insert_call(node, "transpose", taken, 0, 1) if place == OUT else taken
 
 
 def _heads_first(node: fx.Node, tensor: fx.Node) -> fx.Node:
     """(T, H, D) => (1, H, T, D)."""
-    return _call(node, "unsqueeze", _call(node, "transpose", tensor, 0, 1), 0)
+    return insert_call(node, "unsqueeze", insert_call(node, "transpose", tensor, 0, 1), 0)
 
 
 def _unchanged(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -158,16 +158,3 @@ def _body(node: fx.Node, function: Callable[..., Any]) -> fx.Node:
     name = next(name for name in names if not hasattr(root, name))
     setattr(root, name, fx.symbolic_trace(function))
     return node.graph.get_attr(name)
-
-
-def _call(like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """Insert a call of a function, or of a method by name, with its value on fake tensors."""
-    values: Any = fx.map_arg(args, lambda arg: arg.meta["example_value"])
-    kind = "call_method" if isinstance(target, str) else "call_function"
-    node = like.graph.create_node(kind, target, args)
-    query: Tensor = like.all_input_nodes[0].meta["example_value"]
-    local = query.to_local() if isinstance(query, DTensor) else query
-    with torch.no_grad(), fake_mode_of(local):
-        function = getattr(Tensor, target) if isinstance(target, str) else target
-        node.meta = {**like.meta, "example_value": function(*values)}
-    return node

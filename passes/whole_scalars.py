@@ -14,13 +14,10 @@ Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_val
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import fx
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from cp_inductor.torch_private.tracing import fake_mode_of
+from cp_inductor.passes.insert_call import insert_call
 
 
 def whole_scalars(gm: fx.GraphModule) -> None:
@@ -29,7 +26,7 @@ def whole_scalars(gm: fx.GraphModule) -> None:
     returned = [node for node in output.all_input_nodes if _is_part(node.meta.get("example_value"))]
     with gm.graph.inserting_before(output):
         for node in returned:
-            output.replace_input_with(node, _summed(gm.graph, node))
+            output.replace_input_with(node, _summed(node))
     if returned:
         gm.recompile()
 
@@ -40,15 +37,9 @@ def _is_part(value: object) -> bool:
     return any(isinstance(placement, Partial) for placement in value.placements)
 
 
-def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _summed(node: fx.Node) -> fx.Node:
     part: DTensor = node.meta["example_value"]
-    placements: list[Placement] = [Replicate()] * part.device_mesh.ndim
-    with torch.no_grad(), fake_mode_of(part.to_local()):
-        value = part.redistribute(part.device_mesh, placements)
-    arguments: Any = (node, part.device_mesh, placements)
-    whole = graph.call_method("redistribute", arguments)
-    whole.meta["example_value"] = value.requires_grad_(part.requires_grad)
-    for key in ("stack_trace", "nn_module_stack"):
-        if key in node.meta:
-            whole.meta[key] = node.meta[key]
+    placements = [Replicate()] * part.device_mesh.ndim
+    whole = insert_call(node, "redistribute", node, part.device_mesh, placements)
+    whole.meta["example_value"].requires_grad_(part.requires_grad)
     return whole

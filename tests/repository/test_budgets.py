@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {
     "plan": (4600, 7456),
     "run tiles batches": (4800, 5742),
-    "passes": (4400, 5674),
+    "passes": (4400, 5650),
     "mask": (3500, 4258),
     "torch_private": (3000, 3746),
     "dtensor modules": (5000, 6627),

@@ -1,0 +1,56 @@
+"""Insert calls into a Dynamo graph, each with its value on fake tensors, for passes to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from cp_inductor.region.flex_calls import body_at
+from cp_inductor.torch_private.tracing import fake_mode_of, tensors_in, unbacked_ignored
+
+# What the nodes of one place in the user's model share.
+OF_PLACE = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+
+def insert_call(
+    like: fx.Node, target: str | Callable[..., Any], *args: Any, **kwargs: Any
+) -> fx.Node:
+    """Insert a call where the graph of `like` inserts, and return its node.
+
+    Args:
+        like: reads or returns a tensor; its place in the model is that of the call.
+        target: a function, or the name of a method.
+        args, kwargs: nodes, and constants.
+    """
+    values: Any = fx.map_arg(args, _value)
+    kind = "call_method" if isinstance(target, str) else "call_function"
+    node = like.graph.create_node(kind, target, args, kwargs)
+    near = [other.meta.get("example_value") for other in (like, *like.all_input_nodes)]
+    local = local_of_shard(tensors_in(near)[0])
+    # How many numbers a plan has is not known; the symbol of this value is nobody's.
+    with torch.no_grad(), fake_mode_of(local), unbacked_ignored(local):
+        if isinstance(target, str):
+            value = getattr(values[0], target)(*values[1:], **kwargs)
+        else:
+            value = target(*values, **kwargs)
+    node.meta = {key: like.meta[key] for key in OF_PLACE if key in like.meta}
+    node.meta["example_value"] = value
+    return node
+
+
+def local_of_shard(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _value(node: fx.Node) -> Any:
+    if node.op == "get_attr":
+        return body_at(node)
+    value = node.meta["example_value"]
+    # DTensor warns where it wraps a leaf without autograd.
+    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    return value.detach() if is_plain and value.is_leaf else value

@@ -9,6 +9,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -60,29 +61,35 @@ class _HashedTables:
         return hash(self.digest)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the plan of a batch depends on; see `plan_batch`."""
+
+    tables: _HashedTables
+    rule: str
+    batch: int
+    lengths: tuple[int, int]
+    heads: tuple[int, int]
+    stages: int
+    world_size: int
+    nodes: str
+
+
 @lru_cache(maxsize=NUM_PLANS)
-def _plan(
-    tables: _HashedTables,
-    rule: str,
-    batch: int,
-    lengths: tuple[int, int],
-    heads: tuple[int, int],
-    stages: int,
-    world_size: int,
-    nodes: str,
-) -> BatchPlan:
+def _plan(asked: _Asked) -> BatchPlan:
     started = time.perf_counter()
-    parsed = Rule.parse(rule)
+    parsed = Rule.parse(asked.rule)
+    queries, keys = (shard_lengths(length, asked.world_size) for length in asked.lengths)
     plan = plan_batch(
         parsed,
-        dict(zip(sorted(parsed.tables), tables.arrays, strict=True)),
-        batch=batch,
-        query_lengths=shard_lengths(lengths[0], world_size),
-        key_lengths=shard_lengths(lengths[1], world_size),
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        stages=stages,
-        nodes=Nodes.parse(nodes) if nodes else None,
+        dict(zip(sorted(parsed.tables), asked.tables.arrays, strict=True)),
+        batch=asked.batch,
+        query_lengths=queries,
+        key_lengths=keys,
+        num_heads=asked.heads[0],
+        num_kv_heads=asked.heads[1],
+        stages=asked.stages,
+        nodes=Nodes.parse(asked.nodes) if asked.nodes else None,
     )
     _made.append(plan)
     counters["cp_inductor"]["batches_planned"] += 1
@@ -91,21 +98,12 @@ def _plan(
 
 
 @lru_cache(maxsize=NUM_PLANS)
-def _numbers(
-    tables: _HashedTables,
-    rule: str,
-    batch: int,
-    lengths: tuple[int, int],
-    heads: tuple[int, int],
-    stages: int,
-    world_size: int,
-    rank: int,
-    nodes: str,
-) -> RankTables:
-    how = (tables, rule, batch, lengths, heads, stages, world_size, nodes)
-    plan = _plan(*how)
+def _numbers(asked: _Asked, rank: int) -> RankTables:
+    plan = _plan(asked)
     started = time.perf_counter()
-    num_queries, num_keys = (batch * shard_lengths(one, world_size)[rank] for one in lengths)
+    num_queries, num_keys = (
+        asked.batch * shard_lengths(length, asked.world_size)[rank] for length in asked.lengths
+    )
     numbers = rank_tables(plan, rank, num_queries=num_queries, num_keys=num_keys)
     counters["cp_inductor"]["planning_us"] += round(1e6 * (time.perf_counter() - started))
     return numbers
@@ -123,8 +121,8 @@ def numbers_of(
     nodes: str = "",
 ) -> RankTables:
     """Return a rank's part of the plan of a batch, and keep it; see `plan_batch`."""
-    arrays = _HashedTables([_as_numpy(table) for table in tables])
-    return _numbers(arrays, rule, batch, lengths, heads, stages, world_size, rank, nodes)
+    hashed = _HashedTables([_as_numpy(table) for table in tables])
+    return _numbers(_Asked(hashed, rule, batch, lengths, heads, stages, world_size, nodes), rank)
 
 
 # Numbers in pinned memory, of plans that are kept.

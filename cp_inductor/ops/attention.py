@@ -27,8 +27,8 @@ from cp_inductor.plan import Recipe, backward_plan, forward_plan
 from cp_inductor.run import executor
 from cp_inductor.run.attention import PER_BATCH, Attention
 from cp_inductor.run.own_transfers import reads_shard
-from cp_inductor.run.tables import empty_like_rows
 from cp_inductor.tiles.combine import accumulation_dtype
+from cp_inductor.tiles.kernels import empty_like_rows
 from cp_inductor.tiles.stand_in import fold_lse_gradient
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.trust.agreement import agreed

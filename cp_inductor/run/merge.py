@@ -142,7 +142,7 @@ class Results:
     def add_arrived(
         self, payload: Payload, span: Span, heads: Groups, tensors: tuple[Tensor, ...]
     ) -> None:
-        """Note what other ranks sent home; see `cp_inductor.run.receive.Arrived`."""
+        """Note what other ranks sent home; see `cp_inductor.run.messages.Arrived`."""
         kind = next(kind for kind in RESULT_KINDS if kind.payload is payload)
         if tensors[0].shape[0] == 1:
             tensors = tuple(tensor.squeeze(0) for tensor in tensors)

@@ -46,12 +46,6 @@ from cp_inductor.torch_private.sizes import is_known, note_hint, size_hint
 Named = dict[str, Tensor]
 
 
-def empty_like_rows(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return what a result is laid out like: the heads of a token are next to each other."""
-    b, h, s, *rest = like.shape
-    return like.new_empty((b, s, h, *rest), dtype=dtype or like.dtype).transpose(1, 2)
-
-
 class Pool:
     """Rows that a rank has: of zeros, its own, and those that arrived, of several tensors.
 

@@ -28,10 +28,9 @@ from cp_inductor.mask.language import SCORE
 from cp_inductor.plan import Mask, Payload, Span, Tile, backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.merge import RESULT_KINDS, ResultKind, Results, Tensors
+from cp_inductor.run.messages import Arriving, Messages
 from cp_inductor.run.own_transfers import fetch_of, home_of, reads_shard, runs_leaving
-from cp_inductor.run.receive import Arriving, Receiver
 from cp_inductor.run.records import records_received
-from cp_inductor.run.send import Sender
 from cp_inductor.run.store import Piece, Store, concatenate
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS, get_kernel
@@ -71,8 +70,7 @@ class Views:
         self.own, self.program = plan.grid.own(self.rank), plan.program(self.rank)
         tokens = Tokens(plan.grid, query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
         self.store = Store(tokens, like=query)
-        self.sender = Sender(self.store, self.rank, attention.group_name)
-        self.receiver = Receiver(self.store)
+        self.messages = Messages(self.store, self.rank, attention.group_name)
         self.results = Results(plan, self.rank, self.store)
         self.masks = TileMasks(attention.rule, tokens, self.own, attention.extras(extras), query)
         self.kernels = KERNELS[attention.kernel]
@@ -80,7 +78,7 @@ class Views:
         self.fetches = [fetch_of(plan, self.rank, index) for index in range(len(self.program))]
         self.homes = [home_of(plan, self.rank, index) for index in range(len(self.program))]
         self.kept: list[Tensor] = []
-        self.sender.note_sent(self.fetches)
+        self.messages.note_sent(self.fetches)
         if not is_backward or reads_shard(attention):
             self._add_own({"query": query})
             self._add_own({"key": key, "value": value}, of_keys=True)
@@ -101,7 +99,7 @@ class Views:
             if stage.fetch
         ]
         for buffer, transfers in zip(kept, exchanged, strict=True):
-            self.receiver.unpack(buffer, records_received(transfers, self.rank, self.plan.grid))
+            self.messages.unpack(buffer, records_received(transfers, self.rank, self.plan.grid))
 
     def _add_own(self, tensors: dict[str, Tensor], *, of_keys: bool = False) -> None:
         """Put this rank's shards at hand."""
@@ -122,7 +120,7 @@ class Views:
         # Whether there is an exchange does not depend on the rank: one that takes no part hangs.
         if stage == len(self.program) or not self.plan.stages[stage].fetch:
             return None
-        return self.sender.start(self.fetches[stage])
+        return self.messages.start(self.fetches[stage])
 
     def end_fetch(self, stage: int, fetching: Arriving | None) -> None:
         """Wait for what a stage fetches, and put it at hand; what is not needed is let go."""
@@ -130,7 +128,7 @@ class Views:
             self.store.forget(self._spans_needed_from(stage))
         if fetching is None:
             return
-        buffer, arrived = self.receiver.wait(fetching)
+        buffer, arrived = self.messages.wait(fetching)
         if stage < self.plan.num_kept:
             self.kept.append(buffer)
         by_heads: dict[Span, list[dict[str, Piece]]] = {}
@@ -187,14 +185,14 @@ class Views:
             of_payload = [t for t in leaving if t.payload is kind.payload]
             to_itself = [t for t in of_payload if t.destination == self.rank]
             self.results.withdraw(kind.payload, to_itself)
-        started = self.sender.start(home)
+        started = self.messages.start(home)
         self.store.drop(names)
         return started
 
     def end_home(self, homeward: Arriving | None) -> None:
         """Wait for results of this rank's tokens that others computed."""
         if homeward is not None:
-            for arrived in self.receiver.arrive(homeward):
+            for arrived in self.messages.arrive(homeward):
                 self.results.add_arrived(*arrived)
 
     # --- Tiles --------------------------------------------------------------------------------

@@ -264,6 +264,12 @@ def _has_whole_rows(tensor: Tensor) -> bool:
     return is_adjacent and (is_known(tensor.stride(-2) >= head_dim) or is_known(length <= 1))
 
 
+def empty_like_rows(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty (B, H, S, ...) in which the heads of a token are next to each other."""
+    b, h, s, *rest = like.shape
+    return like.new_empty((b, s, h, *rest), dtype=dtype or like.dtype).transpose(1, 2)
+
+
 def repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
     """(B, G, T, D) -> (B, H, T, D), each KV head repeated for its group of query heads."""
     num_groups = num_heads // tensor.shape[1]

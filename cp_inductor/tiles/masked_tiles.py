@@ -47,6 +47,7 @@ from cp_inductor.tiles.kernels import (
     Partial,
     RuleKernel,
     TileCall,
+    empty_like_rows,
     hide_blind_rows,
 )
 from cp_inductor.tiles.tile_masks import Geometry, Indices, bias_dtype, make_bias
@@ -482,18 +483,13 @@ def _in_order(part: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _empty_partial(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a tile writes to, as aten's kernel lays it out: heads next to each other."""
-    b, h, s, d = query.shape
-    out = query.new_empty((b, s, h, d)).transpose(1, 2)
-    return out, query.new_empty((b, s, h), dtype=accumulation_dtype(query)).transpose(1, 2)
+    """Return what a tile writes to, as aten's kernel lays it out."""
+    return empty_like_rows(query), empty_like_rows(query[..., 0], accumulation_dtype(query))
 
 
 def _empty_grads(query: Tensor, key: Tensor) -> Gradients:
-    b, h, s, d = query.shape
-    g, t = key.shape[1:3]
-    wide = accumulation_dtype(key)
-    dk, dv = (key.new_empty((b, t, g, d), dtype=wide).transpose(1, 2) for _ in range(2))
-    return query.new_empty((b, s, h, d)).transpose(1, 2), dk, dv
+    dk, dv = (empty_like_rows(key, accumulation_dtype(key)) for _ in range(2))
+    return empty_like_rows(query), dk, dv
 
 
 @torch.library.custom_op("cp_inductor::masked_tile", mutates_args=())

@@ -33,7 +33,7 @@ from cp_inductor.errors import CPError, ExchangeFailed
 from cp_inductor.kept import cache
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
-from cp_inductor.run.receive import StepFailed
+from cp_inductor.run.messages import StepFailed
 from cp_inductor.trust.agreement import log_of, waiting_in
 from cp_inductor.trust.bounded_store import within
 from cp_inductor.trust.log import Log

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.plan import Grid, Payload, Span
 from cp_inductor.region.regions import SequenceRegion
-from cp_inductor.run.send import Sender
+from cp_inductor.run.messages import Messages
 from cp_inductor.run.store import Store
 from cp_inductor.tiles.combine import accumulation_dtype
 from cp_inductor.tiles.kernel_table import get_kernel
@@ -94,7 +94,7 @@ def test_records_with_statistics_begin_where_kernels_load(dtype: torch.dtype) ->
     store.add(
         "lse", span, heads, torch.rand(2, 3, 3).to(accumulation_dtype(store.like)), of_keys=False
     )
-    packed = Sender(store, 0, "")._pack(((Payload.PARTIAL, heads),), [span])
+    packed = Messages(store, 0, "")._pack(((Payload.PARTIAL, heads),), [span])
     assert packed.shape[:2] == (3, 2)
     assert packed.stride(1) * dtype.itemsize % 16 == 0
 

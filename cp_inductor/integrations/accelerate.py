@@ -41,7 +41,7 @@ from cp_inductor.integrations.methods import HEAD_IS_EAGER, NAME, Method, is_our
 from cp_inductor.integrations.outputs import gather_objects, gather_outputs
 from cp_inductor.modules.parallelize import parallelize
 from cp_inductor.modules.sharded_weights import ShardedWeights
-from cp_inductor.torch_private.checkpoint import redraw_when_recomputed
+from cp_inductor.torch_private.checkpoint import has_checkpointed_layers, redraw_when_recomputed
 
 _IS_COMPILED = "_cp_inductor_is_compiled"
 COMPILERS = ("CP_INDUCTOR", "CP_AOT_EAGER")  # accelerate writes names of backends in capitals
@@ -236,9 +236,10 @@ def _compile_sharded(accelerator: Accelerator, model: nn.Module) -> None:
 
 def _checkpoint_layers(original: Method, accelerator: Accelerator, model: nn.Module) -> nn.Module:
     plugin = accelerator.state.fsdp_plugin
-    if plugin.auto_wrap_policy is not None and not redraw_when_recomputed(model):
+    if plugin.auto_wrap_policy is not None and not has_checkpointed_layers(model):
         original(accelerator, model)  # a second time it would wrap what it has wrapped
-    if not redraw_when_recomputed(model):
+        redraw_when_recomputed(model)
+    if not has_checkpointed_layers(model):
         raise InvalidArgument(
             site="FullyShardedDataParallelPlugin",
             expected="an auto_wrap_policy that names the layers to checkpoint",

@@ -12,14 +12,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
 
 
 def rerun_within(context: AbstractContextManager[Any]) -> None:
@@ -118,16 +120,22 @@ class _Within:
             return self.function(*args)
 
 
-def redraw_when_recomputed(model: nn.Module) -> int:
-    """Let wrapped layers draw the random numbers of the forward again; return how many there are.
+def has_checkpointed_layers(model: nn.Module) -> bool:
+    """Whether layers of a model are wrapped in a `CheckpointWrapper` (2.13-2.15)."""
+    return any(isinstance(module, CheckpointWrapper) for module in model.modules())
 
-    `CheckpointWrapper.checkpoint_fn` (2.13-2.15) checkpoints the layer. One that was made with
-    `preserve_rng_state=False` drops out others in the backward than in the forward.
+
+def redraw_when_recomputed(model: nn.Module) -> None:
+    """Wrap layers anew that are wrapped, so that they draw the random numbers of the forward again.
+
+    One that was wrapped with `preserve_rng_state=False` drops out others in the backward than in
+    the forward. `checkpoint_wrapper`, `_checkpoint_wrapped_module` (2.13-2.15).
     """
-    layers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
-    for layer in layers:
-        layer.checkpoint_fn = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-    return len(layers)
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, CheckpointWrapper):
+                layer = checkpoint_wrapper(layer._checkpoint_wrapped_module)
+                parent.register_module(name, layer)
 
 
 def has_saved_tensor_hooks() -> bool:

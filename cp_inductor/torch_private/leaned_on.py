@@ -63,6 +63,7 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
     "torch._functorch._aot_autograd.runtime_wrappers": ("class CompiledFunction(",),
     "torch._functorch._aot_autograd.graph_compile": ("eager_input_vals",),
     "torch._functorch._aot_autograd.graph_capture": ('meta["desc"]',),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": ("_checkpoint_wrapped_module",),
     "torch.utils.checkpoint": (
         "gen = _checkpoint_without_reentrant_generator",
         "new_frame = _CheckpointFrame(",
@@ -162,7 +163,7 @@ _NAMES = {
     "torch.distributed._composable_state": "_module_state_mapping",
     "torch.distributed._functional_collectives": "all_to_all_single_autograd",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": """
-        CheckpointWrapper(mod,checkpoint_fn)""",
+        CheckpointWrapper(mod) checkpoint_wrapper(module)""",
     "torch.distributed.distributed_c10d": """
         _default_pg_init_method _register_process_group _resolve_process_group
         _unregister_process_group _update_default_pg(pg) _world.group_count""",

@@ -1,5 +1,8 @@
 """Every place at which torch does something else because of this package, and what ends it.
 
+Settings of torch that it offers to programs (`implicit_replication`, `_cp_options`, its configs)
+are no such places, nor are objects that this package has made.
+
 `patches.md` is the table: our function (below cp_inductor), what it replaces (below torch), when
 that is in place, why, the issue or pull request of pytorch/pytorch, and what has to be true for it
 to go. `python -m cp_inductor doctor` prints it, docs/support.md leads to it, and a test finds each

@@ -18,7 +18,7 @@ BUDGETS = {
     "run tiles batches": (4800, 5692),
     "passes": (4400, 5650),
     "mask": (3500, 4258),
-    "torch_private": (3000, 3771),
+    "torch_private": (3000, 3783),
     "dtensor modules": (5000, 6640),
     "trust": (1400, 2762),
     "inspect": (3200, 3742),

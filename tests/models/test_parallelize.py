@@ -188,8 +188,9 @@ def check_lengths(dynamic: bool | None) -> None:
     assert counters["stats"]["unique_graphs"] == 2  # for the first, and for all others
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [None, pytest.param(False, marks=pytest.mark.long)])
+# In every run tests/backend/test_dynamic_shapes.py has a graph of a parallelized layer for all.
+@pytest.mark.long
+@pytest.mark.parametrize("dynamic", [None, False])
 def test_one_graph_serves_all_lengths_that_divide(dynamic: bool | None) -> None:
     run_ranks(2, check_lengths, dynamic)
 

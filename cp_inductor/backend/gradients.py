@@ -53,19 +53,19 @@ def with_all_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def _complete_gradients(outputs: Sequence[Any], inputs: Sequence[Any], is_replaced: bool) -> bool:
     """Let the backward of outputs complete gradients; return whether it is replaced by then."""
     of_nodes: dict[Any, dict[int, _Complete]] = {}
+    given = [tensor for tensor in inputs if isinstance(tensor, Tensor)]
+    earlier = {_viewed(tensor).grad_fn for tensor in given}  # of graphs that ran before
     for output in outputs:
         if isinstance(output, Tensor) and output.requires_grad:
-            # AOTAutograd differentiates what an output is a view of.
-            made = output if output._base is None else output._base
-            of_nodes.setdefault(made.grad_fn, {})[made.output_nr] = _completing(made)
-    for written in inputs:
+            made = _viewed(output)
+            if made.grad_fn not in earlier:
+                of_nodes.setdefault(made.grad_fn, {})[made.output_nr] = _completing(made)
+    for written in given:
         # What the graph writes to an input is another output, of which torch expects plain zeros.
-        node = written.grad_fn if isinstance(written, Tensor) else None
-        for before, place in () if node is None else node.next_functions:
-            if before in of_nodes:
-                of_nodes[before][place] = partial(
-                    _or_zeros, written.shape, written.dtype, written.device
-                )
+        for node, place in getattr(written.grad_fn, "next_functions", ()):
+            if node in of_nodes:
+                like = torch.zeros((), dtype=written.dtype, device=written.device)
+                of_nodes[node][place] = partial(_or_zeros, like, written.shape)
     for node, completing in of_nodes.items():
         is_replaced = is_replaced or replace_backward([node], _completed)
         if is_replaced:
@@ -141,10 +141,13 @@ def _completing(output: Tensor) -> _Complete:
     return complete
 
 
-def _or_zeros(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device, gradient: Tensor | None
-) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+def _or_zeros(zero: Tensor, shape: torch.Size, gradient: Tensor | None) -> Tensor:
+    return zero.new_zeros(shape) if gradient is None else gradient
+
+
+def _viewed(tensor: Tensor) -> Tensor:
+    """Return what AOTAutograd differentiates where a tensor is a view."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def _as_plain(gradient: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parameter import is_lazy
 
@@ -55,7 +56,7 @@ from cp_inductor.modules.tokenwise import run_on_shards
 from cp_inductor.modules.whole import run_known_on_whole, run_on_whole
 from cp_inductor.modules.whole_batches import WholeBatches, names_of
 from cp_inductor.torch_private.dispatch import checks_of_given_data
-from cp_inductor.torch_private.dtensor import plain_tensors_replicated
+from cp_inductor.torch_private.dtensor import are_plain_tensors_replicated
 from cp_inductor.torch_private.modes import is_transforming, run_uncompiled
 from cp_inductor.torch_private.traces import traces
 from cp_inductor.trust.unreduced import watch_gradients
@@ -306,15 +307,16 @@ class _Replicating(threading.local):
     """Takes plain tensors beside DTensors as replicated, as long as somebody asks for it.
 
     Autograd asks as well: its formulas compute with tensors that a forward saved. So it goes on
-    until what the model has returned is gone.
+    until what the model has returned is gone. torch's context is per thread, which autograd takes
+    over from the caller of a backward, and when it is left, it ends the one around it as well.
     """
 
     def __init__(self) -> None:
         self.num_askers, self.around = 0, ExitStack()
 
     def begin(self) -> None:
-        if not self.num_askers:
-            self.around.enter_context(plain_tensors_replicated())
+        if not are_plain_tensors_replicated():
+            self.around.enter_context(implicit_replication())
         self.num_askers += 1
 
     def end(self) -> None:
@@ -365,7 +367,8 @@ def _begin_trace(model: nn.Module) -> None:
             remedy='torch.compile(model, backend="cp_inductor")',
         )
     _adopt(model)
-    traces.around.enter_context(plain_tensors_replicated())
+    _replicating.begin()  # also if what eager code has returned goes in the meantime
+    traces.around.callback(_replicating.end)
 
 
 def _mark_lengths(frame: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -181,17 +181,6 @@ def are_plain_tensors_replicated() -> bool:
     2.13-2.15).
     """
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
-
-
-def plain_tensors_replicated() -> AbstractContextManager[None]:
-    """Return the context in which plain tensors beside DTensors are replicated on this thread.
-
-    Autograd takes it over from the thread that calls a backward. `implicit_replication` is public,
-    but when it is left, it ends the one around it as well.
-    """
-    from torch.distributed.tensor.experimental import implicit_replication
-
-    return nullcontext() if are_plain_tensors_replicated() else implicit_replication()
 
 
 def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:

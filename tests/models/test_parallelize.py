@@ -13,7 +13,7 @@ import pickle
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ from tests.support.combinations import (
 )
 from tests.support.combinations import make_model as make_decoder
 from tests.support.graphs import lowered_graphs
-from tests.support.ranks import fake_rank, run_ranks, world_mesh
+from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
 
 TOLERANCE = 1e-12  # relative to the largest of a tensor
 
@@ -142,6 +142,32 @@ def check_steps(form: str, batch: int, length: int) -> None:
 )
 def test_steps_are_those_of_one_process(form: str, ranks: int, batch: int, length: int) -> None:
     run_ranks(ranks, check_steps, form, batch, length)
+
+
+class Forgetting(Training):
+    """Forgets the results of before while it is traced, as a garbage collector may."""
+
+    results: ClassVar[list[Tensor]] = []
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        forget_results()
+        loss = super().forward(*batch)
+        return loss * torch.ones((), dtype=loss.dtype)
+
+
+@torch.compiler.assume_constant_result
+def forget_results() -> None:
+    Forgetting.results.clear()
+
+
+@on_ranks(2)
+def test_results_of_before_may_go_during_a_trace() -> None:
+    reference = Forgetting().double()
+    model, batch = copy.deepcopy(reference), make_batch(2, 9)
+    expected = reference(*batch)
+    cp_inductor.parallelize(model, world_mesh())
+    Forgetting.results.append(cp_inductor.parallelize(make_model(), world_mesh())(*batch))
+    assert_close(compiled(model, AOT)(*batch), expected)
 
 
 class WithLogits(Training):

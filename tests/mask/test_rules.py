@@ -19,7 +19,7 @@ from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan import Mask, Plan, Recipe, plan_attention, resolve
 from cp_inductor.plan.strategies import TABLE
 
-UNDER_RULES = [row.name for row in TABLE.values() if row.assign_masked is not None]
+UNDER_RULES = [*TABLE]
 
 LENGTH = 24
 

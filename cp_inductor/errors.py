@@ -126,7 +126,7 @@ class InvalidArgument(CPError, ValueError):
 
 
 class InvalidText(CPError, ValueError):
-    """Text is not a mask, recipe or plan; such text is parsed and never evaluated."""
+    """Text is not a mask or a recipe; such text is parsed and never evaluated."""
 
 
 class UntiedWeights(CPError):

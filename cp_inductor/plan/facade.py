@@ -10,7 +10,7 @@ from cp_inductor.plan.ir import PlanData
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.picture import draw_plan
 from cp_inductor.plan.simulate import simulate
-from cp_inductor.plan.text import format_plan, parse_plan
+from cp_inductor.plan.text import format_plan
 from cp_inductor.plan.timeline import Timeline, loads_of
 from cp_inductor.plan.transfers import plan_backward
 
@@ -24,13 +24,8 @@ class Plan(PlanData):
         """Return the same plan as an instance of this class."""
         return Plan(**{field.name: getattr(data, field.name) for field in fields(data)})
 
-    @staticmethod
-    def parse(text: str) -> Plan:
-        """Return the plan that `format` wrote."""
-        return Plan.of(parse_plan(text))
-
     def format(self) -> str:
-        """Return the plan as text, one line per action, which `Plan.parse` reads."""
+        """Return the plan as text, one line per action."""
         return format_plan(self)
 
     def __str__(self) -> str:

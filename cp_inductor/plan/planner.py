@@ -453,22 +453,15 @@ def _check(recipe: Recipe, site: str) -> None:
             f"{recipe.strategy!r}, which cannot",
             "use strategy='blocks', or another number of groups",
         )
-    if recipe.mask is Mask.PARTIAL:
-        if strategy.assign_masked is None:
-            known = [row.name for row in TABLE.values() if row.assign_masked is not None]
-            refuse(
-                f"one of auto, {', '.join(known)} under a mask",
-                repr(recipe.strategy),
-                "use strategy='auto'",
-            )
-        if strategy.moves_queries and Rule.parse(recipe.rule).reads_pairs:
-            known = [row.name for row in TABLE.values() if not row.moves_queries]
-            refuse(
-                f"one of auto, {', '.join(known)} under a mask that is a tensor of (query,"
-                " key), whose rows stay with their queries",
-                repr(recipe.strategy),
-                "compute the mask from indices in the model, or use strategy='auto'",
-            )
+    is_masked = recipe.mask is Mask.PARTIAL
+    if is_masked and strategy.moves_queries and Rule.parse(recipe.rule).reads_pairs:
+        known = [row.name for row in TABLE.values() if not row.moves_queries]
+        refuse(
+            f"one of auto, {', '.join(known)} under a mask that is a tensor of (query,"
+            " key), whose rows stay with their queries",
+            repr(recipe.strategy),
+            "compute the mask from indices in the model, or use strategy='auto'",
+        )
 
 
 @contextmanager
@@ -489,16 +482,11 @@ def garbage_kept() -> Iterator[None]:
 def tiles_of(recipe: Recipe) -> Assignment:
     """Return the tiles of a resolved recipe, for each stage."""
     grid, shape, strategy = recipe.grid, recipe.shape, parse_strategy(recipe.strategy)
-    mask: Mask | np.ndarray = recipe.mask
-    if mask is Mask.PARTIAL:
-        mask = _cells(grid, recipe.rule)
-        assert strategy.assign_masked is not None
-        tiles = strategy.assign_masked(grid, shape, mask, recipe.stages)
-    else:
-        tiles = strategy.assign(grid, shape, recipe.mask, recipe.stages)
-    assigned = Assignment(tiles)
+    is_masked = recipe.mask is Mask.PARTIAL
+    sizes = grid, shape, _cells(grid, recipe.rule) if is_masked else recipe.mask, recipe.stages
+    assigned = Assignment(strategy.assign(*sizes))
     if strategy.assign_backward is not None and recipe.keep:  # else for inference
-        assigned = Assignment(tiles, strategy.assign_backward(grid, shape, mask, recipe.stages))
+        assigned = Assignment(assigned.tiles, strategy.assign_backward(*sizes))
     if recipe.late:
         (_, assigned), *_ = [*_late(recipe, assigned), (recipe, assigned)]
     return assigned

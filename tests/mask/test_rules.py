@@ -19,7 +19,7 @@ from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan import Mask, Plan, Recipe, plan_attention, resolve
 from cp_inductor.plan.strategies import TABLE
 
-UNDER_RULES = [row.name for row in TABLE.values() if row.assign_masked is not None]
+UNDER_RULES = [*TABLE]
 
 LENGTH = 24
 
@@ -141,9 +141,7 @@ def test_plans(rule: str, strategy: str, world_size: int) -> None:
     )
     assert plan.mask is Mask.PARTIAL
     plan.simulate()
-    backward = plan.backward()
-    backward.simulate()
-    assert Plan.parse(plan.format()) == plan and Plan.parse(backward.format()) == backward
+    plan.backward().simulate()
 
 
 def test_division_is_exact() -> None:

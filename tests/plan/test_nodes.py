@@ -30,7 +30,6 @@ def test_plans_are_right_for_all_ranks(num_nodes: int, ranks: int, mask: str) ->
                 one = plan(num_nodes, ranks, rest, mask=mask, stages=stages, keep=keep)
                 for each in (one, one.backward()):
                     each.simulate()
-                    assert Plan.parse(each.format()) == each
 
 
 def test_windows_are_rows_beyond_64_ranks() -> None:

@@ -70,10 +70,7 @@ def plan_or_none(**kwargs: object) -> Plan | None:
 
 def prove(plan: Plan) -> None:
     plan.simulate()
-    backward = plan.backward()
-    backward.simulate()
-    for one in (plan, backward):
-        assert Plan.parse(str(one)) == one  # what print(plan) shows
+    plan.backward().simulate()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -591,12 +588,6 @@ stage 1
         )
 
 
-def test_text_of_something_else_is_refused() -> None:
-    text = mha(2, "blocks", stages=1).format()
-    with pytest.raises(ValueError, match="not a line of a plan"):
-        Plan.parse(text + "  fetch: gossip[0:1] h[0:1] 0 -> 1, they say\n")
-
-
 def test_recipes_as_text() -> None:
     recipe = Recipe(4, 100, 100, 8, 2, 64, 2, "causal", strategy="rows", stages=3)
     assert Recipe.parse(recipe.format()) == recipe
@@ -716,43 +707,14 @@ def test_recipes_that_are_none() -> None:
         Recipe.parse(text.replace("world_size=4", "world_size=0"))
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("world_size=2", "world_size=1000000000"),
-        ("chunks_per_rank=", "chunks_per_rank=9999"),
-        ("num_heads=4", "num_heads=0"),
-        ("rank 1: tile", "rank 2: tile"),
-        ("1 -> 0", "1 -> 7"),
-        ("h[0:4]", "h[0:5]"),
-        ("h[0:4]", "h[4:4]"),
-        ("stage 1", "stage 7"),
-        ("forward", "sideways"),
-        ("grid", "rule __import__('os')\ngrid"),
-    ],
-)
-def test_plans_that_are_none(old: str, new: str) -> None:
-    text = plan_attention(**SIZES | {"world_size": 2, "num_heads": 4}, strategy="blocks").format()
-    assert old in text
-    with pytest.raises((InvalidText, InvalidArgument)):
-        Plan.parse(text.replace(old, new, 1))
-
-
 def test_texts_are_bounded_before_they_are_read() -> None:
-    head = mha(2, "blocks", stages=1).format().partition("stage 0")[0]
-    stages = [f"stage {number}\n" for number in range(500_000)]
-    with pytest.raises(InvalidText, match="a plan: expected a text of at most 4194304 characters"):
-        Plan.parse(head + "".join(stages))
-    assert len(Plan.parse(head + "".join(stages[:4096])).stages) == 4096
-    with pytest.raises(InvalidText, match="'stage 4096', which is not a line of a plan"):
-        Plan.parse(head + "".join(stages[:4097]))
     with pytest.raises(InvalidText, match="a recipe: expected a text of at most 196608 characters"):
         Recipe.parse(" " * 200_000)
     with pytest.raises(InvalidText, match="a mask: expected a text of at most 131072 characters"):
         Rule.parse("q" * 200_000)
 
 
-@pytest.mark.parametrize("parse", [Plan.parse, Recipe.parse, Rule.parse])
+@pytest.mark.parametrize("parse", [Recipe.parse, Rule.parse])
 @pytest.mark.parametrize("value", [None, 7, b"full", ["full"], {}])
 def test_what_is_no_text_is_refused(parse: Callable[[Any], object], value: object) -> None:
     with pytest.raises(InvalidText, match=f"got a {type(value).__name__}; pass what format"):

@@ -19,7 +19,7 @@ from cp_inductor.plan.block_search import (
 )
 from cp_inductor.plan.grid import Grid, Span, join_spans, lengths_of
 from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, bytes_per_row
-from cp_inductor.plan.strategies.strategy import Strategy
+from cp_inductor.plan.strategies.strategy import Pairs, Strategy
 from cp_inductor.plan.tiles import Rect, Tiles, add_rects, own_tiles, slice_rects
 
 # How much longer than high a block is made. Each is tried, and the one that moves least is taken.
@@ -37,14 +37,16 @@ MAX_ASPECTS_WORLD = 256
 GROUP_WORLD = 256
 
 
-def blocks(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
+def blocks(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
     """Every rank computes a block of the grid of tiles, and the tile of its own chunks."""
+    if not isinstance(pairs, Mask):
+        return _masked_blocks(grid, shape, pairs, num_stages)
     weights = weights_of(shape)
-    if mask is Mask.FULL:
+    if pairs is Mask.FULL:
         return _full_blocks(grid, shape, num_stages, weights)
     group, step = _steps(grid)
     ranks, chosen = _search(grid, shape)
-    tiles = own_tiles(grid, shape, mask, num_stages)
+    tiles = own_tiles(grid, shape, pairs, num_stages)
     # The cheaper side comes whole with the first stage, the dearer one bit by bit.
     by_keys = weights.key >= weights.query
     for rank, block in zip(ranks, chosen, strict=True):
@@ -148,7 +150,7 @@ def _split(items: Sequence[int], num_parts: int) -> list[list[int]]:
     return [list(items[a:b]) for a, b in pairwise(bounds)]
 
 
-def masked_blocks(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -> Tiles:
+def _masked_blocks(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -> Tiles:
     """Every rank computes the cells of its own chunks, and a block of the others.
 
     All blocks have equally many pairs, so ranks are balanced except for their own cells.
@@ -188,7 +190,6 @@ def weights_of(shape: Shape) -> Weights:
 BLOCKS = Strategy(
     name="blocks",
     assign=blocks,
-    assign_masked=masked_blocks,
     is_groupable=True,
     is_fine=True,
     moves_queries=True,

@@ -6,8 +6,8 @@ heads4+blocks   groups of 4 ranks split the heads, and the groups split the rest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 
 import numpy as np
@@ -15,15 +15,24 @@ import numpy as np
 from cp_inductor.plan.assign_masked import tiles_of_cells
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Mask, Shape, Tile
-from cp_inductor.plan.strategies.strategy import Strategy
+from cp_inductor.plan.strategies.strategy import Pairs, Strategy
 from cp_inductor.plan.tiles import Tiles, is_head_split
 
 
-def heads(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
+def heads(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
     """Every rank computes the whole sequence for its heads, some heads in each stage."""
-    everything = (Span(0, grid.num_chunks),)
+    if isinstance(pairs, Mask):
+        everything = (Span(0, grid.num_chunks),)
+        tiles = [Tile(0, everything, everything, shape.all_heads, pairs)]
+    else:
+        tiles = [
+            tile
+            for own in map(grid.own, range(grid.world_size))
+            for rows, cells in [(np.arange(own.start, own.stop), pairs[own.start : own.stop])]
+            for tile in tiles_of_cells(grid, 0, shape.all_heads, rows, cells, cells)
+        ]
     return [
-        [Tile(rank, everything, everything, heads_, mask) for rank, heads_ in enumerate(part)]
+        [replace(tile, rank=rank, heads=own) for rank, own in enumerate(part) for tile in tiles]
         for part in parts_of(shape, grid.world_size, num_stages)
     ]
 
@@ -43,27 +52,9 @@ def parts_of(shape: Shape, num_ranks: int, num_stages: int) -> list[list[Span]]:
     ]
 
 
-def masked_heads(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -> Tiles:
-    """Every rank computes the whole sequence for its heads, some heads in each stage."""
-    rows = [
-        (np.arange(own.start, own.stop), cells[own.start : own.stop])
-        for own in map(grid.own, range(grid.world_size))
-    ]
-    return [
-        [
-            tile
-            for rank, heads_ in enumerate(part)
-            for chunks, own in rows
-            for tile in tiles_of_cells(grid, rank, heads_, chunks, own, own)
-        ]
-        for part in parts_of(shape, grid.world_size, num_stages)
-    ]
-
-
 HEADS = Strategy(
     name="heads",
     assign=heads,
-    assign_masked=masked_heads,
     splits=is_head_split,
     free_keep=lambda shape, num_stages: num_stages,
     min_chunks=1,
@@ -150,28 +141,16 @@ def in_groups(num_groups: int, rest: Strategy) -> Strategy:
         rest: the strategy of the groups, each of which acts as one rank.
     """
 
-    def split(grid: Grid, shape: Shape, assign: Callable[[Grid, Shape], Tiles]) -> Tiles:
-        shares = shares_of(shape, grid.world_size, num_groups)
-        found = [
-            map(share.split, assign(groups_of(grid, share.num_groups), share.shape_within(shape)))
-            for share in shares
-        ]
-        return [[*chain(*stages)] for stages in zip_longest(*found, fillvalue=())]
-
-    def assign(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
-        return split(
-            grid, shape, lambda groups, within: rest.assign(groups, within, mask, num_stages)
-        )
-
-    def assign_masked(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -> Tiles:
-        by_rest = rest.assign_masked
-        assert by_rest is not None
-        return split(grid, shape, lambda groups, within: by_rest(groups, within, cells, num_stages))
+    def assign(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+        of_shares = []
+        for share in shares_of(shape, grid.world_size, num_groups):
+            groups, within = groups_of(grid, share.num_groups), share.shape_within(shape)
+            of_shares.append(map(share.split, rest.assign(groups, within, pairs, num_stages)))
+        return [[*chain(*stages)] for stages in zip_longest(*of_shares, fillvalue=())]
 
     return Strategy(
         name=f"heads{num_groups}+{rest.name}",
         assign=assign,
-        assign_masked=assign_masked,
         splits=lambda shape, world_size: can_split(shape, world_size, num_groups),
         num_stages=rest.num_stages,
         is_grouped=True,

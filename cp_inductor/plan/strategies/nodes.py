@@ -12,15 +12,14 @@ each rank as its own shard, and the first ranks and the last have as much to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
 from cp_inductor.plan.grid import Grid, Span
-from cp_inductor.plan.ir import Mask, Shape, Tile
+from cp_inductor.plan.ir import Shape, Tile
 from cp_inductor.plan.strategies.heads import groups_of
-from cp_inductor.plan.strategies.strategy import Strategy
+from cp_inductor.plan.strategies.strategy import Pairs, Strategy
 from cp_inductor.plan.tiles import Tiles, is_head_split
 from cp_inductor.plan.transfers import fetch_by_way
 
@@ -33,14 +32,13 @@ def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
         rest: the strategy of the ranks of a node, which hold the whole sequence for its heads.
     """
 
-    def split(
-        grid: Grid, shape: Shape, num_stages: int, assign: Callable[[Grid, Shape, int], Tiles]
-    ) -> Tiles:
+    def assign(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
         num_parts = _num_parts(shape, num_nodes, num_stages)
         num_heads = shape.num_heads // (num_nodes * num_parts)
         num_kv_heads = len(shape.kv_heads(Span(0, num_heads)))
         within = Shape(shape.batch, num_heads, num_kv_heads, shape.head_dim, shape.itemsize)
-        own, *others = assign(groups_of(grid, num_nodes), within, max(1, num_stages // num_parts))
+        num_inside = max(1, num_stages // num_parts)
+        own, *others = rest.assign(groups_of(grid, num_nodes), within, pairs, num_inside)
 
         def of_part(tiles: list[Tile], part: int) -> list[Tile]:
             return [
@@ -60,18 +58,9 @@ def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
         first = [of_part(own, part) for part in parts]
         return first + [of_part(stage, part) for part in parts for stage in others]
 
-    def assign(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
-        return split(grid, shape, num_stages, lambda g, s, n: rest.assign(g, s, mask, n))
-
-    def assign_masked(grid: Grid, shape: Shape, cells: np.ndarray, num_stages: int) -> Tiles:
-        by_rest = rest.assign_masked
-        assert by_rest is not None
-        return split(grid, shape, num_stages, lambda g, s, n: by_rest(g, s, cells, n))
-
     return Strategy(
         name=f"nodes{num_nodes}+{rest.name}",
         assign=assign,
-        assign_masked=assign_masked,
         fetch=lambda grid, shape, tiles: fetch_by_way(
             grid, shape, tiles, partial(_entries, grid, num_nodes)
         ),

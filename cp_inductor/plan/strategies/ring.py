@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from cp_inductor.plan.assign_masked import masked_rows
 from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, Transfer
 from cp_inductor.plan.strategies.rows import own_rows
-from cp_inductor.plan.strategies.strategy import Strategy
+from cp_inductor.plan.strategies.strategy import Pairs, Strategy
 from cp_inductor.plan.tiles import Tiles
 
 
-def ring(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
-    """The neighbour ring: stage i has the tile of own queries and the keys of rank - i."""
+def ring(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+    """The neighbour ring: stage i has the tile of own queries and the keys of rank - i.
+
+    Under a rule, own rows.
+    """
+    if not isinstance(pairs, Mask):
+        return own_rows(grid, shape, pairs, num_stages)
     tiles: Tiles = [[] for _ in range(grid.world_size)]
     for rank in range(grid.world_size):
         own = (grid.own(rank),)
-        tiles[0].append(Tile(rank, own, own, shape.all_heads, mask))
+        tiles[0].append(Tile(rank, own, own, shape.all_heads, pairs))
         for step in range(1, grid.world_size):
-            if mask is Mask.FULL or step <= rank:
+            if pairs is Mask.FULL or step <= rank:
                 keys = (grid.own((rank - step) % grid.world_size),)
                 tiles[step].append(Tile(rank, own, keys, shape.all_heads, Mask.FULL))
     return tiles
@@ -38,16 +42,9 @@ def fetch_from_neighbours(grid: Grid, shape: Shape, tiles: Tiles) -> list[tuple[
     return fetches
 
 
-def allgather(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
-    """Every rank computes its own rows, for which all keys come in one exchange."""
-    del num_stages
-    return own_rows(grid, shape, mask, 1)
-
-
 RING = Strategy(
     name="ring",
     assign=ring,
-    assign_masked=masked_rows,
     fetch=fetch_from_neighbours,
     num_stages=lambda world_size, mask: None if mask is Mask.PARTIAL else max(1, world_size - 1),
     is_of_auto=False,
@@ -56,8 +53,7 @@ RING = Strategy(
 
 ALLGATHER = Strategy(
     name="allgather",
-    assign=allgather,
-    assign_masked=masked_rows,
+    assign=own_rows,
     num_stages=lambda world_size, mask: 1,
     is_groupable=True,
 )

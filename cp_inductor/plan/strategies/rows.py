@@ -10,33 +10,35 @@ from scipy.optimize import linear_sum_assignment
 from cp_inductor.plan.assign_masked import masked_rows
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Mask, Shape
-from cp_inductor.plan.strategies.strategy import Strategy
+from cp_inductor.plan.strategies.strategy import Pairs, Strategy
 from cp_inductor.plan.tiles import Rect, Tiles, add_rects, own_tiles, slice_rects
 
 
-def own_rows(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
+def own_rows(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
     """Every rank computes its own queries, which is unbalanced if the mask is causal."""
+    if not isinstance(pairs, Mask):
+        return masked_rows(grid, shape, pairs, num_stages)
     pieces = [[grid.own(rank)] for rank in range(grid.world_size)]
-    return _stage_rows(grid, shape, mask, pieces, num_stages)
+    return _stage_rows(grid, shape, pairs, pieces, num_stages)
 
 
-def rows(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
+def rows(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
     """Every rank computes a row near the start and a row near the end, which balance each other.
 
     One is its own, and the queries of the other are fetched; squares on the diagonal stay with
     their owners.
     """
+    if pairs is not Mask.CAUSAL:
+        return own_rows(grid, shape, pairs, num_stages)
     world_size = grid.world_size
-    if mask is Mask.FULL:
-        return own_rows(grid, shape, mask, num_stages)
     half = grid.chunks_per_rank // 2
-    pairs = [(piece, 2 * world_size - 1 - piece) for piece in range(world_size)]
-    foreign = [[sum(p // 2 != r for p in pair) for r in range(world_size)] for pair in pairs]
+    both = [(piece, 2 * world_size - 1 - piece) for piece in range(world_size)]
+    foreign = [[sum(p // 2 != r for p in pair) for r in range(world_size)] for pair in both]
     ranks = linear_sum_assignment(np.array(foreign))[1]
     pieces: list[list[Span]] = [[] for _ in range(world_size)]
-    for rank, pair in zip(ranks, pairs, strict=True):
+    for rank, pair in zip(ranks, both, strict=True):
         pieces[rank] = [Span(piece * half, (piece + 1) * half) for piece in pair]
-    return _stage_rows(grid, shape, mask, pieces, num_stages)
+    return _stage_rows(grid, shape, pairs, pieces, num_stages)
 
 
 def _stage_rows(
@@ -64,6 +66,5 @@ def _past_of(grid: Grid, mask: Mask, piece: Span) -> list[Rect]:
 ROWS = Strategy(
     name="rows",
     assign=rows,
-    assign_masked=masked_rows,
     is_groupable=True,
 )

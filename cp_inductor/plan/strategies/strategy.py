@@ -15,6 +15,9 @@ from cp_inductor.plan.ir import Mask, Shape, Transfer
 from cp_inductor.plan.tiles import Tiles
 from cp_inductor.plan.transfers import fetch_directly
 
+# Which pairs exist: FULL or CAUSAL, or, under a rule, `Cell` of (query chunks, key chunks).
+Pairs = Mask | np.ndarray
+Assign = Callable[[Grid, Shape, Pairs, int], Tiles]
 # (grid, shape, tiles) -> what is fetched before the tiles of each stage.
 Fetch = Callable[[Grid, Shape, Tiles], list[tuple[Transfer, ...]]]
 
@@ -25,11 +28,9 @@ class Strategy:
 
     Attributes:
         name: as users write it.
-        assign: (grid, shape, mask, number of stages) -> tiles; the mask is full or causal.
-        assign_masked: (grid, shape, cells, number of stages) -> tiles, under a rule. cells (query
-            chunks, key chunks) hold counts of `Cell`. None if the strategy supports no rules.
-        assign_backward: (grid, shape, mask or cells, number of stages) -> tiles of the backward, as
-            many stages as of the forward, if they are others.
+        assign: (grid, shape, pairs, number of stages) -> tiles.
+        assign_backward: the same -> tiles of the backward, as many stages as of the forward, if
+            they are others.
         fetch: tiles -> fetches.
         returns: results go back the way their inputs came, from rank to rank, not straight home.
         num_stages: (ranks, mask) -> the number of stages, if there is no choice; else None.
@@ -47,9 +48,8 @@ class Strategy:
     """
 
     name: str
-    assign: Callable[[Grid, Shape, Mask, int], Tiles]
-    assign_masked: Callable[[Grid, Shape, np.ndarray, int], Tiles] | None
-    assign_backward: Callable[[Grid, Shape, Mask | np.ndarray, int], Tiles] | None = None
+    assign: Assign
+    assign_backward: Assign | None = None
     fetch: Fetch = fetch_directly
     returns: bool = False
     num_stages: Callable[[int, Mask], int | None] = lambda world_size, mask: None

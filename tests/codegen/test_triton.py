@@ -205,8 +205,12 @@ def test_what_is_checked_can_fail() -> None:
 
 
 def test_both_directions_of_a_tensor(recwarn: pytest.WarningsRecorder) -> None:
-    """Code is generated without a warning, and twice alike."""
-    first = code_of(1, 2, "causal", 4, is_training=True, strategy="ring").code
-    code_of.cache_clear()
-    assert code_of(1, 2, "causal", 4, is_training=True, strategy="ring").code == first
+    """Code is generated without a warning, and twice alike but for torch's count of graphs."""
+
+    def generate() -> list[str]:
+        code_of.cache_clear()
+        code = code_of(1, 2, "causal", 4, is_training=True, strategy="ring").code
+        return [re.sub(r"# AOT ID: \['\d+_", "", text) for text in code.values()]
+
+    assert generate() == generate()
     assert not recwarn.list

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.torch_private.dtensor import replicated
 from cp_inductor.torch_private.modes import run_uncompiled
-from cp_inductor.torch_private.tracing import replace_backward
+from cp_inductor.torch_private.tracing import is_of_compiled_graph, replace_backward
 
 # From a gradient, which may be None or plain, to that of an output's class.
 _Complete = Callable[[Tensor | None], Tensor]
@@ -58,7 +58,7 @@ def _complete_gradients(outputs: Sequence[Any], inputs: Sequence[Any], is_replac
     for output in outputs:
         if isinstance(output, Tensor) and output.requires_grad:
             made = _viewed(output)
-            if made.grad_fn not in earlier:
+            if is_of_compiled_graph(made.grad_fn) and made.grad_fn not in earlier:
                 of_nodes.setdefault(made.grad_fn, {})[made.output_nr] = _completing(made)
     for written in given:
         # What the graph writes to an input is another output, of which torch expects plain zeros.
@@ -68,9 +68,8 @@ def _complete_gradients(outputs: Sequence[Any], inputs: Sequence[Any], is_replac
                 of_nodes[node][place] = partial(_or_zeros, like, written.shape)
     for node, completing in of_nodes.items():
         is_replaced = is_replaced or replace_backward([node], _completed)
-        if is_replaced:
-            node.completing = completing
-            node.set_materialize_grads(False)  # autograd's zeros are plain, and of all ranks
+        node.completing = completing
+        node.set_materialize_grads(False)  # autograd's zeros are plain, and of all ranks
     return is_replaced
 
 

@@ -270,20 +270,27 @@ def replace_backward(
 ) -> bool:
     """Replace the backward of the compiled graph that one of these autograd nodes belongs to.
 
-    AOTAutograd makes a `torch.autograd.Function` of its own for every compiled graph
-    (`CompiledFunction` in torch._functorch._aot_autograd.runtime_wrappers, 2.13-2.15). Its node
-    finds it as `_forward_cls` (`BackwardCFunction`, torch.autograd.function, 2.13-2.15).
-
     Returns:
         Whether there is such a node.
     """
-    for node in nodes:
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            function = node._forward_cls  # type: ignore[attr-defined]
-            if function.__qualname__.endswith("CompiledFunction"):
-                function.backward = staticmethod(replace(function.backward))
-                return True
-    return False
+    node: Any = next(filter(is_of_compiled_graph, nodes), None)
+    if node is not None:
+        function = node._forward_cls
+        function.backward = staticmethod(replace(function.backward))
+    return node is not None
+
+
+def is_of_compiled_graph(node: object) -> bool:
+    """Whether an autograd node is that of a graph which AOTAutograd has compiled.
+
+    It makes a `torch.autograd.Function` of its own for every graph (`CompiledFunction` in
+    torch._functorch._aot_autograd.runtime_wrappers, 2.13-2.15). Its node finds it as `_forward_cls`
+    (`BackwardCFunction`, torch.autograd.function, 2.13-2.15).
+    """
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False
+    function: type = node._forward_cls  # type: ignore[attr-defined]
+    return function.__qualname__.endswith("CompiledFunction")
 
 
 # What `tensor.data` is in a Dynamo graph (torch._C._autograd, 2.13-2.15).

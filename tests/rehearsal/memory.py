@@ -270,7 +270,11 @@ class DeviceMemory:
     def load(
         self, addresses: Array, mask: Array, other: Array | None, dtype: np.dtype[Any]
     ) -> Array:
-        """See `Memory.load`."""
+        """Return what stands at tagged addresses where the mask is true, and `other` elsewhere.
+
+        If there is no `other`, Triton does not say what the rest is. Addresses, masks and values
+        have one shape, or broadcast to it; so they do below.
+        """
         if other is None:
             has_zeros = self._is_template
             other = np.zeros((), dtype) if has_zeros else _undefined((), dtype)
@@ -291,7 +295,7 @@ class DeviceMemory:
         return result
 
     def store(self, addresses: Array, values: Array, mask: Array) -> None:
-        """See `Memory.store`."""
+        """Write where the mask is true."""
         addresses, mask, values = np.broadcast_arrays(addresses, mask, values)
         wanted, given = addresses[mask], values[mask]
         for argument, chosen in self._groups(wanted):
@@ -308,7 +312,7 @@ class DeviceMemory:
         mask: Array,
         at: Callable[[Array, Array, Array], None],
     ) -> Array:
-        """See `Memory.update`."""
+        """Combine what stands there with values, by `at` as of numpy; return what stood there."""
         addresses, mask, values = np.broadcast_arrays(addresses, mask, values)
         dtype = values.dtype
         old = self.load(addresses, mask, np.zeros_like(values), dtype)
@@ -324,7 +328,7 @@ class DeviceMemory:
         return old
 
     def assert_on_device(self, is_true: bool, message: str) -> None:
-        """See `Memory.assert_on_device`."""
+        """Note an assertion of the kernel that fails."""
         if not is_true:
             self.note("assertion of a kernel", "", message)
 

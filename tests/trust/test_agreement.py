@@ -6,7 +6,6 @@ And ranks that are not: whoever compiles late, again, in parts or not at all is 
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -399,23 +398,6 @@ def test_ranks_whose_graphs_start_other_collectives() -> None:
     assert_told_alike(list(sizes), "got sizes of these in its forward: in order ")
 
 
-def check_a_rank_that_does_not_come() -> str:
-    mesh = impatient_mesh(1)
-    tensors = make_dtensors(mesh)
-    if dist.get_rank() == ODD:
-        time.sleep(2.5)
-    return refusal_of(lambda: attend_causal(*tensors))
-
-
-def test_a_rank_that_does_not_come() -> None:
-    first, odd, last = run_ranks(3, check_a_rank_that_does_not_come)
-    for message in (first, last):
-        assert "aten::_scaled_dot_product_flash_attention_for_cpu on DTensors: " in message
-        assert "expected ranks 0, 1 and 2 to arrive within 1 s, got nothing from rank 1" in message
-        assert "raise the timeout of init_process_group" in message
-    assert re.search("given up, because rank [02] at aten::_scaled_dot_product_flash", odd)
-
-
 def check_a_rank_that_is_interrupted() -> list[str]:
     """One rank waits, is interrupted, and calls again; the other comes with another scale."""
     mesh, messages = impatient_mesh(20), []
@@ -657,29 +639,6 @@ def check_submeshes() -> None:
 
 def test_submeshes() -> None:
     run_ranks(4, check_submeshes)
-
-
-def check_groups_that_come_again(path: str) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    server = dist.FileStore(f"{path}/shared", world_size)
-    for attempt in range(3):
-        # Gloo reads addresses of before from a store that it meets again; agreement must not.
-        store = dist.FileStore(f"{path}/{attempt}", world_size)
-        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
-        with mock.patch.object(agreement, "group_with_store", group_over(server)):
-            for length in (8, 12, 8):
-                compare(attend_causal, world_mesh(), length, is_causal=True)
-        dist.destroy_process_group()
-
-
-def group_over(store: dist.Store) -> Any:
-    original = agreement.group_with_store
-    return lambda name: (original(name)[0], lambda: (store, 60.0))
-
-
-def test_groups_that_come_again_on_one_store(tmp_path: Any) -> None:
-    run_ranks(2, check_groups_that_come_again, str(tmp_path))
 
 
 # --- Tables and seeds -------------------------------------------------------------------------

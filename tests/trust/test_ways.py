@@ -142,39 +142,6 @@ def test_who_waits_says_where_all_are_and_gives_up() -> None:
     assert not other
 
 
-def refuse_alone() -> str:
-    """Rank 1 refuses what rank 0 goes on with."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    attend_in_region(mesh, 0)
-    ids, x = batch(1), torch.ones(1, 8, 8)
-    try:
-        with cp_inductor.context_parallel(mesh, buffers=[ids, x], buffer_seq_dims=[1, 1]):
-            attend(x.cumsum(1) if dist.get_rank() == 1 else x)
-    except cp_inductor.CPError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_all_ranks_name_the_refusal_of_one() -> None:
-    first, second = run_ranks(2, refuse_alone)
-    assert first.startswith("RanksDisagree") and second.startswith("SequenceMixed")
-    assert "cumsum" in second and "cumsum" in first, first
-
-
-def begin_anew() -> list[str]:
-    """After an error that all have caught, ranks go on together."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    attend_in_region(mesh, 0)
-    said = [raised(lambda: attend_in_region(mesh, 1 + dist.get_rank()))]
-    said += [raised(lambda n=n: attend_in_region(mesh, n)) for n in range(3)]  # type: ignore[misc]
-    return said
-
-
-def test_ranks_that_have_caught_it_go_on() -> None:
-    for first, *others in run_ranks(2, begin_anew):
-        assert "batch 2" in first and others == ["", "", ""]
-
-
 def test_trails_that_part_are_told_apart() -> None:
     one, other, ahead = Trail(), Trail(), Trail()
     for number in range(3 * MOST_TOLD):

@@ -99,7 +99,19 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
 # --- A step -------------------------------------------------------------------------------------
 
 
-def check_steps(form: str, batch: int, length: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "ranks", "batch", "length"),
+    [
+        (EAGER, 3, 2, 33),
+        (EAGER, 3, 1, 2),  # one rank has no token
+        (AOT, 2, 2, 33),
+        (AOT, 3, 1, 12),
+        pytest.param(COMPILED, 2, 2, 33, marks=pytest.mark.long),
+    ],
+)
+@on_ranks("ranks")
+def test_steps_are_those_of_one_process(form: str, ranks: int, batch: int, length: int) -> None:
     num_layers = NUM_LAYERS if form == EAGER else 1
     model, reference = (Decaying(num_layers).double() for _ in range(2))
     optimizers = [
@@ -127,21 +139,6 @@ def check_steps(form: str, batch: int, length: int) -> None:
     assert model.decoder.head.weight is model.decoder.tokens.weight
     if form != EAGER:
         assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "ranks", "batch", "length"),
-    [
-        (EAGER, 3, 2, 33),
-        (EAGER, 3, 1, 2),  # one rank has no token
-        (AOT, 2, 2, 33),
-        (AOT, 3, 1, 12),
-        pytest.param(COMPILED, 2, 2, 33, marks=pytest.mark.long),
-    ],
-)
-def test_steps_are_those_of_one_process(form: str, ranks: int, batch: int, length: int) -> None:
-    run_ranks(ranks, check_steps, form, batch, length)
 
 
 class Forgetting(Training):
@@ -178,11 +175,8 @@ class WithLogits(Training):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [EAGER, AOT])
+@on_ranks(2)
 def test_results_are_used_as_those_of_one_process(form: str) -> None:
-    run_ranks(2, check_results, form)
-
-
-def check_results(form: str) -> None:
     """Written to in place, differentiated by plain gradients, alone, and beside others."""
 
     def use(way: int, model: nn.Module, call: Any) -> None:
@@ -205,20 +199,17 @@ def check_results(form: str) -> None:
         assert_same_gradients(model, reference)
 
 
+# In every run tests/backend/test_dynamic_shapes.py has a graph of a parallelized layer for all.
+@pytest.mark.long
+@pytest.mark.parametrize("dynamic", [None, False])
+@on_ranks(2)
 @torch.no_grad()
-def check_lengths(dynamic: bool | None) -> None:
+def test_one_graph_serves_all_lengths_that_divide(dynamic: bool | None) -> None:
     model, reference = cp_inductor.parallelize(make_model(1), world_mesh()), make_model(1)
     run = torch.compile(model, backend=AOT, fullgraph=True, dynamic=dynamic)
     for length in (24, 32, 16):
         assert_close(run(*make_batch(2, length)), reference(*make_batch(2, length)))
     assert counters["stats"]["unique_graphs"] == 2  # for the first, and for all others
-
-
-# In every run tests/backend/test_dynamic_shapes.py has a graph of a parallelized layer for all.
-@pytest.mark.long
-@pytest.mark.parametrize("dynamic", [None, False])
-def test_one_graph_serves_all_lengths_that_divide(dynamic: bool | None) -> None:
-    run_ranks(2, check_lengths, dynamic)
 
 
 # --- What is wrapped around a model, or put into it -----------------------------------------------
@@ -302,7 +293,10 @@ def gathers_of(graph: Any) -> Iterator[Any]:
     yield from graph.find_nodes(op="call_function", target=gather)
 
 
-def check_blocks(way: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["layers", "a graph break"])
+@on_ranks(2)
+def test_compiled_in_parts(way: str) -> None:
     model, reference, batch = make_model(), make_model(), make_batch(2, 33)
     cp_inductor.parallelize(model, world_mesh())
     run: Any = model
@@ -328,12 +322,8 @@ def check_blocks(way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["layers", "a graph break"])
-def test_compiled_in_parts(way: str) -> None:
-    run_ranks(2, check_blocks, way)
-
-
-def check_copies() -> None:
+@on_ranks(2)
+def test_copies_pickles_state_dicts_and_models_on_meta() -> None:
     mesh, batch, reference = world_mesh(), make_batch(1, 9), make_model()
     model = cp_inductor.parallelize(make_model(), mesh)
     reference(*batch).backward()
@@ -356,11 +346,9 @@ def check_copies() -> None:
 
 
 @pytest.mark.slow
-def test_copies_pickles_state_dicts_and_models_on_meta() -> None:
-    run_ranks(2, check_copies)
-
-
-def check_hooks(form: str) -> None:
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
+@on_ranks(3)
+def test_hooks_and_frozen_layers(form: str) -> None:
     """Hooks of modules and of weights, and layers that are frozen for a step."""
     models = model, reference = make_model(), make_model()
     for each in models:
@@ -381,12 +369,8 @@ def check_hooks(form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
-def test_hooks_and_frozen_layers(form: str) -> None:
-    run_ranks(3, check_hooks, form)
-
-
-def check_generation() -> None:
+@on_ranks(2)
+def test_evaluation_and_generation() -> None:
     pytest.importorskip("transformers")
     from tests.support.models import make
 
@@ -402,11 +386,6 @@ def check_generation() -> None:
                 loss = run(input_ids=ids, labels=ids).loss
                 expected = reference(input_ids=ids, labels=ids).loss
             assert abs(loss.item() - expected.item()) <= 1e-6
-
-
-@pytest.mark.slow
-def test_evaluation_and_generation() -> None:
-    run_ranks(2, check_generation)
 
 
 # --- What is cut ----------------------------------------------------------------------------------
@@ -542,8 +521,11 @@ def other_classes(seed: int) -> tuple[Tensor, ...]:
     return (*make_batch(2, 9)[:2], torch.tensor([1, seed]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [EAGER, AOT])
+@on_ranks(2)
 @torch.no_grad()  # there is no backward to compile, and ranks compare before the forward
-def check_other_batches(form: str) -> None:
+def test_ranks_that_pass_other_batches_are_told(form: str) -> None:
     for model, draw in (
         (make_model(1), lambda seed: make_batch(2, 9, seed)),
         (Classifier(), other_classes),
@@ -557,12 +539,6 @@ def check_other_batches(form: str) -> None:
         run_with(2)
         with pytest.raises(RanksDisagree, match=r"batch .*2.* numbers with"):
             run_with(dist.get_rank() + 5, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [EAGER, AOT])
-def test_ranks_that_pass_other_batches_are_told(form: str) -> None:
-    run_ranks(2, check_other_batches, form)
 
 
 def refusals(mesh: DeviceMesh) -> Iterator[tuple[type[Exception], str, Any]]:
@@ -626,7 +602,8 @@ def test_weights_that_nobody_would_average() -> None:
             model(*make_batch(2, 9))
 
 
-def check_partial_gradients() -> None:
+@on_ranks(2)
+def test_partial_gradients_that_nobody_sums_are_told() -> None:
     cp_inductor.reset()  # ranks look once
     model = cp_inductor.parallelize(make_model(), world_mesh(), gradients="partial")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -635,10 +612,6 @@ def check_partial_gradients() -> None:
     told = pytest.warns(cp_inductor.SequenceWarning, match="train apart")
     with told if is_first else nullcontext():
         optimizer.step()
-
-
-def test_partial_gradients_that_nobody_sums_are_told() -> None:
-    run_ranks(2, check_partial_gradients)
 
 
 def test_transforms_are_refused() -> None:

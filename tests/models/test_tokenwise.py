@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor import UnsupportedPlacement
-from tests.support.combinations import assert_beside, whole
+from tests.support.combinations import AOT, EAGER, assert_beside, check_distributed, whole
 from tests.support.models import make
 from tests.support.ranks import fake_rank, on_ranks, world_mesh
 
@@ -160,38 +159,17 @@ def test_queries_by_experts() -> None:
     assert_beside(module, reference, (out, expected), tolerance=TOLERANCE)
 
 
-def check_own_placement(
-    reference: nn.Module, leaf: Tensor, expected: Tensor, placement: Placement, backend: str | None
-) -> None:
-    mesh = world_mesh()
-    model = copy.deepcopy(reference)
-    model.zero_grad()
-    cp_inductor.parallelize(model, mesh, tokenwise=(SortedScale,))
-    run: Any = model
-    if backend is not None:
-        torch._dynamo.reset()
-        run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-    given = distribute_tensor(leaf.detach(), mesh, [placement]).requires_grad_()
-    out = run(given)
-    assert getattr(out, "placements", (Replicate(),)) == (placement,)
-    out.square().sum().backward()
-    assert isinstance(given.grad, DTensor)
-    results = (out, expected), (given.grad, leaf.grad)
-    assert_beside(model, reference, *results, tolerance=1e-12)
-
-
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_module_of_the_user() -> None:
     """In eager and compiled, of sharded tokens and of tokens that all ranks have."""
-    reference = Model().double()
     x = torch.randn(2, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    leaf = x.clone().requires_grad_()
-    expected = reference(leaf)
-    expected.square().sum().backward()
-    for backend in (None, "cp_aot_eager"):
+    for form in (EAGER, AOT):
         for placement in (Shard(1), Shard(0), Replicate()):
-            check_own_placement(reference, leaf, expected, placement, backend)
+            torch._dynamo.reset()
+            how = {"tokenwise": (SortedScale,)}
+            out = check_distributed(Model().double(), x, world_mesh(), [placement], form, **how)
+            assert getattr(out, "placements", (Replicate(),)) == (placement,)
 
 
 def test_modules_keep_their_names_parameters_and_copies() -> None:
@@ -446,22 +424,12 @@ class Checkpointed(SortedScale):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
 @on_ranks(2)
-def test_checkpoints_inside_a_module() -> None:
-    mesh = world_mesh()
+def test_checkpoints_inside_a_module(form: str) -> None:
     x = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1))
     for is_reentrant in (False, True):
-        torch.manual_seed(0)
         model = Model()
         model.block = Checkpointed(is_reentrant)
-        reference = copy.deepcopy(model)
-        expected = reference(x)
-        expected.square().sum().backward()
-        cp_inductor.parallelize(model, mesh, tokenwise=(Checkpointed,))
-        for backend in (None, "cp_aot_eager"):
-            model.zero_grad()
-            run: Any = model if backend is None else torch.compile(model, backend=backend)
-            with implicit_replication():  # in which a DTensor would be taken beside plain tensors
-                out = run(distribute_tensor(x, mesh, [Shard(1)]))
-                out.square().sum().backward()
-            assert_beside(model, reference, (out, expected), tolerance=TOLERANCE)
+        how = {"tolerance": TOLERANCE, "tokenwise": (Checkpointed,), "fullgraph": False}
+        check_distributed(model, x, world_mesh(), [Shard(1)], form, **how)

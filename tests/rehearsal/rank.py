@@ -58,7 +58,6 @@ class Job:
         options: as torch.compile's.
         within: makes a context in which the model is called, such as
             `integrations.sinks.flex_sinks_on_cpu`, which gpt_oss of transformers needs here.
-        with_grad: whether gradients are computed.
         reference: what one process calls in place of the model, if the CPU cannot compute it, such
             as the same model with ``attn_implementation="eager"``. A module is given the weights.
         folder: where generated code is to be left; by default nowhere.
@@ -74,7 +73,6 @@ class Job:
     loss: Callable[[Any], Tensor] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
-    with_grad: bool = True
     reference: Any = None
     folder: str | None = None
     named: str | None = None
@@ -111,7 +109,6 @@ def play(job: Job, folder: Path) -> Played:
     with ExitStack() as around:
         around.enter_context(implicit_replication())
         around.enter_context(flex_gradients_on_cpu())
-        around.enter_context(torch.set_grad_enabled(job.with_grad))
         around.enter_context(job.within())
         model, args, kwargs, options = _call_of(job, world_mesh())
         whole = Whole.of(model, *_whole((args, kwargs))).computed_by(job.reference)
@@ -128,7 +125,7 @@ def play(job: Job, folder: Path) -> Played:
     if device.rank == 0:
         # One process: what would wait for other ranks, which are gone, fails at once.
         dist.destroy_process_group()
-        with flex_gradients_on_cpu(), torch.set_grad_enabled(job.with_grad), job.within():
+        with flex_gradients_on_cpu(), job.within():
             played.differences, played.uncompared = compare(whole, results, job.loss)
     return played
 

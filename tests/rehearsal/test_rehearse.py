@@ -105,7 +105,7 @@ def dropped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def test_dropout_runs_and_is_not_compared(stage: Executor) -> None:
     """Keys are hashed as numbers: as indices they would be int32 on a GPU, and Triton refuses."""
     tensors = (torch.ones(1, 2, 48, 16),) * 3
-    job = Job(model=dropped, args=tensors, placement=Shard(2), with_grad=False)
+    job = Job(model=dropped, args=tensors, placement=Shard(2))
     rehearsal = rehearse(job, stage=stage)
     assert not rehearsal.report.findings, str(rehearsal.report)
     assert not rehearsal.report.is_fine and "random numbers" in rehearsal.report.uncompared

@@ -34,7 +34,7 @@ from tests.support.combinations import (
     shards_of,
     whole,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.reference import make_qkv
 
 # Ranks that take longer print where they are. Through Inductor it takes a minute, or on a machine
@@ -128,7 +128,9 @@ def test_region(form: str) -> None:
     run_ranks(2, check_steps, form, train_region)
 
 
-def check_users_callbacks() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_callbacks_of_the_user_are_the_only_ones() -> None:
     """A callback that Dynamo would trace, because a backward is compiled where Dynamo looks on.
 
     torch (2.13) holds a lock meanwhile that the trace of the callback needs as well.
@@ -153,8 +155,3 @@ def check_users_callbacks() -> None:
         assert callback_handler.end_callbacks == []
     finally:
         callback_handler.remove_start_callback(note)
-
-
-@pytest.mark.slow
-def test_callbacks_of_the_user_are_the_only_ones() -> None:
-    run_ranks(2, check_users_callbacks)

@@ -20,7 +20,7 @@ from torch.optim import optimizer as optimizers
 
 import cp_inductor
 from cp_inductor import RanksDisagree, SequenceWarning, UnsupportedPlacement, reduce_gradients
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import on_ranks, run_ranks, world_mesh
 
 LENGTH = 12
 
@@ -69,7 +69,9 @@ def backward(model: nn.Module, run: Callable[..., Tensor], mesh: DeviceMesh) -> 
 # --- Sums --------------------------------------------------------------------------------------
 
 
-def _train_as_the_readme_does() -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
+def test_a_step_in_a_region_has_the_gradients_of_one_process(world_size: int) -> None:
     mesh, model, alone = world_mesh(), make_model(), make_model()
     ids, labels = draw_batch()
     loss_of(alone(ids), labels).backward()
@@ -80,12 +82,9 @@ def _train_as_the_readme_does() -> None:
         torch.testing.assert_close(parameter.grad, known.grad, rtol=1e-12, atol=1e-14, msg=name)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_step_in_a_region_has_the_gradients_of_one_process(world_size: int) -> None:
-    run_ranks(world_size, _train_as_the_readme_does)
-
-
-def _reduce_all_kinds(bucket_bytes: int) -> None:
+@pytest.mark.parametrize("bucket_bytes", [32 << 20, 64])
+@on_ranks(2)
+def test_every_kind_of_gradient_is_summed_in_its_dtype(bucket_bytes: int) -> None:
     from cp_inductor.region import reduce_gradients as module
 
     module.BUCKET_BYTES = bucket_bytes
@@ -124,12 +123,9 @@ def _reduce_all_kinds(bucket_bytes: int) -> None:
             assert torch.equal(grad, torch.full_like(parameter, 1.0 if name == "some" else 3.0))
 
 
-@pytest.mark.parametrize("bucket_bytes", [32 << 20, 64])
-def test_every_kind_of_gradient_is_summed_in_its_dtype(bucket_bytes: int) -> None:
-    run_ranks(2, _reduce_all_kinds, bucket_bytes)
-
-
-def _reduce_beside_others() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_what_others_reduce_is_left_alone() -> None:
     """On a mesh of (dp, cp): what is reduced over dp alone is summed over cp, other is left."""
     mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")), dist.get_rank()
     by_dp = DistributedDataParallel(nn.Linear(2, 2), process_group=mesh["dp"].get_group())
@@ -167,11 +163,6 @@ def _reduce_beside_others() -> None:
         UnsupportedPlacement, match=r"module.weight: .* over all of the ranks \[0, 1,"
     ):
         reduce_gradients(by_dp, flat)
-
-
-@pytest.mark.slow
-def test_what_others_reduce_is_left_alone() -> None:
-    run_ranks(4, _reduce_beside_others)
 
 
 def _refuse() -> list[str]:
@@ -223,7 +214,10 @@ class Weights(nn.Module):
         return used.sum() * x
 
 
-def _train_with_zeros(form: str, axes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("form", ["none", "zeros", "buckets"])
+@pytest.mark.parametrize("axes", [("cp",), ("cp", "dp")])
+@on_ranks(2)
+def test_gradients_are_summed_anew_after_zero_grad(form: str, axes: tuple[str, ...]) -> None:
     mesh, model = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp")), Weights()
     run: nn.Module = model
     if form == "buckets":  # gradients are the same tensors in all steps
@@ -245,13 +239,8 @@ def _train_with_zeros(form: str, axes: tuple[str, ...]) -> None:
         model.zero_grad(set_to_none=form != "zeros")
 
 
-@pytest.mark.parametrize("form", ["none", "zeros", "buckets"])
-@pytest.mark.parametrize("axes", [("cp",), ("cp", "dp")])
-def test_gradients_are_summed_anew_after_zero_grad(form: str, axes: tuple[str, ...]) -> None:
-    run_ranks(2, _train_with_zeros, form, axes)
-
-
-def _sum_sums() -> None:
+@on_ranks(2)
+def test_sums_are_not_summed_again() -> None:
     mesh = world_mesh()
 
     def add(model: nn.Module) -> None:
@@ -276,10 +265,6 @@ def _sum_sums() -> None:
         add(model)
         reduce_gradients(model, mesh)
         assert torch.equal(model.shared.grad, torch.full((3,), 2.0).double())
-
-
-def test_sums_are_not_summed_again() -> None:
-    run_ranks(2, _sum_sums)
 
 
 # --- Who forgets it ----------------------------------------------------------------------------

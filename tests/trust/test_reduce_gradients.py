@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from torch.optim import optimizer as optimizers
 
 import cp_inductor
 from cp_inductor import RanksDisagree, SequenceWarning, UnsupportedPlacement, reduce_gradients
-from tests.support.ranks import on_ranks, run_ranks, world_mesh
+from tests.support.ranks import on_ranks, world_mesh
 
 LENGTH = 12
 
@@ -165,38 +164,29 @@ def test_what_others_reduce_is_left_alone() -> None:
         reduce_gradients(by_dp, flat)
 
 
-def _refuse() -> list[str]:
-    mesh, found = world_mesh(), []
-    is_odd = dist.get_rank() == 1
-    models = (
-        nn.ModuleDict({name: nn.Linear(2, 2) for name in ("ba" if is_odd else "ab")}),
-        nn.Sequential(nn.Linear(2, 3 if is_odd else 2)),
-        nn.Sequential(*(nn.Linear(2, 2) for _ in range(2 + is_odd))),
-        nn.Sequential(nn.Linear(2, 2).requires_grad_(not is_odd)),
-        nn.Sequential(nn.Embedding(3, 2)),
-    )
-    for parameter in (parameter for model in models for parameter in model.parameters()):
-        parameter.grad = torch.ones_like(parameter)
-    if is_odd:
-        models[-1][0].weight.grad = torch.ones(3, 2).to_sparse()  # type: ignore[index]
-    for model in models:
-        with pytest.raises((RanksDisagree, UnsupportedPlacement)) as caught:
-            reduce_gradients(model, mesh)
-        found.append(str(caught.value))
-    return found
-
-
+@on_ranks(2)
 def test_parameters_that_differ_are_refused_on_all_ranks() -> None:
-    words = (
-        r"parameter 0: a.weight: torch.float32 \[2, 2\] on rank 0, b.weight: .* on rank 1",
-        r"parameter 0: 0.weight: torch.float32 \[2, 2\] on rank 0, .* \[3, 2\] on rank 1",
-        "parameters: 4 on rank 0, 6 on rank 1",
-        "parameters: 2 on rank 0, 0 on rank 1",
-        "expected dense gradients on all ranks, got sparse ones",
-    )
-    for found in run_ranks(2, _refuse):
-        for text, known in zip(found, words, strict=True):
-            assert re.search(known, text), text
+    mesh, is_odd = world_mesh(), dist.get_rank() == 1
+    models: dict[str, nn.Module] = {
+        r"parameter 0: a.weight: torch.float32 \[2, 2\] on rank 0, b.weight: .* on rank 1": (
+            nn.ModuleDict({name: nn.Linear(2, 2) for name in ("ba" if is_odd else "ab")})
+        ),
+        r"parameter 0: 0.weight: torch.float32 \[2, 2\] on rank 0, .* \[3, 2\] on rank 1": (
+            nn.Sequential(nn.Linear(2, 3 if is_odd else 2))
+        ),
+        "parameters: 4 on rank 0, 6 on rank 1": nn.Sequential(
+            *(nn.Linear(2, 2) for _ in range(2 + is_odd))
+        ),
+        "parameters: 2 on rank 0, 0 on rank 1": nn.Linear(2, 2).requires_grad_(not is_odd),
+        "expected dense gradients on all ranks, got sparse ones": nn.Embedding(3, 2),
+    }
+    for words, model in models.items():
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if is_odd and isinstance(model, nn.Embedding):
+            model.weight.grad = torch.ones(3, 2).to_sparse()
+        with pytest.raises((RanksDisagree, UnsupportedPlacement), match=words):
+            reduce_gradients(model, mesh)
 
 
 # --- Sums of sums ------------------------------------------------------------------------------
@@ -344,21 +334,23 @@ REDUCES = [
 ]
 
 
-def _train_all(cases: list[tuple[Callable[..., None], str]]) -> list[list[str]]:
-    return [_train(reduce, form, backwards) for backwards in (1, 2) for reduce, form in cases]
-
-
 @pytest.mark.slow
+@on_ranks(2)
 def test_gradients_that_nobody_sums_are_warned_of_once_by_name() -> None:
-    first, second = run_ranks(2, _train_all, FORGETS)
-    for found in first:
-        (text,) = found
-        assert "gradients of tokens.weight, project.weight, project.bias are of each rank" in text
-        assert "call cp_inductor.reduce_gradients(model, mesh) after the backward" in text
-    assert second == [[]] * len(second)
+    for reduce, form in FORGETS:
+        for backwards in (1, 2):
+            found = _train(reduce, form, backwards)
+            if dist.get_rank() == 0:
+                names = "tokens.weight, project.weight, project.bias"
+                assert f"gradients of {names} are of each rank" in found[0]
+                remedy = "call cp_inductor.reduce_gradients(model, mesh) after the backward"
+                assert remedy in found[0]
+            assert len(found) == (dist.get_rank() == 0)
 
 
 @pytest.mark.slow
+@on_ranks(2)
 def test_whoever_sums_gradients_hears_nothing() -> None:
-    for found in run_ranks(2, _train_all, REDUCES):
-        assert found == [[]] * len(found)
+    for reduce, form in REDUCES:
+        for backwards in (1, 2):
+            assert _train(reduce, form, backwards) == []

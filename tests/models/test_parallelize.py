@@ -276,16 +276,13 @@ def test_wrapped_for_data_parallelism(wrap: Any, form: str) -> None:
     run_ranks(4, check_wrapped, wrap, form, 13)
 
 
-def test_what_is_gathered_are_weights() -> None:
+def test_what_is_gathered_are_weights(first_mesh: DeviceMesh) -> None:
     """Stored over the ranks of the sequence alone, weights are read whole, and activations stay."""
-    with fake_rank(0, 2):
-        model = cp_inductor.parallelize(make_model(1), world_mesh(), weights=world_mesh())
-        graphs = lowered_graphs(model, *make_batch(2, 16))
-        gathers = (
-            node for kind in ("forward", "backward") for node in gathers_of(graphs[kind].graph)
-        )
-        shapes = {tuple(node.meta["val"].shape) for node in gathers}
-        assert shapes and shapes <= {tuple(weight.shape) for weight in model.parameters()}
+    model = cp_inductor.parallelize(make_model(1), first_mesh, weights=first_mesh)
+    graphs = lowered_graphs(model, *make_batch(2, 16))
+    gathers = (node for kind in ("forward", "backward") for node in gathers_of(graphs[kind].graph))
+    shapes = {tuple(node.meta["val"].shape) for node in gathers}
+    assert shapes and shapes <= {tuple(weight.shape) for weight in model.parameters()}
 
 
 def gathers_of(graph: Any) -> Iterator[Any]:
@@ -461,14 +458,14 @@ def test_what_is_cut_never_changes_numbers_of_many() -> None:
     run_ranks(2, check_guesses, list(range(300, 340)), AOT)
 
 
-def check_placements() -> None:
+def test_what_is_cut_and_what_comes_out(first_mesh: DeviceMesh) -> None:
     class Seeing(nn.Module):
         def forward(self, ids: Tensor, image: Tensor, sizes: Tensor) -> Any:
             seen.append((ids, image, sizes))
             return {"tokens": ids.float(), "sum": ids.sum()}
 
     seen: list[Any] = []
-    model = cp_inductor.parallelize(Seeing(), world_mesh(), seq_dims={"image": 2})
+    model = cp_inductor.parallelize(Seeing(), first_mesh, seq_dims={"image": 2})
     given = torch.arange(10).view(2, 5), torch.randn(2, 3, 4), torch.tensor([3, 2])
     out = model(*given)
     assert [str(tensor.placements) for tensor in seen[0][:2]] == [
@@ -478,17 +475,12 @@ def check_placements() -> None:
     assert type(seen[0][2]) is Tensor  # Python may read it
     assert type(out["sum"]) is Tensor and out["sum"] == 21
     assert isinstance(out["tokens"], DTensor)
-    model(distribute_tensor(given[0], world_mesh(), [Replicate()]), *given[1:])
+    model(distribute_tensor(given[0], first_mesh, [Replicate()]), *given[1:])
     assert seen[1][0].placements == (Replicate(),)  # is taken as it is
     with pytest.raises(InvalidArgument, match=r"seq_dims\['image'\].*expected a dim"):
         model(given[0], torch.randn(3, 4), given[2])
-    everything = cp_inductor.parallelize(Seeing(), world_mesh(), outputs="whole")
+    everything = cp_inductor.parallelize(Seeing(), first_mesh, outputs="whole")
     assert type(everything(*given)["tokens"]) is Tensor
-
-
-def test_what_is_cut_and_what_comes_out() -> None:
-    with fake_rank(0, 2):
-        check_placements()
 
 
 def test_what_is_said_of_a_parallelized_model() -> None:
@@ -570,14 +562,12 @@ def refusals(mesh: DeviceMesh) -> Iterator[tuple[type[Exception], str, Any]]:
     yield UnsupportedPlacement, "weight", lambda: call(split, named["cp"])
 
 
-def test_what_cannot_be_meant_is_refused() -> None:
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        for error, words, call in refusals(mesh):
-            with pytest.raises(error, match=words):
-                call()
-        assert cp_inductor.parallelize(model := make_model(), mesh) is model
-        assert cp_inductor.parallelize(model, mesh) is model
+def test_what_cannot_be_meant_is_refused(first_mesh: DeviceMesh) -> None:
+    for error, words, call in refusals(first_mesh):
+        with pytest.raises(error, match=words):
+            call()
+    assert cp_inductor.parallelize(model := make_model(), first_mesh) is model
+    assert cp_inductor.parallelize(model, first_mesh) is model
 
 
 class Replaces(nn.Linear):
@@ -586,9 +576,9 @@ class Replaces(nn.Linear):
         return super().forward(x)
 
 
-def test_weights_keep_their_memory() -> None:
-    with fake_rank(0, 2), pytest.raises(UnsupportedWrite, match=r"weight\.data = .*copy_"):
-        cp_inductor.parallelize(Replaces(4, 4), world_mesh())(torch.ones(2, 6, 4))
+def test_weights_keep_their_memory(first_mesh: DeviceMesh) -> None:
+    with pytest.raises(UnsupportedWrite, match=r"weight\.data = .*copy_"):
+        cp_inductor.parallelize(Replaces(4, 4), first_mesh)(torch.ones(2, 6, 4))
 
 
 def test_weights_that_nobody_would_average() -> None:
@@ -614,21 +604,17 @@ def test_partial_gradients_that_nobody_sums_are_told() -> None:
         optimizer.step()
 
 
-def test_transforms_are_refused() -> None:
-    with fake_rank(0, 2):
-        model, batch = cp_inductor.parallelize(make_model(), world_mesh()), make_batch(2, 9)
-        weights = {name: weight.detach() for name, weight in model.named_parameters()}
-        with pytest.raises(UnsupportedPlacement, match=r"torch\.func.*loss\.backward"):
-            torch.func.grad(lambda weights: torch.func.functional_call(model, weights, batch))(
-                weights
-            )
+def test_transforms_are_refused(first_mesh: DeviceMesh) -> None:
+    model, batch = cp_inductor.parallelize(make_model(), first_mesh), make_batch(2, 9)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    with pytest.raises(UnsupportedPlacement, match=r"torch\.func.*loss\.backward"):
+        torch.func.grad(lambda weights: torch.func.functional_call(model, weights, batch))(weights)
 
 
-def test_another_backend_is_refused() -> None:
-    with fake_rank(0, 2):
-        run = torch.compile(cp_inductor.parallelize(make_model(), world_mesh()), backend="eager")
-        with pytest.raises(Exception, match=r"cp_aot_eager"):
-            run(*make_batch(2, 9))
+def test_another_backend_is_refused(first_mesh: DeviceMesh) -> None:
+    run = torch.compile(cp_inductor.parallelize(make_model(), first_mesh), backend="eager")
+    with pytest.raises(Exception, match=r"cp_aot_eager"):
+        run(*make_batch(2, 9))
 
 
 def test_one_line_says_what_was_cut(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo import compiled_autograd
@@ -30,7 +29,6 @@ from tests.support.combinations import (
     combination,
     compiled,
     grads_of,
-    make_batch,
     make_mesh,
     make_model,
     plain_name,
@@ -70,28 +68,6 @@ def test_ddp(form: str) -> None:
     assert counts.get_comm_counts()[ALL_REDUCE] > 2
     # The second batch found the gradients of the first, which were averages.
     assert_grads(grads_of(model), {name: 2 * grad for name, grad in grads.items()})
-
-
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
-@on_ranks(4)
-def test_accumulation(form: str) -> None:
-    """The second of two batches finds the gradients of the first, which nobody averaged."""
-    mesh = make_mesh(2, 2)
-    batches = make_batch(seed=2), make_batch(seed=3)
-    loss, grads = unsharded(*batches)
-    group = mesh["dp", "cp"]._flatten("data").get_group()
-    model = DistributedDataParallel(make_model(), process_group=group)
-    run = compiled(model, form)
-    with model.no_sync():
-        first = train_step(run, mesh, batches[0])
-    # Nothing was averaged yet: ranks have gradients of their own.
-    of_ranks = [torch.empty_like(model.module.head.weight) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, model.module.head.weight.grad)
-    assert not any(torch.equal(of_ranks[0], other) for other in of_ranks[1:])
-    second = train_step(run, mesh, batches[1])
-    torch.testing.assert_close((first + second) / 2, loss)
-    assert_rewritten(form)
-    assert_grads(grads_of(model), grads)
 
 
 @combination("DDP over cp, tensor parallelism over tp", EAGER, AOT)
@@ -149,21 +125,3 @@ def test_compiled_autograd(form: str) -> None:
     torch.testing.assert_close(actual, loss)
     assert_rewritten(form)
     assert_grads(grads_of(model), grads)
-
-
-@pytest.mark.long
-@on_ranks(2)
-def test_the_backward_of_an_eager_forward_is_compiled() -> None:
-    mesh = make_mesh(1, 2)
-    loss, grads = unsharded(num_layers=1)
-    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        group = mesh["dp", "cp"]._flatten("data").get_group()
-        model = DistributedDataParallel(make_model(num_layers=1), process_group=group)
-        # Dynamo (2.13) breaks where DTensors that eager code made are taken apart.
-        with backward_with(AOT, fullgraph=False):
-            actual = train_step(model, mesh)
-    torch.testing.assert_close(actual, loss)
-    assert_grads(grads_of(model), grads)
-    assert counters["compiled_autograd"]["captures"] == 1
-    # Its attentions are tiles and exchanges in the graph.
-    assert counters["cp_inductor"]["tiles"] >= 1

@@ -140,13 +140,17 @@ def whole(tensor: Tensor | None) -> Tensor:
 
 
 def assert_beside(
-    model: nn.Module, reference: nn.Module, *results: tuple[Any, Tensor], tolerance: float
+    model: nn.Module,
+    reference: nn.Module,
+    *results: tuple[Any, Tensor],
+    tolerance: float,
+    least: float = 0.0,
 ) -> None:
     """Compare results, and the gradients of all parameters, with those of one process.
 
     Args:
         results: pairs of what came out of the model and of the reference.
-        tolerance: relative to the largest of a tensor.
+        tolerance: relative to the largest of a tensor, which counts as `least` if it is less.
     """
     named = zip(model.named_parameters(), reference.parameters(), strict=True)
     pairs = [*((f"result {number}", *pair) for number, pair in enumerate(results))]
@@ -155,7 +159,8 @@ def assert_beside(
         assert (actual is None) == (expected is None), name
         if expected is not None:
             difference = (whole(actual) - expected).abs().max().item()
-            assert difference <= tolerance * expected.abs().max().item(), (name, difference)
+            bound = tolerance * max(least, expected.abs().max().item())
+            assert difference <= bound, (name, difference)
 
 
 def check_distributed(
@@ -275,13 +280,7 @@ AOT_ALWAYS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table.
-
-    Attributes:
-        forms: that its test is run in.
-        refused: forms that cannot be had, and why, for the list.
-        settings: of the test that has several rows.
-    """
+    """A row of the table: its forms, why others cannot be had, and what a test is to do."""
 
     forms: tuple[str, ...] = FORMS
     refused: Mapping[str, str] = field(default_factory=dict)

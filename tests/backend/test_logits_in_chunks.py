@@ -125,10 +125,9 @@ def test_gpu_programs_are_rehearsed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     model, options = Model(is_tied=True, is_shifted=True), {**SMALL}
     job = Job(model, batch(LENGTH)[:2], placement=Shard(1), options=options, folder=str(tmp_path))
-    rehearsal = rehearse(job)
+    report = rehearse(job)
     code = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
     assert code.count("chunking_subgraph") >= 3
-    report = rehearsal.report
     assert report.is_fine, str(report)
     assert "loss" in report.differences and "gradient of embedding.weight" in report.differences
 

@@ -6,13 +6,13 @@ Models of transformers are in test_models.py.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import itertools
 import sys
 import types
 import warnings
 from contextlib import nullcontext
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
@@ -135,7 +135,7 @@ def check_model(
 ) -> int:
     """Compare with one process; return how many bytes a rank gathers at once at most."""
     cp_inductor.register_recurrence(mean_of_past, share_mean)
-    share_scaled = functools.partial(share_mean, scale=0.7)
+    share_scaled = partial(share_mean, scale=0.7)
     cp_inductor.register_recurrence(scaled_mean_of_past, share_scaled)
     model = Model(is_checkpointed).double()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp")[: len(shape)])
@@ -240,16 +240,15 @@ def test_in_a_checkpoint_of_a_layer_compiled() -> None:
         check_distributed(Checkpointed().double(), x, world_mesh(), [Shard(1)], AOT, **how)
 
 
-def test_what_is_not_of_tokens_is_said_to_cost_the_whole() -> None:
-    with fake_mesh(0, 2) as mesh:
-        masked = cp_inductor.parallelize(Masked(), mesh, recurrent=(Masked,))
-        tokens = distribute_tensor(torch.ones(2, 6, 6), mesh, [Shard(1)])
-        pairs = distribute_tensor(torch.ones(2, 1, 6, 6), mesh, [Replicate()])
-        with pytest.warns(UserWarning, match="Masked is given a tensor of 4 dims"):
-            masked(tokens, pairs)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            masked(tokens, None)
+def test_what_is_not_of_tokens_is_said_to_cost_the_whole(first_mesh: DeviceMesh) -> None:
+    masked = cp_inductor.parallelize(Masked(), first_mesh, recurrent=(Masked,))
+    tokens = distribute_tensor(torch.ones(2, 6, 6), first_mesh, [Shard(1)])
+    pairs = distribute_tensor(torch.ones(2, 1, 6, 6), first_mesh, [Replicate()])
+    with pytest.warns(UserWarning, match="Masked is given a tensor of 4 dims"):
+        masked(tokens, pairs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        masked(tokens, None)
 
 
 # Two tokens before, and a pair, each 2 x (2, 6) in float32: of three others. Or the tokens of the
@@ -535,6 +534,14 @@ def causal_conv1d_fn(
     return F.silu(out) if activation else out
 
 
+def share_delta(**given: Any) -> Any:
+    return share_keyed(chunk_gated_delta_rule, **given)[0]
+
+
+def convolve(x: Tensor, **given: Any) -> Any:
+    return share_short_convolution(causal_conv1d_fn, x=x.mT, **given).mT
+
+
 DOCUMENTS = [(5, 4, 7), (1, 1, 1, 13), (8, 8), (16,), (3, 1, 12), (7, 12, 13)]
 
 
@@ -554,53 +561,28 @@ def test_documents_are_apart(world_size: int) -> None:
         numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
         borders = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
 
-        def share_delta(**given: Any) -> Any:
-            return share_keyed(chunk_gated_delta_rule, **given)[0]
-
-        def scan(**given: Any) -> Any:
-            return share_chunk_scan(mamba_chunk_scan_combined, **given, chunk_size=4)
-
-        def convolve(x: Tensor, weight: Tensor, seq_idx: Tensor) -> Any:
-            out = share_short_convolution(
-                causal_conv1d_fn, x=x.transpose(1, 2), weight=weight, seq_idx=seq_idx
-            )
-            return out.transpose(1, 2)
-
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
         delta = dict(zip("qkv", normal(3, 1, length, 2, 3), strict=True))
         delta |= {"g": -normal(1, length, 2).exp(), "beta": normal(1, length, 2).sigmoid()}
-        mamba = {
-            **{
-                "x": normal(1, length, 2, 3),
-                "dt": normal(1, length, 2),
-                "z": normal(1, length, 2, 3),
-            },
-            **{"B": normal(1, length, 1, 4), "C": normal(1, length, 1, 4)},
-        }
+        mamba = {name: normal(1, length, 2, 3) for name in "xz"} | {"dt": normal(1, length, 2)}
+        mamba |= {name: normal(1, length, 1, 4) for name in "BC"}
         weights = {"A": -normal(2).exp(), "D": normal(2), "dt_bias": normal(2)}
-        mamba_more = {**weights, "dt_softplus": True}
+        scan = {**weights, "dt_softplus": True, "chunk_size": 4}
+        of_tokens = {"seq_idx": numbers[:, own]}
         cases = [
             (share_delta, delta, {}, {"cu_seqlens": borders}),
-            (scan, mamba, mamba_more, {"seq_idx": numbers[:, own]}),
-            (
-                convolve,
-                {"x": normal(1, length, 3)},
-                {"weight": normal(3, 4)},
-                {"seq_idx": numbers[:, own]},
-            ),
+            (partial(share_chunk_scan, mamba_chunk_scan_combined), mamba, scan, of_tokens),
+            (convolve, {"x": normal(1, length, 3)}, {"weight": normal(3, 4)}, of_tokens),
         ]
         for share, tokens, more, packed in cases:
             leaves = {key: value.clone().requires_grad_() for key, value in tokens.items()}
-            ends = borders.tolist()
-            outs = []
-            for first, last in itertools.pairwise(ends):
-                part = {key: value[:, first:last] for key, value in leaves.items()}
-                if share is convolve:
-                    outs.append(convolve(**part, **more, seq_idx=numbers[:, first:last] * 0))
-                else:
-                    outs.append(share(**part, **more))
+            documents = itertools.pairwise(borders.tolist())
+            outs = [
+                share(**{key: value[:, first:last] for key, value in leaves.items()}, **more)
+                for first, last in documents
+            ]
             expected = torch.cat(outs, 1)
             upstream = normal(*expected.shape)
             wanted = torch.autograd.grad(expected, list(leaves.values()), upstream)
@@ -645,7 +627,7 @@ def test_functions_are_known_wherever_a_module_finds_them(monkeypatch: pytest.Mo
     names: dict[str, Any] = {"__name__": "script", "nn": nn, "scan": scan}
     exec("class Mixer(nn.Module):\n    def forward(self, x): return scan(x, x)[0]", names)
 
-    for form in (share_mean, functools.partial(share_mean, scale=0.7)):  # the second is corrected
+    for form in (share_mean, partial(share_mean, scale=0.7)):  # the second is corrected
         cp_inductor.register_recurrence(names["scan"], form)
         share_wherever_known([module, names["Mixer"]()])
         for found in (elsewhere.own_scan, module.scan, names["scan"]):  # type: ignore[attr-defined]
@@ -660,7 +642,7 @@ def taking_any(function: Any) -> Any:
     """Drop arguments that a function does not know, as transformers does for kernels."""
     names = tuple(inspect.signature(function).parameters)
 
-    @functools.wraps(function)
+    @wraps(function)
     def call(*given: Any, **more: Any) -> Any:
         return function(*given, **{name: more[name] for name in names if name in more})
 

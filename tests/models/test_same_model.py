@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import cp_inductor
 from cp_inductor import CPError, RanksDisagree, UnevenSequence
 from cp_inductor.trust import log
-from tests.support.ranks import fake_mesh, run_ranks
+from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
 
 
 class Model(nn.Module):
@@ -73,72 +73,57 @@ DIFFERENT: list[tuple[Callable[[], nn.Module], str]] = [
     (frozen, rf"k \(Linear\): {WEIGHT} on .*0.*: {WEIGHT} frozen on rank"),
     (with_another_module, r"act \(GELU\): no tensor on .*0.*, act \(ReLU\): no tensor on rank"),
     (on_meta, rf"q \(Linear\): {WEIGHT} on .*0.*: {WEIGHT} on meta on rank"),
-    (Model, r"GRU, of which it has none"),
 ]
 
-# The rank refuses it by itself.
-REFUSED = len(DIFFERENT) - 1
 
-
-def _refuse(shape: tuple[int, ...], cases: list[int]) -> list[str]:
+def refusal_of(shape: tuple[int, ...], make: Callable[[], nn.Module], *named: type) -> str:
+    """Return what a rank is told if the last one has another model, or names other modules."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp")[-len(shape) :])
     is_odd = dist.get_rank() == dist.get_world_size() - 1
-    found = []
-    for case in cases:
-        model = DIFFERENT[case][0]() if is_odd else Model()
-        before = dict(model.named_parameters())
-        started = time.monotonic()
-        try:
-            with patch.object(log, "PATIENCE_S", 1.0):  # of an axis, and then of the next
-                named = [nn.GRU] if is_odd and case == REFUSED else []
-                cp_inductor.parallelize(model, mesh, whole=named)
-        except CPError as error:
-            found.append(f"{type(error).__name__}: {error}")
-        assert time.monotonic() - started < 20
-        dist.barrier()  # who is told nothing yet would take what follows for what it waits for
-        assert all(tensor is before[name] for name, tensor in model.named_parameters())
-    # Who refuses alone, or on another axis, would compare what follows with what others left.
-    if REFUSED not in cases and len(shape) == 1:
-        check_values(mesh)
-    return found
+    model = make() if is_odd else Model()
+    before, started = dict(model.named_parameters()), time.monotonic()
+    with (
+        patch.object(log, "PATIENCE_S", 1.0),  # of an axis, and then of the next
+        pytest.raises(CPError) as refused,
+    ):
+        cp_inductor.parallelize(model, mesh, whole=named if is_odd else ())
+    assert time.monotonic() - started < 20
+    dist.barrier()  # who is told nothing yet would take what follows for what it waits for
+    assert all(tensor is before[name] for name, tensor in model.named_parameters())
+    return f"{refused.typename}: {refused.value}"
 
 
-def check_values(mesh: DeviceMesh) -> None:
-    """If models are alike, all ranks get what the first has, gradients as well."""
+@pytest.mark.slow
+@on_ranks(2)
+def test_models_that_differ_are_refused_on_all_ranks() -> None:
+    for make, words in DIFFERENT:
+        text = refusal_of((2,), make)
+        assert text.startswith("RanksDisagree") and re.search(words, text), text
+    # If models are alike, all ranks get what the first has, gradients as well.
     model = with_gradient(torch.bfloat16)
     model.train(dist.get_rank() == 0)
-    for name, parameter in cp_inductor.parallelize(model, mesh).named_parameters():
+    for name, parameter in cp_inductor.parallelize(model, world_mesh()).named_parameters():
         value = 10 * (1 + "qkv".index(name[0]))
         assert torch.equal(parameter, torch.full((4, 4), value).bfloat16())
-    grad = model.q.weight.grad
-    assert torch.equal(grad, torch.full((4, 4), 9.0).bfloat16())
+    assert torch.equal(model.q.weight.grad, torch.full((4, 4), 9.0).bfloat16())
 
 
+# Who refuses alone, or on another axis, would compare what follows with what others left.
 @pytest.mark.slow
-def test_models_that_differ_are_refused_on_all_ranks() -> None:
-    for found in run_ranks(2, _refuse, (2,), [*range(REFUSED)]):
-        for text, (_, words) in zip(found, DIFFERENT[:REFUSED], strict=True):
-            assert text.startswith("RanksDisagree") and re.search(words, text), text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@pytest.mark.parametrize(
+    ("shape", "ranks", "make", "named", "words"),
+    [
+        ((2,), 2, Model, (nn.GRU,), "GRU, of which it has none"),
+        ((2, 2), 4, Model, (nn.GRU,), "GRU, of which it has none"),
+        ((2, 2), 4, frozen, (), "expected ranks . and . to run the same"),
+    ],
+)
+@on_ranks("ranks")
 def test_what_one_rank_refuses_and_what_one_axis_sees_all_ranks_are_told(
-    shape: tuple[int, ...],
+    shape: tuple[int, ...], ranks: int, make: Any, named: tuple[type, ...], words: str
 ) -> None:
-    for (found,) in run_ranks(math.prod(shape), _refuse, shape, [REFUSED]):
-        assert re.search(DIFFERENT[REFUSED][1], found), found
-    if len(shape) > 1:
-        for (found,) in run_ranks(math.prod(shape), _refuse, shape, [0]):
-            assert re.search("expected ranks . and . to run the same", found), found
-
-
-def _call_something_else() -> str:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    call = attend if dist.get_rank() else partial(cp_inductor.parallelize, Model())
-    with pytest.raises(RanksDisagree) as caught:
-        call(mesh)
-    return str(caught.value)
+    text = refusal_of(shape, make, *named)
+    assert re.search(words, text), text
 
 
 def attend(mesh: DeviceMesh) -> None:
@@ -147,9 +132,11 @@ def attend(mesh: DeviceMesh) -> None:
         nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
 
 
+@on_ranks(2)
 def test_a_rank_that_attends_instead_is_named() -> None:
-    for text in run_ranks(2, _call_something_else):
-        assert "what: a model on rank 0, an attention on rank 1" in text
+    call = attend if dist.get_rank() else partial(cp_inductor.parallelize, Model())
+    with pytest.raises(RanksDisagree, match="what: a model on rank 0, an attention on rank 1"):
+        call(world_mesh())
 
 
 def _attend_in_a_fork() -> str:
@@ -186,11 +173,10 @@ def test_an_empty_batch_is_refused_where_it_is_sharded(shape: tuple[int, ...]) -
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("shape", [(0, 8, 4), (2, 0, 4)])
 def test_an_empty_batch_that_torch_sharded_is_refused(
-    shape: tuple[int, ...], is_compiled: bool
+    shape: tuple[int, ...], is_compiled: bool, first_mesh: DeviceMesh
 ) -> None:
-    with fake_mesh(0, 2) as mesh:
-        model = cp_inductor.parallelize(nn.Linear(4, 4), mesh)
-        call = torch.compile(model, backend="cp_aot_eager") if is_compiled else model
-        batch = distribute_tensor(torch.zeros(shape), mesh, [Shard(1)], src_data_rank=None)
-        with pytest.raises(UnevenSequence, match=r"skip the batch, on all ranks"):
-            call(batch)
+    model = cp_inductor.parallelize(nn.Linear(4, 4), first_mesh)
+    call = torch.compile(model, backend="cp_aot_eager") if is_compiled else model
+    batch = distribute_tensor(torch.zeros(shape), first_mesh, [Shard(1)], src_data_rank=None)
+    with pytest.raises(UnevenSequence, match=r"skip the batch, on all ranks"):
+        call(batch)

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         job = Job(named=args.model, world_size=args.world_size, target=args.target)
-        report = rehearse(job).report
+        report = rehearse(job)
     except RankError as error:
         print(error, file=sys.stderr)
         return 1

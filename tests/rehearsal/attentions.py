@@ -18,13 +18,15 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from tests.rehearsal.rank import Job
+from tests.support.graphs import attend_causal
+from tests.support.packed import in_documents as packed
 
 WINDOW = 20
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    return attend_causal(query, key, value)
 
 
 def full(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tensor:
@@ -34,13 +36,6 @@ def full(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tensor:
 def window(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tensor:
     place = torch.arange(query.shape[2], device=query.device)
     mask = (place[:, None] >= place) & (place[:, None] - place < WINDOW)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
-
-def packed(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
-    place = torch.arange(query.shape[2], device=query.device)
-    mask = place[:, None] >= place
-    mask = mask & (documents[:, None, :, None] == documents[:, None, None])
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
@@ -184,7 +179,15 @@ ROWS = (
     Row("heads_own_forward, backward", (causal,), 2, FP32, by("heads_own_forward"), 49, long=True),
     Row("3 ranks, heads, fp32", BOTH, 3, FP32, by("heads"), 41, heads=6, kv_heads=3, long=True),
     Row("window, 3 ranks, uneven", (window,), 3, FP32, STATIC, 67, long=True),
-    Row("documents, by batch, backward", (packed,), 2, BF16, BY_BATCH, documents=THREE, long=True),
+    Row(
+        "documents, by batch, backward",
+        (packed,),
+        2,
+        BF16,
+        BY_BATCH,
+        documents=THREE,
+        long=True,
+    ),
     Row("documents, static, backward", (packed,), 2, FP32, STATIC, documents=THREE, long=True),
     Row("alibi, fp32, backward", (alibi,), 2, FP32, STATIC, long=True),
     Row("score_mod, bf16", (capped,), 2, BF16, STATIC, grad=False, long=True),

@@ -14,41 +14,16 @@ import ast
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from tests.rehearsal.memory import DeviceMemory
 from tests.rehearsal.report import Finding, RankReport
 from tests.rehearsal.triton_interpreter import Interpreter
 
 
-@dataclass(frozen=True)
-class Place:
-    """A line of generated code.
-
-    Attributes:
-        file: name of the file, such as ``rank0_graph0_forward.py``.
-        line: number of the line, from 1.
-        text: of the line.
-    """
-
-    file: str
-    line: int
-    text: str
-
-    def statement(self) -> ast.stmt | None:
-        """Return the first statement of the line; None if the line is a part of one."""
-        try:
-            return ast.parse(self.text.strip()).body[0]
-        except (SyntaxError, IndexError):
-            return None
-
-
 class Device:
-    """What a rank's programs run on.
-
-    Args:
-        rank: the global rank.
-    """
+    """What a rank's programs run on."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -69,39 +44,40 @@ class Device:
 
     def note(self, kind: str, buffer: str, what: str) -> None:
         """Note a finding; the same one again is counted."""
-        place = self.place()
+        where, text = self.place()
         kernel = self._working[-1] if self._working else ""
-        where = f"{place.file}:{place.line}" if place else ""
-        text = place.text.strip() if place else ""
         finding = Finding(self.rank, kind, kernel, buffer, where, text, what)
         key = (kind, kernel, buffer, where)
         known = self.report.findings.get(key)
         self.report.findings[key] = replace(known, count=known.count + 1) if known else finding
 
-    def place(self) -> Place | None:
-        """Return the line of generated code that is being run."""
-        frame = sys._getframe()
+    def place(self) -> tuple[str, str]:
+        """Return where generated code is run, ``rank0_forward.py:12``, and the line; or nothing."""
+        frame: Any = sys._getframe()
         while frame is not None:
-            lines = self.sources.get(frame.f_code.co_filename)
-            if lines is not None:
-                text = lines[frame.f_lineno - 1]
-                return Place(frame.f_code.co_filename.rpartition("/")[2], frame.f_lineno, text)
-            frame = frame.f_back  # type: ignore[assignment]
-        return None
+            path, number = frame.f_code.co_filename, frame.f_lineno
+            if path in self.sources:
+                name = path.rpartition("/")[2]
+                return f"{name}:{number}", self.sources[path][number - 1].strip()
+            frame = frame.f_back
+        return "", ""
+
+    def statement(self) -> Any:
+        """Return the statement of the line that is being run; None if the line is a part of one."""
+        try:
+            return ast.parse(self.place()[1]).body[0]
+        except (SyntaxError, IndexError):
+            return None
 
     def argument_at(self, index: int) -> str:
         """Return how the code writes an argument of the call that is being run."""
-        place = self.place()
-        statement = place.statement() if place else None
-        call = getattr(statement, "value", None)
+        call = getattr(self.statement(), "value", None)
         if isinstance(call, ast.Call) and index < len(call.args):
             return ast.unparse(call.args[index])
         return f"argument {index}"
 
     def target(self) -> str:
         """Return the name of the variable that the line being run assigns to."""
-        place = self.place()
-        statement = place.statement() if place else None
-        if isinstance(statement, ast.Assign):
-            return ast.unparse(statement.targets[0])
-        return "a result"
+        statement = self.statement()
+        is_assigned = isinstance(statement, ast.Assign)
+        return ast.unparse(statement.targets[0]) if is_assigned else "a result"

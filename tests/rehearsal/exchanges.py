@@ -81,14 +81,7 @@ NUMBERS = {op: number for number, op in enumerate(COLLECTIVES)}
 
 @dataclass(frozen=True)
 class Flight:
-    """A collective that was started and not waited for.
-
-    Attributes:
-        name: such as ``exchange 3 (all_to_all_single, rank0_graph0_forward.py:171)``.
-        arriving: that the collective writes to.
-        received: the program's buffer, where it will be copied to.
-        sent: the program's buffers that it sends from.
-    """
+    """A collective that was started: what arrives will be copied into the program's buffer."""
 
     name: str
     arriving: Tensor
@@ -97,11 +90,7 @@ class Flight:
 
 
 class Exchanges:
-    """The collectives of a rank.
-
-    Args:
-        device: whose buffers they read and write.
-    """
+    """The collectives of a rank, which read and write a device's buffers."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -172,9 +161,7 @@ class Exchanges:
 
     def _name(self, op: Any) -> str:
         self.count += 1
-        place = self.device.place()
-        at = f", {place.file}:{place.line}" if place else ""
-        return f"exchange {self.count} ({_plain_name(op)}{at})"
+        return f"exchange {self.count} ({_plain_name(op)}, {self.device.place()[0]})"
 
     def _agree(self, op: Any, call: Mapping[str, Any], itemsize: int) -> None:
         """Compare what this rank sends and expects with what the others say, and count it."""

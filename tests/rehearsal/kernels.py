@@ -33,13 +33,7 @@ DIMS = {"XBLOCK": "X", "YBLOCK": "Y", "ZBLOCK": "Z", "R0_BLOCK": "R0_", "R1_BLOC
 
 
 class Kernel:
-    """What stands in generated code for a compiled kernel.
-
-    Args:
-        device: to run on.
-        name: of the kernel.
-        tuner: what the kernel's decorators made: its function and how it may be launched.
-    """
+    """What stands for a compiled kernel; its decorators made the tuner, which has the function."""
 
     def __init__(self, device: Device, name: str, tuner: Any) -> None:
         self.device, self.name = device, name

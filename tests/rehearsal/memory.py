@@ -67,23 +67,14 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Argument:
-    """A pointer that a kernel is given.
-
-    Attributes:
-        name: as the generated code writes the argument.
-        buffer: that all addresses made from it must lie within.
-    """
+    """A pointer that a kernel is given, by its name in the code: into a buffer, and no other."""
 
     name: str
     buffer: Buffer
 
 
 class _Accesses:
-    """What the lanes of a launch read and write of one buffer.
-
-    Args:
-        argument: the last one that points to it.
-    """
+    """What the lanes of a launch read and write of one buffer; the last argument points to it."""
 
     def __init__(self, argument: Argument) -> None:
         self.argument = argument
@@ -99,11 +90,7 @@ class _Accesses:
 
 
 class DeviceMemory:
-    """All buffers of a rank.
-
-    Args:
-        note: called with the kind of a finding, the buffer's name and what happened.
-    """
+    """All buffers of a rank; `note` is told the kind of a finding, the buffer and what happened."""
 
     def __init__(self, note: Callable[[str, str, str], None]) -> None:
         self.note = note

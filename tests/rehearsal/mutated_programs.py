@@ -92,15 +92,7 @@ def one_process() -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A change of one place in a program.
-
-    Attributes:
-        name: what it does.
-        kind: of the graph.
-        pattern: what is changed, as a regular expression; the `number`-th place of it.
-        change: from the match to the new text.
-        rank: whose program.
-    """
+    """A change of one place in a rank's program: the `number`-th match of a pattern."""
 
     name: str
     kind: str

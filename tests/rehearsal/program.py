@@ -50,10 +50,7 @@ def load_program(
     To be called where a GPU is pretended.
 
     Args:
-        code: of a wrapper and its kernels.
-        path: of a file to write it to. Kernels are written to a folder beside it.
-        device: to run on.
-        exchanges: carries out its collectives.
+        path: of a file to write the code to. Kernels are written to a folder beside it.
         constants: tensors that the code reads by name.
         read_only: inputs that it must not write to, by their places.
     """

@@ -35,8 +35,8 @@ from cp_inductor.torch_private.flex import flex_gradients_on_cpu
 from tests.rehearsal.device import Device
 from tests.rehearsal.exchanges import Exchanges
 from tests.rehearsal.program import load_program
-from tests.rehearsal.reference import Whole, compare, gradients_of, loss_of
-from tests.rehearsal.report import Difference, RankReport, RehearsalReport
+from tests.rehearsal.reference import compare, copy_of, gradients_of, loss_of, named
+from tests.rehearsal.report import RankReport
 from tests.support.ranks import world_mesh
 
 
@@ -78,32 +78,12 @@ class Job:
     named: str | None = None
 
 
-@dataclass
-class Played:
-    """What came out of a rank.
-
-    Attributes:
-        of_rank: what this rank's programs did.
-        outputs, gradients: whole tensors; gradients by the names of parameters and arguments.
-        differences: from one process, by what is compared; of the first rank alone.
-        uncompared: why there are none.
-        report: of all ranks; of the first one alone.
-    """
-
-    of_rank: RankReport
-    outputs: Any
-    gradients: Mapping[str, Tensor]
-    differences: Mapping[str, Difference] = field(default_factory=dict)
-    uncompared: str = ""
-    report: RehearsalReport = None  # type: ignore[assignment]
-
-
-def play(job: Job, folder: Path) -> Played:
+def play(job: Job, folder: Path) -> tuple[RankReport, Any]:
     """Play one rank, in a process whose process group is that of the world.
 
-    Args:
-        job: what is to be rehearsed.
-        folder: for generated code.
+    Returns:
+        What its programs did; and of the first rank outputs, gradients, their differences from one
+        process, and why there are none.
     """
     device = Device(dist.get_rank())
     with ExitStack() as around:
@@ -111,7 +91,10 @@ def play(job: Job, folder: Path) -> Played:
         around.enter_context(flex_gradients_on_cpu())
         around.enter_context(job.within())
         model, args, kwargs, options = _call_of(job, world_mesh())
-        whole = Whole.of(model, *_whole((args, kwargs))).computed_by(job.reference)
+        whole = _whole((args, kwargs))
+        on_one = copy_of(model) if job.reference is None else job.reference
+        if isinstance(job.reference, nn.Module):
+            job.reference.load_state_dict(copy_of(model).state_dict())
         exchanges = Exchanges(device)
         around.enter_context(_rehearsed(job, device, exchanges, folder))
         run = torch.compile(model, backend="cp_inductor", fullgraph=True, options=options or None)
@@ -121,13 +104,13 @@ def play(job: Job, folder: Path) -> Played:
             loss.backward()
         exchanges.finish()
     results = _whole((outputs, loss, gradients_of(model, args, kwargs)))
-    played = Played(device.report, results[0], results[2])
-    if device.rank == 0:
-        # One process: what would wait for other ranks, which are gone, fails at once.
-        dist.destroy_process_group()
-        with flex_gradients_on_cpu(), job.within():
-            played.differences, played.uncompared = compare(whole, results, job.loss)
-    return played
+    if device.rank:
+        return device.report, None
+    # One process: what would wait for other ranks, which are gone, fails at once.
+    dist.destroy_process_group()
+    with flex_gradients_on_cpu(), job.within():
+        compared = compare(on_one, *whole, named(*results), job.loss)
+    return device.report, (results[0], results[2], *compared)
 
 
 def _whole(tree: Any) -> Any:

@@ -1,9 +1,5 @@
 """The same model on one process, in float64 and in its own dtypes, to hold a rehearsal against.
 
-    whole = Whole.of(model, args, kwargs)       DTensors made whole, before the ranks run
-    compare(whole, (outputs, loss, gradients), job)
-      =>  {"output 0": Difference(2.9e-3, 2.8e-3), ...}
-
 The model is called in eager code, over plain tensors: its attention is local. In its own dtypes
 attention rounds where the kernels of a GPU do: probabilities, and gradients of scores, to half
 types before they are multiplied.
@@ -15,7 +11,6 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,72 +55,50 @@ class _KernelsOfGPU(TorchDispatchMode):
         return out.to(query.dtype), lse
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A model and its arguments as one process has them.
+def copy_of(model: Any) -> Any:
+    """Return a copy of a module with whole, plain weights; every rank takes part."""
+    if not isinstance(model, nn.Module):
+        return model
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        data = tensor.detach()
+        whole = (data.full_tensor() if isinstance(data, DTensor) else data).clone()
+        if isinstance(tensor, nn.Parameter):
+            whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = whole
+    return copy.deepcopy(model, memo)
 
-    Attributes:
-        model: a module or function.
-        args, kwargs: plain tensors, whole.
-    """
 
-    model: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+def run(
+    model: Any, args: Any, kwargs: Any, of_user: Loss | None, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Return outputs, loss and gradients by name, computed in a dtype, or in that of each."""
 
-    @staticmethod
-    def of(model: Any, args: Any, kwargs: Any) -> Whole:
-        """Return a copy of a module with whole, plain weights; every rank takes part."""
-        if not isinstance(model, nn.Module):
-            return Whole(model, args, kwargs)
-        memo: dict[int, Any] = {}
-        for tensor in (*model.parameters(), *model.buffers()):
-            data = tensor.detach()
-            whole = data.full_tensor() if isinstance(data, DTensor) else data
-            whole = whole.clone()
-            if isinstance(tensor, nn.Parameter):
-                whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
-            memo[id(tensor)] = whole
-        return Whole(copy.deepcopy(model, memo), args, kwargs)
+    def convert(tensor: Tensor) -> Tensor:
+        new = tensor.detach().clone()
+        if dtype is not None and new.is_floating_point():
+            new = new.to(dtype)
+        return new.requires_grad_(tensor.requires_grad)
 
-    def computed_by(self, reference: Any) -> Whole:
-        """Return the same call of another model, which is given these weights; None for this."""
-        if reference is None:
-            return self
-        if isinstance(reference, nn.Module):
-            reference.load_state_dict(self.model.state_dict())
-        return replace(self, model=reference)
-
-    def run(self, of_user: Loss | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return outputs, loss and gradients by name, computed in a dtype, or in that of each."""
-
-        def convert(tensor: Tensor) -> Tensor:
-            new = tensor.detach().clone()
-            if dtype is not None and new.is_floating_point():
-                new = new.to(dtype)
-            return new.requires_grad_(tensor.requires_grad)
-
-        model = self.model
-        if isinstance(model, nn.Module):
-            model = copy.deepcopy(model)
-            model = model.to(dtype) if dtype is not None else model
-        args, kwargs = pytree.tree_map_only(Tensor, convert, (self.args, self.kwargs))
-        with as_on_one_process(), nullcontext() if dtype is not None else _KernelsOfGPU():
-            outputs = model(*args, **kwargs)
-            loss = loss_of(outputs, of_user)
-            if loss is not None and loss.requires_grad:
-                loss.backward()
-        return named(outputs, loss, gradients_of(model, args, kwargs))
+    if isinstance(model, nn.Module):
+        model = copy.deepcopy(model)
+        model = model.to(dtype) if dtype is not None else model
+    args, kwargs = pytree.tree_map_only(Tensor, convert, (args, kwargs))
+    with as_on_one_process(), nullcontext() if dtype is not None else _KernelsOfGPU():
+        outputs = model(*args, **kwargs)
+        loss = loss_of(outputs, of_user)
+        if loss is not None and loss.requires_grad:
+            loss.backward()
+    return named(outputs, loss, gradients_of(model, args, kwargs))
 
 
 def compare(
-    whole: Whole, results: tuple[Any, Tensor | None, Mapping[str, Tensor]], of_user: Loss | None
+    model: Any, args: Any, kwargs: Any, rehearsed: Mapping[str, Tensor], of_user: Loss | None
 ) -> tuple[dict[str, Difference], str]:
     """Return how far results are from those of one process, or why that is not known."""
-    rehearsed = named(*results)
     before = torch.get_rng_state()
     try:
-        exact, own = whole.run(of_user, torch.float64), whole.run(of_user, None)
+        exact, own = (run(model, args, kwargs, of_user, one) for one in (torch.float64, None))
     except Exception as error:  # a model may do anything on one process
         said = next(iter(str(error).splitlines()), "")
         return {}, f"one process cannot run the model: {type(error).__name__}: {said}"
@@ -135,7 +108,7 @@ def compare(
             " the probability of dropout to 0"
         )
     differences = {}
-    coarsest = _coarsest([*own.values(), *pytree.tree_leaves((whole.args, whole.kwargs))])
+    coarsest = _coarsest([*own.values(), *pytree.tree_leaves((args, kwargs))])
     for name in dict.fromkeys((*rehearsed, *exact)):
         value, truth = rehearsed.get(name), exact.get(name)
         if value is None or truth is None or value.shape != truth.shape:

@@ -1,6 +1,6 @@
 """Rehearse a model: run the GPU programs of all ranks on the CPU, together, before there is a GPU.
 
-report = rehearse(Job(model, (ids,), world_size=4, placement=Shard(1))).report
+report = rehearse(Job(model, (ids,), world_size=4, placement=Shard(1)))
 
 model . torch.compile(backend="cp_inductor") . code for cuda:sm_90 of rank 0, 1, 2, 3
   Triton kernels            Triton's interpreter
@@ -23,9 +23,9 @@ from typing import Any
 from unittest import mock
 
 from cp_inductor.inspect.compile_for import check_triton
-from tests.rehearsal.rank import Job, Played, play
+from tests.rehearsal.rank import Job, play
 from tests.rehearsal.report import RehearsalReport
-from tests.support import ranks
+from tests.support.ranks import _processes, run_ranks
 
 DEADLINE_S = 1800.0
 
@@ -49,12 +49,12 @@ def on_stage(stage: Executor, world_size: int, function: Callable[..., Any], *ar
 
 
 def _run(world_size: int, function: Callable[..., Any], args: Any) -> bytes:
-    ranks._processes.set_forkserver_preload(["tests.support.preload", "tests.rehearsal.rank"])
-    results = ranks.run_ranks(world_size, function, *args, deadline_s=DEADLINE_S)
+    _processes.set_forkserver_preload(["tests.support.preload", "tests.rehearsal.rank"])
+    results = run_ranks(world_size, function, *args, deadline_s=DEADLINE_S)
     return pickle.dumps(results)  # tensors, too: the ranks may be gone when they are read
 
 
-def rehearse(job: Job, *, stage: Executor | None = None) -> Played:
+def rehearse(job: Job, *, stage: Executor | None = None) -> RehearsalReport:
     """Compile every rank's program for a GPU, and run all of them on the CPU, forward and backward.
 
     Each rank is a process. It calls ``torch.compile(model, backend="cp_inductor")``, which here
@@ -75,8 +75,5 @@ def rehearse(job: Job, *, stage: Executor | None = None) -> Played:
             return rehearse(job, stage=new)
     with tempfile.TemporaryDirectory(prefix="cp_inductor_rehearsal_") as folder:
         played = on_stage(stage, job.world_size, play, job, Path(job.folder or folder))
-    first, *_ = played
-    first.report = RehearsalReport(
-        job.target, tuple(one.of_rank for one in played), first.differences, first.uncompared
-    )
-    return first
+    ranks, (results, *_) = zip(*played, strict=True)
+    return RehearsalReport(job.target, ranks, *results)

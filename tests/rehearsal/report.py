@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 KIB = 2**10
 # Relative: of half types the rounding of the result; of wider ones some hundred roundings.
 ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 1e-5, "float64": 1e-13}
@@ -14,18 +16,7 @@ ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 1e-5, "float64"
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a program must not do.
-
-    Attributes:
-        rank: that did it.
-        kind: such as "out of bounds" or "read before wait".
-        kernel: the kernel, op or exchange.
-        buffer: as the generated code writes it.
-        where: file and line of the generated code.
-        line: that line.
-        what: happened, the first time.
-        count: how often.
-    """
+    """Something that a program must not do: such as kind "out of bounds", at a line of code."""
 
     rank: int
     kind: str
@@ -46,15 +37,7 @@ class Finding:
 
 @dataclass
 class RankReport:
-    """What one rank's programs did.
-
-    Attributes:
-        rank: the global rank.
-        kernels: how often each Triton kernel ran.
-        replaced: how often a plain implementation stood in for the kernel of an op.
-        sent_bytes, received_bytes: to and from other ranks.
-        findings: by what makes them the same.
-    """
+    """What one rank's programs did: launches, calls of stand-ins, exchanges, and findings."""
 
     rank: int
     kernels: Counter[str] = field(default_factory=Counter)
@@ -75,10 +58,7 @@ class RankReport:
 class Difference:
     """How far a tensor is from that of one process in float64, as |a - b| / |b|.
 
-    Attributes:
-        rehearsed: of the rehearsal.
-        one_process: of the same model on one process, in its own dtypes.
-        dtype: of the tensor, such as "bfloat16".
+    `one_process` is how far the same model on one process is, in its own dtypes.
     """
 
     rehearsed: float
@@ -101,15 +81,15 @@ class RehearsalReport:
     """What a rehearsal found out.
 
     Attributes:
-        target: that the programs were generated for.
-        ranks: what each rank's programs did.
-        differences: from one process, by what is compared: ``output 0``, ``loss``, ``gradient of
-            qkv.weight``.
+        differences: from one process, of ``output 0``, ``loss``, ``gradient of qkv.weight``.
         uncompared: why there are no differences; empty if there are.
+        outputs, gradients: whole tensors; gradients by the names of parameters and arguments.
     """
 
     target: str
     ranks: tuple[RankReport, ...]
+    outputs: Any
+    gradients: Mapping[str, Tensor]
     differences: Mapping[str, Difference]
     uncompared: str
 

@@ -36,11 +36,7 @@ ADDRESS = np.uint64((1 << 48) - 1)
 
 
 class Interpreter:
-    """Triton's interpreter in this process, from now on.
-
-    Args:
-        memory: carries out all accesses.
-    """
+    """Triton's interpreter in this process, from now on; a memory carries out all accesses."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         from triton import language as tl
@@ -55,13 +51,9 @@ class Interpreter:
     def run(
         self, function: Any, arguments: Mapping[str, Any], types: Mapping[str, str], grid: Any
     ) -> None:
-        """Run every program of a grid.
+        """Run every program of a grid (x, y, z) of a function that `triton.jit` has made.
 
-        Args:
-            function: that `triton.jit` has made.
-            arguments: by name: constants, numbers, and pointers as tagged addresses.
-            types: of those that are not constants, as Triton writes them: ``*bf16``, ``i32``.
-            grid: (x, y, z).
+        Pointers are tagged addresses; types, of what is no constant, are Triton's: ``*bf16``.
         """
         converted = {
             name: self._convert(value, types[name]) if name in types else value

@@ -21,7 +21,7 @@ summed over them, as README says. What becomes of a program is one of:
     HANG        ranks did not end in time, or a process died
 
 The command prints what is not RIGHT, a line each, and ends with 1 if anything was WRONG, MIXED or
-HANG; these it makes smaller first, as long as they stay what they are (`--as-drawn` does not).
+HANG.
 """
 
 from __future__ import annotations
@@ -96,9 +96,6 @@ WEIGHTS_OF_PLAIN = {"loss": 6, "attend": 3, "position": 3, "weights": 3, "pointw
 # A gradient that is 0 but for rounding is held against this instead of itself.
 SMALLEST = 1e-6
 DEADLINE_S = 300
-MOST_TRIES = 24
-
-
 # --- What is drawn ------------------------------------------------------------------------------
 
 
@@ -639,42 +636,6 @@ def names_same_cause(one: str, other: str) -> bool:
     return one == other or one in other or other in one
 
 
-# --- Making programs smaller --------------------------------------------------------------------
-
-
-def shrink(program: Program, kind: str) -> tuple[Program, Verdict]:
-    """Return a program that is as bad with less in it, after at most `MOST_TRIES` others."""
-    verdict, tried = Verdict(kind), {str(program)}
-    candidates = simpler_ones(program)
-    while len(tried) < MOST_TRIES and (simpler := next(candidates, None)) is not None:
-        if str(simpler) in tried or not is_program(simpler):
-            continue
-        tried.add(str(simpler))
-        if (said := judge(simpler)).kind == kind:
-            program, verdict = simpler, said
-            candidates = simpler_ones(program)
-    return program, verdict
-
-
-def simpler_ones(program: Program) -> Iterator[Program]:
-    for number in range(len(program.steps)):
-        steps = program.steps[:number] + program.steps[number + 1 :]
-        # Of plain shards without attention nothing is known.
-        if program.way in GROUPS["dtensor"] or "attend(" in " ".join(steps):
-            yield replace(program, steps=steps)
-    if program.loss != Program.loss and program.mode != "drawn":
-        for loss in (Program.loss, "x.square().mean()"):
-            yield replace(program, loss=loss, tags=program.tags - {"sum"})
-    yield replace(program, flags=(), dynamic="")
-    if program.mode not in ("train", "drawn", "lengths"):
-        yield replace(program, mode="train", lengths=program.lengths[:1])
-    for length in {program.lengths[0] - program.lengths[0] % program.ranks, 8, 9}:
-        yield replace(program, lengths=(length,) * len(program.lengths))
-    yield replace(program, batch=1)
-    yield replace(program, ranks=2)
-    yield replace(program, way={"aot": "eager"}.get(program.way, program.way))
-
-
 # --- Ranks that hash strings in their own order -------------------------------------------------
 
 
@@ -747,7 +708,6 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first")
     parser.add_argument("--way", default="all", choices=[*GROUPS, *WAYS])
     parser.add_argument("--only", default="", help="a pattern, in the text 'family: row'")
-    parser.add_argument("--as-drawn", action="store_true", help="do not make bad ones smaller")
     parser.add_argument("--hash-seeds", action="store_true", help="a hash seed for each rank")
     parser.add_argument("--show", action="store_true", help="print programs, and run none")
     parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
@@ -772,9 +732,6 @@ def main(command: Sequence[str]) -> None:
         counts[verdict.kind] += 1
         if verdict.kind != "RIGHT":
             print(f"{verdict}\n    {program}", flush=True)
-        if verdict.kind in BAD and not args.as_drawn and not args.hash_seeds:
-            small, verdict = shrink(program, verdict.kind)
-            print(f"    smaller: {verdict}\n    {small}", flush=True)
     print("" if args.show else dict(counts.most_common()))
     sys.exit(any(counts[kind] for kind in BAD))
 

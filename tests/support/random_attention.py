@@ -215,13 +215,7 @@ INPUTS: dict[str, Callable[[dict[str, Tensor]], object]] = {
 
 
 class Masked(NamedTuple):
-    """A rule and its table.
-
-    Attributes:
-        rule: text of it, which `reference.meaning_of` evaluates.
-        table: dims of its table among b, h, q, k and d, distances; and how it is drawn.
-        has_gradient: the table is a bias that gets one.
-    """
+    """A rule, the dims of its table among b, h, q, k and d (distances), and how that is drawn."""
 
     rule: str
     table: str = ""

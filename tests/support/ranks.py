@@ -90,13 +90,7 @@ def _call_wrapped(test: Any, arguments: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Worker:
-    """A process that plays a rank.
-
-    Attributes:
-        process: of multiprocessing.
-        pipe: to it.
-        errors: the file that its standard error goes to.
-    """
+    """A process that plays a rank, a pipe to it, and the file of its standard error."""
 
     process: Any
     pipe: Connection

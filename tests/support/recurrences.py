@@ -38,8 +38,7 @@ class Recurrence:
         draw: random arguments, given a generator, a length, and a decay between 0 and 1.
         dims: the dim of the sequence, of each argument that has one; also of "out".
         steps: the outputs in float64, given all arguments in float64.
-        more: further arguments.
-        has_state: whether it returns a state, too.
+        state_flag, initial: arguments that ask for the last state, and give the first.
     """
 
     share: Callable[..., Any]

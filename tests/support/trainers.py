@@ -47,12 +47,13 @@ OFFLOADED = {"fsdp_config": {"cpu_offload": True}}
 
 @dataclass(frozen=True)
 class Result:
-    """What a run logged, the gradients of each step, and the weights at its end."""
+    """What a run logged, the gradients of each step, the weights at its end, and its graphs."""
 
     logs: list[dict[str, float]]
     gradients: list[dict[str, Tensor]]
     weights: dict[str, Tensor]
     logits: Tensor | None = None
+    graphs: int = 0
 
 
 def documents(kind: str) -> list[dict[str, Tensor]]:
@@ -198,19 +199,12 @@ def evaluate(name: str, folder: str, settings: Mapping[str, Any]) -> tuple[float
         return loss, torch.tensor(predicted.predictions)
 
 
-def train_and_count_graphs(
-    name: str, folder: str, settings: Mapping[str, Any]
-) -> tuple[Result, int]:
-    """Train as `train` does, and say how many graphs were compiled."""
-    result = train(name, folder, settings)
-    return result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
 def _train(name: str, folder: str, settings: dict[str, Any]) -> Result:
     resume = settings.pop("resume", None)
     trainer, kept = _trainer(name, folder, settings)
     logs, gradients, weights = _run(trainer, folder, resume)
-    return Result(logs, gradients, weights, kept[-1] if kept else None)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return Result(logs, gradients, weights, kept[-1] if kept else None, graphs)
 
 
 def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, list[Tensor]]:

@@ -15,7 +15,7 @@ from cp_inductor.backend.graph_passes import lower_attention, schedule_exchange
 from cp_inductor.graph.collectives import STARTS
 from cp_inductor.passes.lower_attention import EXPANSIONS
 from tests.support.examples import EXAMPLES, import_example, number_in, run_example
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.traced_step import assert_sums, count, trace_step
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
@@ -24,22 +24,17 @@ LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5
 
 
-def train(layers: int) -> list[list[float]]:
-    return import_example("torchtitan_llama").train(
-        argparse.Namespace(
-            cp=2, layers=layers, batch=2, seq_len=256, steps=2, backend="cp_aot_eager"
-        )
-    )
-
-
 @pytest.mark.slow
+@on_ranks(2)
 def test_llama_trains_as_on_one_process() -> None:
     """Its FSDP2 over both ranks, which share each sequence."""
-    for rows in run_ranks(2, train, 2):
-        assert len(rows) == 2
-        for _, _, _, loss, gradients in rows:
-            assert loss <= LOSS_TOLERANCE
-            assert gradients <= GRADIENT_TOLERANCE
+    sizes = {"cp": 2, "layers": 2, "batch": 2, "seq_len": 256, "steps": 2}
+    arguments = argparse.Namespace(**sizes, backend="cp_aot_eager")
+    rows = import_example("torchtitan_llama").train(arguments)
+    assert len(rows) == 2
+    for _, _, _, loss, gradients in rows:
+        assert loss <= LOSS_TOLERANCE
+        assert gradients <= GRADIENT_TOLERANCE
 
 
 @pytest.mark.long

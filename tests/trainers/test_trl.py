@@ -11,7 +11,7 @@ import pytest
 
 from cp_inductor.errors import InvalidArgument
 from tests.support.examples import run_example
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.trainers import (
     CHECKPOINTED,
     COMPILED,
@@ -119,7 +119,9 @@ def long_context(ranks: int, packing: bool, folder: Path) -> list[dict[str, floa
     return [json.loads(line) for line in said.splitlines() if line.startswith('{"step"')]
 
 
-def refuse(folder: str) -> str:
+@pytest.mark.long
+@on_ranks(2)
+def test_another_trainer_is_refused(tmp_path: Path) -> None:
     import datasets
     from accelerate import ParallelismConfig
     from trl import DPOConfig, DPOTrainer
@@ -127,30 +129,12 @@ def refuse(folder: str) -> str:
     from cp_inductor.integrations.accelerate import register
     from tests.support.models import make
 
-    def make_another() -> None:
-        register()
-        rows = [{"prompt": "w3 w4", "chosen": " w5", "rejected": " w6"}] * 4
-        arguments = DPOConfig(
-            output_dir=folder,
-            use_cpu=True,
-            ddp_backend="gloo",
-            bf16=False,
-            report_to="none",
-            parallelism_config=ParallelismConfig(cp_size=2, cp_backend="cp_inductor"),
-        )
-        DPOTrainer(
-            make("Llama"),
-            args=arguments,
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=letters(),
-        )
-
-    with launched(), pytest.raises(InvalidArgument) as refusal:
-        make_another()
-    return str(refusal.value)
-
-
-@pytest.mark.long
-def test_another_trainer_is_refused(tmp_path: Path) -> None:
-    for message in run_ranks(2, refuse, str(tmp_path)):
-        assert "expected SFTTrainer, of TRL's trainers" in message
+    register()
+    rows = [{"prompt": "w3 w4", "chosen": " w5", "rejected": " w6"}] * 4
+    how: dict[str, Any] = {"use_cpu": True, "ddp_backend": "gloo", "bf16": False}
+    refused = pytest.raises(InvalidArgument, match="expected SFTTrainer, of TRL's trainers")
+    with launched(), refused:
+        axes = ParallelismConfig(cp_size=2, cp_backend="cp_inductor")
+        arguments = DPOConfig(str(tmp_path), report_to="none", parallelism_config=axes, **how)
+        data = datasets.Dataset.from_list(rows)
+        DPOTrainer(make("Llama"), args=arguments, train_dataset=data, processing_class=letters())

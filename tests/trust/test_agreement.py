@@ -387,89 +387,65 @@ def test_who_was_interrupted_compares_again() -> None:
     assert refusal_of(lambda: F.scaled_dot_product_attention(*tensors)) == "nothing"
 
 
-def check_a_rank_that_refuses() -> str:
-    """One rank's shard is not the part of seq_len that it should be; the others' are."""
-    mesh = world_mesh()
-    attend = torch.compile(
-        attend_causal,
-        backend="cp_aot_eager",
-        fullgraph=True,
-        options={"mesh": mesh, "seq_len": 10},
-    )
-    length = 5 if dist.get_rank() == ODD else (4, 4, 2)[dist.get_rank()]
-    pieces = [t[:, :, :length].contiguous() for t in make_qkv(5)[:3]]
-    with mock.patch.object(cp_inductor.trust.log, "PATIENCE_S", 1.0):
-        try:
-            attend(*pieces)
-        except cp_inductor.CPError as error:
-            return f"{type(error).__name__}: {error}"
-    return "nothing"
+# How one rank's program mixes tokens, asks for heads that do not divide by ranks, or has another
+# part of seq_len than it should.
+REFUSALS = {
+    "region": ("SequenceMixed: query", ""),
+    "DTensors": ("UnsupportedStrategy: sdpa_0", ""),
+    "seq_len": (
+        "UnevenSequence: sdpa_0 (graphs.py:",
+        "expected 4 of 10 tokens on rank 1 of axis 'cp', got a query of 5",
+    ),
+}
 
 
-def test_a_rank_that_refuses() -> None:
-    first, odd, last = run_ranks(3, check_a_rank_that_refuses)
-    refusal = "expected 4 of 10 tokens on rank 1 of axis 'cp', got a query of 5"
-    assert odd.startswith("UnevenSequence: ") and refusal in odd
-    for message in (first, last):
-        assert message.startswith("RanksDisagree: attention (graphs.py:")
-        assert "got rank 1, which refuses to: sdpa_0 (graphs.py:" in message and refusal in message
-
-
-def check_a_rank_that_refuses_to_compile(form: str) -> str:
-    """One rank's program mixes tokens, or asks for heads that do not divide by ranks."""
+def refuse_on_one(form: str) -> str:
+    """Let one rank refuse; return what this one is told."""
     mesh, tensors, is_odd = world_mesh(), make_qkv(15)[:3], dist.get_rank() == ODD
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if is_odd and form == "region":
             query = query.flip(2)
-        return F.scaled_dot_product_attention(query, key, value)
+        return attend_full(query, key, value)
 
-    options = {"strategy": "heads"} if is_odd and form == "DTensors" else {}
-    attend = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options=options)
+    options: dict[str, Any] = {"strategy": "heads"} if is_odd and form == "DTensors" else {}
     around: Any = contextlib.nullcontext()
     if form == "region":
         around = cp_inductor.context_parallel(mesh, buffers=tensors, buffer_seq_dims=[2] * 3)
-    else:
+    elif form == "DTensors":
         tensors = on_mesh(tensors, mesh, Shard(2))
+    else:
+        length = 5 if is_odd else (4, 4, 2)[dist.get_rank()]
+        tensors = [t[:, :, :length].contiguous() for t in tensors]
+        options = {"mesh": mesh, "seq_len": 10}
+    call = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options=options)
     with mock.patch.object(cp_inductor.trust.log, "PATIENCE_S", 1.0):
         try:
             with around:
-                attend(*tensors)
+                call(*tensors)
         except cp_inductor.CPError as error:
             return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-def check_ranks_go_on_after_a_refusal(form: str) -> list[str]:
-    """Models that one rank refuses to compile, and models that none does, in turn."""
-    said = []
-    for call, names in enumerate((["first"], [], ["first", "second"], [])):
-        for name in names:
-            message = check_a_rank_that_refuses_to_compile(form)
-            said.append(f"{name}: {message}")
-        mesh, tensors = world_mesh(), make_qkv(15 + call)[:3]
-        attend = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
-        try:
-            attend(*on_mesh(tensors, mesh, Shard(2)))
-            said.append("right")
-        except cp_inductor.CPError as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["region", "DTensors"])
+@pytest.mark.parametrize("form", REFUSALS)
+@on_ranks(3, deadline_s=120)
 def test_ranks_go_on_after_a_refusal(form: str) -> None:
-    first, odd, last = run_ranks(3, check_ranks_go_on_after_a_refusal, form, deadline_s=120)
-    for said in (first, odd, last):
-        assert [one.partition(":")[0] for one in said] == [
-            *("first", "right", "right", "first", "second", "right", "right")
-        ], said
-    refusal = odd[0].removeprefix("first: ")
-    assert refusal.startswith(("SequenceMixed: query", "UnsupportedStrategy: sdpa_0")), odd
-    for message in (first[0], last[0]):
-        assert message.startswith("first: RanksDisagree: "), message
-        assert f"got rank 1, which refuses to: {refusal.partition(': ')[2][:10]}" in message
+    """Models that one rank refuses, once or twice, and models that none does, in turn."""
+    begin, part = REFUSALS[form]
+    for call, count in enumerate((1, 0, 2, 0)):
+        for _ in range(count):
+            messages: list[Any] = [None] * 3
+            dist.all_gather_object(messages, refuse_on_one(form))
+            first, refusal, last = messages
+            assert refusal.startswith(begin) and part in refusal, refusal
+            for message in (first, last):
+                assert message.startswith("RanksDisagree: "), message
+                told = f"got rank 1, which refuses to: {refusal.partition(': ')[2][:10]}"
+                assert told in message and part in message, message
+        attend = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
+        attend(*on_mesh(make_qkv(15 + call)[:3], world_mesh(), Shard(2)))
 
 
 def check_a_rank_that_refuses_and_goes_on() -> list[str]:

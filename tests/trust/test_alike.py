@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cp_inductor import SequenceWarning
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import on_ranks, world_mesh
 
 # Does not divide by two or three ranks.
 LENGTH = 31
@@ -61,14 +61,18 @@ def expect(found: list[str], *names: str) -> None:
     assert "as torch.chunk cuts it" in text
 
 
-def check_whole() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_whole_batch_on_every_rank() -> None:
     """Every rank passes all of a batch, as if nothing were sharded."""
     ids, positions, padding = batch(12)
     model = compiled(12 * dist.get_world_size())
     expect(warnings_of(lambda: model(ids, positions, padding)), "ids", "positions")
 
 
-def check_positions() -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_positions_of_their_own() -> None:
     """Every rank counts its own, also where the last has fewer tokens than the others."""
     world_size = dist.get_world_size()
     ids, positions, padding = (one.chunk(world_size, 1)[dist.get_rank()] for one in batch(LENGTH))
@@ -82,14 +86,10 @@ def check_positions() -> None:
         expect(warnings_of(lambda: model(ids, own, padding)), "positions")
 
 
-def check_shards() -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_shards_hear_nothing() -> None:
     """What is right is not warned of; padding that is the same everywhere tells nothing."""
     world_size = dist.get_world_size()
     shards = [one.chunk(world_size, 1)[dist.get_rank()] for one in batch(LENGTH)]
     expect(warnings_of(lambda: compiled(LENGTH)(*shards)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", [check_whole, check_positions, check_shards])
-def test_inputs(check: Callable[[], None]) -> None:
-    run_ranks(2 if check is check_whole else 3, check)

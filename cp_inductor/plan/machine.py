@@ -5,7 +5,7 @@
     Machine.parse("cpu[flops_per_s=5e10]:tcp")     a known device or link with other numbers
 
 Ranks are numbered through the first node, then the second. Rates of links are for each rank and
-direction, as data sheets have them. All ranks must plan for the same machine; `Machine.format`
+direction: those of NVLink as NCCL reaches them, others as data sheets have them. All ranks must plan for the same machine; `Machine.format`
 writes it as text, which recipes, cache keys and comparisons of ranks hold.
 """
 
@@ -349,10 +349,13 @@ LINKS: Mapping[str, Level] = {
     link.name: link
     for link in (
         Level(),
-        # NVIDIA's data sheets, per GPU and direction. Latencies are assumptions.
-        _link("nvlink3", 300, 10),
-        _link("nvlink4", 450, 10),
-        _link("nvlink5", 900, 10),
+        # Bytes that cross to other GPUs, per GPU, in all-to-alls of 8 GPUs by NCCL, 255 MB each: of
+        # H200 (307 of H100), and of B200; fast-ulysses, docs/benchmark.md, August 2026. Copy
+        # engines reach 375 and 621, data sheets say 450 and 900. Of nvlink3, 300 on its data sheet,
+        # the same share as of nvlink4 is taken. Latencies are assumptions, as all below.
+        _link("nvlink3", 197, 10),
+        _link("nvlink4", 296, 10),
+        _link("nvlink5", 499, 10),
         _link("pcie4", 32, 15),
         _link("pcie5", 64, 15),
         _link("ib100", 12.5, 20),

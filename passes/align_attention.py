@@ -30,10 +30,11 @@ import torch
 from torch import fx
 
 from cp_inductor.dtensor.axis import attention_placements, is_sequence_sharded
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
 from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.passes.attentions import CAPTURED
-from cp_inductor.passes.insert_call import insert_call, local_of_shard
+from cp_inductor.passes.insert_call import insert_call
 from cp_inductor.region.flex_calls import FLEX
 from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -163,7 +164,7 @@ def _align_head_dims(node: fx.Node, call: dict[str, Any]) -> None:
     with node.graph.inserting_after(node):
         part = node.graph.call_function(torch.narrow, (node, -1, 0, of_value))
     part.meta = {**node.meta, "example_value": out}
-    with torch.no_grad(), fake_mode_of(local_of_shard(out)):
+    with torch.no_grad(), fake_mode_of(held_by_rank(out)):
         node.meta["example_value"] = torch.nn.functional.pad(out, [0, widest - of_value])
     for user in users:
         user.replace_input_with(node, part)

@@ -18,6 +18,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.axis import SequenceAxis
+from cp_inductor.dtensor.wrap import is_whole
 from cp_inductor.errors import SequenceWarning, UnsupportedAttention
 from cp_inductor.kept import cache
 from cp_inductor.region.marks import regions_of
@@ -76,11 +77,9 @@ def _is_of_whole_tensors(gm: fx.GraphModule) -> bool:
     if are_gradients_reduced():  # over ranks that each have batches of their own
         return False
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
-    return not regions_of(gm) and not any(_is_in_parts(value) for value in values)
-
-
-def _is_in_parts(value: object) -> bool:
-    return isinstance(value, DTensor) and any(not one.is_replicate() for one in value.placements)
+    return not regions_of(gm) and not any(
+        isinstance(value, DTensor) and not is_whole(value) for value in values
+    )
 
 
 @cache

@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.errors import SequenceWarning
-from cp_inductor.graph.nodes import graphs_of, source_line
+from cp_inductor.graph.nodes import graphs_of, name_of
 from cp_inductor.graph.subgraphs import Calls, calls_of, method_of, source_of
 from cp_inductor.passes.attentions import CAPTURED
 from cp_inductor.region.marks import is_left_alone
@@ -78,8 +78,8 @@ def _ancestors(node: fx.Node, calls: Calls) -> Iterator[fx.Node]:
 def _warn(attention: fx.Node, op: fx.Node, axis: int) -> None:
     given = next(placements for source in op.all_input_nodes if (placements := _placements(source)))
     warnings.warn(
-        f"{attention.name} ({source_line(attention)}): every rank computes attention over the"
-        f" whole sequence, because {op.name} ({source_line(op)}) turned {given} into"
+        f"{name_of(attention)}: every rank computes attention over the"
+        f" whole sequence, because {name_of(op)} turned {given} into"
         f" {_placements(op)}. Call {op.name} before the sequence is sharded, or redistribute"
         " its result",
         SequenceWarning,

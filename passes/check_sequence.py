@@ -44,10 +44,11 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.axis import SequenceAxis, is_sequence_sharded, whole_of_shard
 from cp_inductor.dtensor.limits import dim_of
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import InvalidArgument, SequenceMixed
-from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.graph.nodes import graphs_of, name_of
 from cp_inductor.graph.subgraphs import method_of
-from cp_inductor.passes.follow_graph import Followed, follow_graph, name_of
+from cp_inductor.passes.follow_graph import Followed, follow_graph
 from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
 from cp_inductor.passes.sites import Site
 from cp_inductor.region.marks import groups_of_regions, is_per_rank
@@ -216,9 +217,7 @@ def _uneven_lengths(sites: Sequence[Site]) -> frozenset[int]:
 
 def _length(node: fx.Node) -> int:
     """Return how many tokens of a query, key or value this rank has."""
-    value = node.meta["example_value"]
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return numbers(local.shape)[SEQUENCE_DIM]
+    return numbers(held_by_rank(node.meta["example_value"]).shape)[SEQUENCE_DIM]
 
 
 @dataclass(frozen=True, slots=True)

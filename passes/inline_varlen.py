@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.graph.nodes import source_line
+from cp_inductor.graph.nodes import name_of
 from cp_inductor.passes.insert_call import insert_call
 from cp_inductor.region.flex_calls import FLEX, LSE, OF_VARLEN, OUT
 from cp_inductor.region.marks import is_left_alone
@@ -67,7 +67,7 @@ def _is_sharded(query: fx.Node) -> bool:
 
 
 def _check(node: fx.Node, call: dict[str, Any]) -> None:
-    site = f"{node.name} ({source_line(node)})"
+    site = name_of(node)
     for name in ("seqused_k", "block_table"):
         if call[name] is not None:
             raise UnsupportedAttention(
@@ -118,7 +118,7 @@ def _result(node: fx.Node, flex: fx.Node, place: Any) -> fx.Node:
     """Return what takes the place of one of the results of varlen_attn."""
     if place not in (OUT, LSE):
         raise UnsupportedAttention(
-            site=f"{node.name} ({source_line(node)})",
+            site=name_of(node),
             expected="the output of varlen_attn, and its lse if wanted",
             got="the state of the generator, of which nothing is drawn",
             remedy="call torch.nn.attention.varlen.varlen_attn",

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from cp_inductor.graph.collectives import START, STARTS
-from cp_inductor.graph.nodes import source_line
+from cp_inductor.graph.nodes import modules_of, source_line
 from cp_inductor.ops.attention import (
     BACKWARD,
     FORWARD,
@@ -34,6 +34,7 @@ from cp_inductor.ops.attention import (
     run_backward,
     run_forward,
 )
+from cp_inductor.passes.insert_call import insert_graph
 from cp_inductor.passes.nodes import (
     BYTES_KEY,
     EXCHANGE_KEY,
@@ -89,20 +90,19 @@ def lower_attention(
         The number of expanded ops.
     """
     num_lowered = 0
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            nodes = [node for node in module.graph.nodes if node.target in EXPANSIONS]
-            if note_tables:
-                _note_tables([node for node in nodes if node.target is FORWARD])
-            traced: dict[Any, fx.GraphModule] = {}
-            how_often = Counter(map(_key, nodes))
-            for node in nodes:
-                _lower(node, decompositions, traced, is_repeated=how_often[_key(node)] > 1)
-            if nodes:
-                _share_numbers(module.graph)
-                module.graph.lint()
-                module.recompile()
-            num_lowered += len(nodes)
+    for module in modules_of(gm):
+        nodes = [node for node in module.graph.nodes if node.target in EXPANSIONS]
+        if note_tables:
+            _note_tables([node for node in nodes if node.target is FORWARD])
+        traced: dict[Any, fx.GraphModule] = {}
+        counts = Counter(map(_key, nodes))
+        for node in nodes:
+            _lower(node, decompositions, traced, is_repeated=counts[_key(node)] > 1)
+        if nodes:
+            _share_numbers(module.graph)
+            module.graph.lint()
+            module.recompile()
+        num_lowered += len(nodes)
     return num_lowered
 
 
@@ -149,7 +149,9 @@ def _lower(
     inputs, used, key = _inputs_of(node), _used_of(node), _key(node)
     if key not in known:
         known[key] = _trace(node.target, this, inputs, used, decompositions)
-        if is_repeated and _is_dear(this):
+        # A template computes all tiles under a mask: such an expansion is long.
+        is_long = this.is_per_batch and KERNELS[this.kernel].under_rule.needs_graph
+        if is_repeated and is_long:
             share_pieces(known[key])
         _adopt_subgraphs(known[key], node.graph)
     outputs = _inline(known[key], node, inputs)
@@ -158,11 +160,6 @@ def _lower(
         user.replace_all_uses_with(outputs[index])
         node.graph.erase_node(user)
     node.graph.erase_node(node)
-
-
-def _is_dear(this: Attention) -> bool:
-    """Whether an expansion is long: all tiles under a mask, which a template computes."""
-    return this.is_per_batch and KERNELS[this.kernel].under_rule.needs_graph
 
 
 def _trace(
@@ -273,14 +270,10 @@ def _flatten(args: Sequence[Any]) -> tuple[fx.Node, ...]:
 
 def _inline(traced: fx.GraphModule, node: fx.Node, inputs: Sequence[fx.Node]) -> list[fx.Node]:
     """Copy a traced graph before `node`, and return the nodes of its outputs."""
-    placeholders = traced.graph.find_nodes(op="placeholder")
-    copies: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
-    with node.graph.inserting_before(node):
-        outputs = node.graph.graph_copy(traced.graph, copies)
+    outputs, copies = insert_graph(traced, inputs, before=node)
     for original, copy in copies.items():
-        if original.op != "placeholder":
-            own = {key: original.meta[key] for key in OWN_META if key in original.meta}
-            copy.meta = {**_meta_of_site(node), **own, IS_OURS: True}
+        own = {key: original.meta[key] for key in OWN_META if key in original.meta}
+        copy.meta = {**_meta_of_site(node), **own, IS_OURS: True}
     assert isinstance(outputs, (list, tuple))
     return list(outputs)
 

@@ -25,11 +25,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Placement
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor.backend.compile import kind_of
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import InvalidArgument, UnsupportedTarget
 from cp_inductor.flags import AUTO
 from cp_inductor.inspect.compile_for import lower_for, settings_for, target_for_code
@@ -444,7 +445,7 @@ class _Weights:
 
     @staticmethod
     def of(model: nn.Module, layers: Layers | None) -> _Weights:
-        local = {id(one): _local(one) for one in model.parameters()}
+        local = {id(one): held_by_rank(one) for one in model.parameters()}
         total = sum(one.nbytes for one in local.values())
         count = sum(one.numel() for one in local.values())
         inside = 0
@@ -468,10 +469,6 @@ class _Weights:
         """
         moved = 3 * self.layer_bytes * (world_size - 1) / world_size
         return max(0.0, moved / machine.levels[-1].bytes_per_s - layer_s)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _memory(

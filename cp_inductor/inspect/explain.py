@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn import attention as torchs
 
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.dtensor.recipe import lengths_at_run_time, make_recipe
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
 from cp_inductor.inspect.cross_compile import CrossCompiled, Done, fresh_function
 from cp_inductor.inspect.scans import ScanReport, find_scans
@@ -351,8 +351,8 @@ def _facts(site: Site) -> dict[str, Any]:
         "query_length": size_hint(lengths[0]),
         "key_length": size_hint(lengths[1]),
         "batch": site.batch,
-        "num_heads": _num_heads(query),
-        "num_kv_heads": _num_heads(key),
+        "num_heads": size_hint(held_by_rank(query).shape[1]),
+        "num_kv_heads": size_hint(held_by_rank(key).shape[1]),
         "head_dim": size_hint(query.shape[-1]),
         "dtype": str(site.dtype).removeprefix("torch."),
         "kernel": this.kernel,
@@ -383,12 +383,6 @@ def _rate(site: Site, chip: str) -> Rate | None:
     name = _implementation(site.attention.kernel) or row.plain.switch.name
     name = name if _is_plain(site) else row.under_rule.name
     return DEVICES[chip].rate_of(name) if chip in DEVICES else None
-
-
-def _num_heads(tensor: Tensor) -> int:
-    """Return how many heads this rank has."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return size_hint(local.shape[1])
 
 
 def _of_plan(plan: Plan, rank: int, batch: int, machine: Machine) -> PassReport:

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from cp_inductor.dtensor.axis import global_stride
 from cp_inductor.dtensor.limits import check_mesh, dim_of
 from cp_inductor.dtensor.permuted import may_be_permuted, refuse_permuted, refuse_two_contexts
+from cp_inductor.dtensor.wrap import whole_tensor, wrap_shard
 from cp_inductor.errors import (
     InvalidArgument,
     UnsupportedBuffer,
@@ -305,15 +305,7 @@ def context_parallel_unshard(
         length = torch.tensor(buffer.shape[dim], device=buffer.device)
         dist.all_reduce(length, group=mesh.get_group())
         shape = (*buffer.shape[:dim], int(length), *buffer.shape[dim + 1 :])
-        sharded = DTensor.from_local(
-            buffer,
-            mesh,
-            [Shard(dim)],
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=global_stride(buffer, shape),
-        )
-        whole = sharded.redistribute(mesh, [Replicate()]).to_local()
+        whole = whole_tensor(wrap_shard(buffer, mesh, [Shard(dim)], shape))
         if load_balancer is not None:
             whole = _in_order(whole, dim, order_of_balancer(load_balancer))
         wholes.append(whole)

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.fx.traceback import annotate
 
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.region.modes import (
     MULTI_HEAD,
@@ -76,8 +77,8 @@ class LocalRegion(RegionMode):
     def _attend(self, args: Any, kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_compiling():
             rerun_within(self)
-        local = [_local_part(arg) for arg in args]
-        named = {name: _local_part(arg) for name, arg in kwargs.items()}
+        local = [held_by_rank(arg) for arg in args]
+        named = {name: held_by_rank(arg) for name, arg in kwargs.items()}
         out = _leave_alone(SDPA, local, named)
         out = placed_like(out, args[0] if args else kwargs["query"])
         if not torch.compiler.is_compiling():
@@ -100,10 +101,6 @@ class PerRank(RegionMode):
             return func(*args, **kwargs)
         finally:
             TRUST.depth -= 1
-
-
-def _local_part(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _refuse_dtensors(arguments: Sequence[Any]) -> None:

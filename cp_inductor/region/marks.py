@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from cp_inductor.dtensor.axis import SequenceAxis
-from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.graph.nodes import graphs_of, modules_of, recompile_all
 from cp_inductor.graph.subgraphs import bodies_of
 from cp_inductor.region.flex_calls import FLEX
 from cp_inductor.region.traced import IN_REGION, LEFT_ALONE, MARK, PER_RANK
@@ -34,9 +34,7 @@ class Region:
 def regions_of(gm: fx.GraphModule) -> dict[fx.Graph, Region]:
     """Return the graphs that are called with marked tensors, and the graphs below them."""
     regions: dict[fx.Graph, Region] = {}
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
+    for module in modules_of(gm):
         for mark in module.graph.find_nodes(op="call_function", target=MARK):
             region = _region_of(mark)
             for user in mark.users:
@@ -66,13 +64,11 @@ def _region_of(mark: fx.Node) -> Region:
 
 def remove_marks(gm: fx.GraphModule) -> None:
     """Remove the marks from all graphs."""
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for mark in module.graph.find_nodes(op="call_function", target=MARK):
+    for graph in graphs_of(gm):
+        for mark in graph.find_nodes(op="call_function", target=MARK):
             mark.replace_all_uses_with(mark.args[0])
-            module.graph.erase_node(mark)
-        module.recompile()
+            graph.erase_node(mark)
+    recompile_all(gm)
 
 
 def is_left_alone(node: fx.Node) -> bool:

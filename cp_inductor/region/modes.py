@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from cp_inductor.dtensor.axis import global_stride
+from cp_inductor.dtensor.wrap import wrap_shard
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.torch_private.dtensor import flex_attention_op
 from cp_inductor.torch_private.modes import (
@@ -100,15 +100,7 @@ def placed_like(out: Tensor, like: Tensor) -> Tensor:
     """Wrap the local result of an attention like its query."""
     if not isinstance(like, DTensor):
         return out
-    shape = (*like.shape[:3], *out.shape[3:])
-    return DTensor.from_local(
-        out,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=global_stride(out, shape),
-    )
+    return wrap_shard(out, like.device_mesh, like.placements, (*like.shape[:3], *out.shape[3:]))
 
 
 def refuse_opaque(func: Callable[..., Any]) -> NoReturn:

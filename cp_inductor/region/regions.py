@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cp_inductor import config
-from cp_inductor.dtensor.axis import global_stride, is_sequence_sharded, whole_of_shard
+from cp_inductor.dtensor.axis import is_sequence_sharded, whole_of_shard
 from cp_inductor.dtensor.limits import (
     check_attention,
     check_mesh,
@@ -35,6 +35,7 @@ from cp_inductor.dtensor.limits import (
     refuse_transform,
 )
 from cp_inductor.dtensor.rules.attention import attend
+from cp_inductor.dtensor.wrap import wrap_shard, wrap_whole
 from cp_inductor.errors import (
     CPError,
     UnevenSequence,
@@ -316,11 +317,8 @@ class SequenceRegion(RegionMode):
         length = self._whole_length(local.shape[dim])
         if length is None:
             return DTensor.from_local(local, self.mesh, [Shard(dim)], run_check=False)
-        shape = torch.Size((*local.shape[:dim], length, *local.shape[dim + 1 :]))
-        stride = global_stride(local, shape)
-        return DTensor.from_local(
-            local, self.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
-        )
+        shape = (*local.shape[:dim], length, *local.shape[dim + 1 :])
+        return wrap_shard(local, self.mesh, [Shard(dim)], shape)
 
     def _whole_length(self, length: int) -> int | None:
         """Return the length of the whole of a shard; None if all shards are equally long."""
@@ -363,7 +361,7 @@ class SequenceRegion(RegionMode):
                 got="one that requires a gradient",
                 remedy="pass DTensors, over which a bias may be learned",
             )
-        return DTensor.from_local(mask, self.mesh, [Replicate()], run_check=False)
+        return wrap_whole(mask, self.mesh)
 
 
 run_uncompiled(SequenceRegion.judge)

@@ -43,6 +43,7 @@ from cp_inductor.dtensor.limits import check_attention, refuse_both_masks
 from cp_inductor.dtensor.permuted import refuse_permuted
 from cp_inductor.dtensor.recipe import PlanOptions, make_recipe
 from cp_inductor.dtensor.rules.loss import correct_losses_along
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.mask.language import CAUSAL, FULL
 from cp_inductor.mask.rule import Rule, rule_of_table
@@ -140,9 +141,7 @@ def _handle_forward(
 
 def _handle_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Tell Dynamo the shapes of flex_attention on DTensors; refuse it in eager code."""
-    is_propagating = is_propagating_shapes(
-        query.to_local() if isinstance(query, DTensor) else query
-    )
+    is_propagating = is_propagating_shapes(held_by_rank(query))
     if is_propagating and any(map(is_sequence_sharded, (query, key, value))):
         # The graph pass reads the functions, and refuses with the source line what it cannot.
         with suppress(CPError):

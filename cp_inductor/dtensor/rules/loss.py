@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cp_inductor.dtensor.rules.partials import make_whole
 from cp_inductor.dtensor.sequence_meshes import hold_sequences_along, holds_sequences
+from cp_inductor.dtensor.wrap import is_whole, whole_tensor, wrap_whole
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,
@@ -128,9 +129,11 @@ def _mean_loss(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) 
     if parallel is not None:
         return _mean_loss_of_sharded_vocabulary(parallel, op, bound)
     total, weight = dispatch_as_dtensor(op, (*_with_reduction(bound, SUM),), {})
-    weight = weight.redistribute(weight.device_mesh, [Replicate()] * weight.device_mesh.ndim)
-    mean = total.to_local() / weight.to_local()
-    return DTensor.from_local(mean, total.device_mesh, total.placements, run_check=False), weight
+    count = whole_tensor(weight)
+    mean = DTensor.from_local(
+        total.to_local() / count, total.device_mesh, total.placements, run_check=False
+    )
+    return mean, wrap_whole(count, total.device_mesh)
 
 
 def _mean_loss_backward(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
@@ -139,7 +142,9 @@ def _mean_loss_backward(parallel: Any, op: torch._ops.OpOverload, bound: dict[st
         parallel is not None
         or bound["reduction"] != MEAN
         or not _is_of_sharded_tokens(bound["self"])
-        or not _is_whole(weight)
+        # Ours covers all ranks; DTensor sums its own later. Between a forward and its backward, a
+        # mesh may have started to hold sequences.
+        or not (isinstance(weight, DTensor) and is_whole(weight))
     ):
         return None
     return _sum_backward(op, bound, weight.device_mesh, weight.to_local())
@@ -149,10 +154,8 @@ def _sum_backward(
     op: torch._ops.OpOverload, bound: dict[str, Any], mesh: DeviceMesh, count: Any
 ) -> Any:
     """Call the backward of the sum, with the gradient of a mean over a count."""
-    grad, whole = bound["grad_output"], [Replicate()] * mesh.ndim
-    if isinstance(grad, DTensor):
-        grad = grad.redistribute(mesh, whole).to_local()
-    grad = DTensor.from_local(grad / count, mesh, whole, run_check=False)
+    grad = bound["grad_output"]
+    grad = wrap_whole((whole_tensor(grad) if isinstance(grad, DTensor) else grad) / count, mesh)
     return dispatch_as_dtensor(op, _with_reduction(bound | {"grad_output": grad}, SUM), {})
 
 
@@ -207,16 +210,7 @@ def _mesh_of_mean(bound: dict[str, Any]) -> DeviceMesh | None:
 
 
 def _num_elements(bound: dict[str, Any]) -> int | torch.SymInt:
-    shape = torch.broadcast_shapes(bound["self"].shape, bound["target"].shape)
-    return prod(shape)
-
-
-def _is_whole(weight: Tensor) -> bool:
-    """Whether the count covers all ranks, as ours does; DTensor sums its own count later.
-
-    Between a forward and its backward, a mesh may have started to hold sequences.
-    """
-    return isinstance(weight, DTensor) and all(p.is_replicate() for p in weight.placements)
+    return prod(torch.broadcast_shapes(bound["self"].shape, bound["target"].shape))
 
 
 def _mean_loss_of_sharded_vocabulary(
@@ -225,14 +219,10 @@ def _mean_loss_of_sharded_vocabulary(
     """Let `loss_parallel` sum over this rank's tokens; its backward divides by the count."""
     total, weight = parallel(op, _with_reduction(bound, SUM), {})
     mesh = total.device_mesh
-    shares = [
-        Partial() if placement.is_partial() else Replicate() for placement in total.placements
-    ]
-    whole = [Replicate()] * mesh.ndim
-    weight = DTensor.from_local(weight, mesh, shares, run_check=False).redistribute(mesh, whole)
-    weight = weight.to_local()
-    mean = DTensor.from_local(total.to_local() / weight, mesh, total.placements, run_check=False)
-    return mean, weight
+    shares = [Partial() if place.is_partial() else Replicate() for place in total.placements]
+    count = whole_tensor(DTensor.from_local(weight, mesh, shares, run_check=False))
+    mean = DTensor.from_local(total.to_local() / count, mesh, total.placements, run_check=False)
+    return mean, count
 
 
 def _is_of_sharded_tokens(tensor: Tensor) -> bool:

@@ -55,17 +55,15 @@ def align_attention(gm: fx.GraphModule, *, has_axis: bool) -> None:
     for graph in graphs_of(gm):
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target in CAPTURED and not is_left_alone(node):
-                call = _bound(node)
+                is_flex = node.target is FLEX
+                call: dict[str, Any] = (
+                    dict(zip(SIDES, node.args, strict=False))
+                    if is_flex
+                    else bind_arguments(OP, node.args, node.kwargs)
+                )
                 if all(isinstance(call[side], fx.Node) for side in SIDES):
                     _align(node, call, has_axis)
     gm.recompile()
-
-
-def _bound(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of an SDPA, or the tensors of a flex_attention, by name."""
-    if node.target is FLEX:
-        return dict(zip(SIDES, node.args, strict=False))
-    return bind_arguments(OP, node.args, node.kwargs)
 
 
 def _align(node: fx.Node, call: dict[str, Any], has_axis: bool) -> None:

@@ -53,7 +53,6 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.attentions import (
     CAPTURED,
     KERNELS_OF_SDPA,
-    OPAQUE_ATTENTION,
     bind_sdpa,
 )
 from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_mask
@@ -61,6 +60,7 @@ from cp_inductor.passes.sites import Site, Verdict
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.marks import is_left_alone, region_of_query, regions_of
+from cp_inductor.region.modes import OPAQUE_ATTENTION
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS, choose_kernel, why_kernel

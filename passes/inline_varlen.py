@@ -93,7 +93,11 @@ def _window(call: dict[str, Any]) -> tuple[int, int]:
 
 def _inline(node: fx.Node, call: dict[str, Any]) -> None:
     with node.graph.inserting_before(node):
-        sides = [_heads_first(node, call[name]) for name in ("query", "key", "value")]
+        # (T, H, D) => (1, H, T, D)
+        sides = [
+            insert_call(node, "unsqueeze", insert_call(node, "transpose", call[name], 0, 1), 0)
+            for name in ("query", "key", "value")
+        ]
         query, key = (side.meta["example_value"] for side in sides[:2])
         starts = call["cu_seq_q"]
         docs_q = insert_call(node, document_numbers, starts, query.shape[2])
@@ -125,11 +129,6 @@ def _result(node: fx.Node, flex: fx.Node, place: Any) -> fx.Node:
         )
     taken = insert_call(node, "squeeze", insert_call(node, getitem, flex, place), 0)
     return insert_call(node, "transpose", taken, 0, 1) if place == OUT else taken
-
-
-def _heads_first(node: fx.Node, tensor: fx.Node) -> fx.Node:
-    """(T, H, D) => (1, H, T, D)."""
-    return insert_call(node, "unsqueeze", insert_call(node, "transpose", tensor, 0, 1), 0)
 
 
 def _unchanged(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:

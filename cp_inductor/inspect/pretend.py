@@ -47,7 +47,9 @@ def fakes_without_devices() -> Iterator[None]:
 
     aten = torch.ops.aten
     methods = {
-        "contiguous": _contiguous,
+        "contiguous": lambda tensor, memory_format=torch.contiguous_format: aten.contiguous(
+            tensor, memory_format=memory_format
+        ),
         "copy_": lambda tensor, source, non_blocking=False: aten.copy_(
             tensor, source, non_blocking
         ),
@@ -75,11 +77,6 @@ class _DevicesReplaced(TorchFunctionMode):
             torch.device, lambda _: self.device, (args, kwargs or {})
         )
         return func(*args, **kwargs)
-
-
-def _contiguous(tensor: Tensor, memory_format: Any = torch.contiguous_format) -> Tensor:
-    result: Tensor = torch.ops.aten.contiguous(tensor, memory_format=memory_format)
-    return result
 
 
 def _index(tensor: Tensor, index: Any) -> Tensor:

@@ -41,12 +41,12 @@ MULTI_HEAD = F.multi_head_attention_forward
 
 _ATEN_SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
-# Attention that calls no scaled_dot_product_attention.
-_OPAQUE = (
-    *VARLEN_OPS,
+# Attention that calls no scaled_dot_product_attention: Dynamo captures it whole, and it would run
+# over the local shard alone.
+OPAQUE_ATTENTION = VARLEN_OPS | {
     torch._transformer_encoder_layer_fwd,
     torch._native_multi_head_attention,
-)
+}
 
 
 class RegionMode(TorchFunctionMode):
@@ -86,7 +86,7 @@ def is_sdpa(func: Callable[..., Any]) -> bool:
 
 def is_opaque(func: Callable[..., Any]) -> bool:
     """Whether a function computes an attention into which no mode can look."""
-    return func is FLEX or func in _OPAQUE
+    return func is FLEX or func in OPAQUE_ATTENTION
 
 
 def has_body(func: Callable[..., Any]) -> bool:

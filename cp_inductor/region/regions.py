@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor import config
 from cp_inductor.dtensor.axis import is_sequence_sharded, whole_of_shard
@@ -426,7 +426,10 @@ def _without_placements(tensor: Tensor) -> Tensor:
     """Return the local part of a tensor that may be sharded over batch or heads."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if not all(_is_batch_or_heads(placement) for placement in tensor.placements):
+    if not all(
+        placement.dim < SEQUENCE_DIM if isinstance(placement, Shard) else placement.is_replicate()
+        for placement in tensor.placements
+    ):
         refuse(
             UnsupportedPlacement,
             expected="plain shards, or DTensors that shard batch or heads",
@@ -494,9 +497,3 @@ def _translate_mask(
         return None, True
     queries, keys = (torch.arange(n, device=device) for n in (num_queries, num_keys))
     return keys <= queries[:, None] + (num_keys - num_queries), False
-
-
-def _is_batch_or_heads(placement: Placement) -> bool:
-    if isinstance(placement, Shard):
-        return placement.dim < SEQUENCE_DIM
-    return isinstance(placement, Replicate)

@@ -134,7 +134,8 @@ def _handle_forward(
         with agreement, named_steps(this, "forward", line):
             out, lse = run_forward(this, *local, *extras)
         site = line
-    _note(lse, site)
+    # For the backward, which runs on other threads: autograd saves the storage, not the tensor.
+    lse.untyped_storage()._cp_inductor_note = site
     # lse (B, H, S) is sharded along the same dims as the query (B, H, S, D).
     return _results_of(op, from_local_like(out, sides[0]), from_local_like(lse, sides[0]), bound)
 
@@ -195,7 +196,8 @@ def _handle_backward(
     if axis_of_tensors(*tensors, site=site) is None:
         return _attend_within_ranks(op, bound)
     out, lse = (bound[name].to_local() for name in ("out", "logsumexp"))
-    site_of_forward = _noted(lse)
+    # Nothing if a hook has moved lse elsewhere.
+    site_of_forward = getattr(lse.untyped_storage(), "_cp_inductor_note", None)
     # SDPA chose the kernel in the forward. The sdpa_kernel context of the backward may differ, and
     # must not change that choice.
     chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
@@ -508,20 +510,6 @@ def _plan_options(site: str) -> PlanOptions:
 def _flags() -> PlanOptions:
     """Return the flags, without keeping fetched data: SDPA's own op saves only its results."""
     return replace(PlanOptions.read({})[0], can_keep=False)
-
-
-def _note(lse: Tensor, site: str) -> None:
-    """Record the site for the backward, which runs on other threads.
-
-    The record is an attribute of the storage, because autograd saves the storage, not the tensor
-    object.
-    """
-    lse.untyped_storage()._cp_inductor_note = site  # type: ignore[attr-defined]
-
-
-def _noted(lse: Tensor) -> str | None:
-    """Return what the forward recorded; nothing if a hook has moved lse elsewhere."""
-    return getattr(lse.untyped_storage(), "_cp_inductor_note", None)
 
 
 def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:

@@ -267,7 +267,9 @@ def _run(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
         target: Any = _whole if node.target is DTensor.from_local else node.target
         if node.op == "call_method":
             name = target.removesuffix("_") if _is_first_write(node) else target
-            target, args = _method(args[0], name), args[1:]
+            is_move = getattr(Tensor, name, None) in (Tensor.cuda, Tensor.cpu)
+            tensor, *args = args
+            target = (lambda *_, **__: tensor) if is_move else getattr(tensor, name)
         result = target(*args, **kwargs)
     except Exception as error:  # a model may call anything, which may raise anything
         raise _Cut(node) from error
@@ -292,12 +294,6 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, str) and value.partition(":")[0] in ("cpu", "cuda"):
         return "cpu"
     return torch.device("cpu") if isinstance(value, torch.device) else as_number(value)
-
-
-def _method(tensor: Tensor, name: str) -> Callable[..., Any]:
-    method = getattr(tensor, name)
-    is_move = getattr(Tensor, name, None) in (Tensor.cuda, Tensor.cpu)
-    return (lambda *_, **__: tensor) if is_move else method
 
 
 def _whole(local: Tensor, mesh: Any, placements: Sequence[Any], **_: Any) -> Tensor:

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 def reduce(call: OpCall) -> list[Type]:
     """Reduce over dims: over tokens, only sums and means are parts of the whole's."""
     tensor = call.tensors[0]
-    given, dims = call.types[0], call.dims(of=_first(call))
+    given, dims = call.types[0], call.dims(of=call.op._schema.arguments[0].name)
     is_sum, is_mean = (call.op in overloads([op]) for op in (aten.sum, aten.mean))
     if isinstance(given, Sum) and (is_sum or is_mean):
         return [given]
@@ -36,10 +36,6 @@ def reduce(call: OpCall) -> list[Type]:
         return [Sum(is_mean, is_alike=is_count)]
     lost = 0 if call.outs[0].ndim == tensor.ndim else sum(dim < given.dim for dim in dims)
     return [replace(given, dim=given.dim - lost)] * len(call.outs)
-
-
-def _first(call: OpCall) -> str:
-    return str(call.op._schema.arguments[0].name)
 
 
 @rule(aten._softmax, aten._log_softmax, aten._safe_softmax, aten.cumsum, aten.cumsum_, aten.cumprod)

@@ -43,7 +43,7 @@ from cp_inductor.passes.nodes import (
     computes_numbers,
 )
 from cp_inductor.passes.share_pieces import share_pieces
-from cp_inductor.plan import Plan, backward_plan, forward_plan
+from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.tiles.tile_ops import TILE_OPS
@@ -178,7 +178,12 @@ def _trace(
     traced = trace_fake(run, values, decompositions)
     if not this.is_per_batch:
         plan = (forward_plan if op is FORWARD else backward_plan)(this.recipe)
-        _note_bytes(traced.graph, plan, batch=size_hint(values[0].shape[0]))
+        # What the busiest rank moves, so that all ranks estimate starts alike.
+        starts = traced.graph.find_nodes(op="call_function", target=START)
+        assert len(starts) == len(plan.exchange_bytes), "a rank starts what its plan does not have"
+        batch = size_hint(values[0].shape[0])
+        for start, num_bytes in zip(starts, plan.exchange_bytes, strict=True):
+            start.meta[BYTES_KEY] = batch * num_bytes
     for key, targets in ((EXCHANGE_KEY, STARTS), (TILE_KEY, TILE_OPS)):
         nodes = [node for node in traced.graph.nodes if node.target in targets]
         for number, numbered in enumerate(nodes, 1):
@@ -206,7 +211,11 @@ def _key(node: fx.Node) -> Any:
 
 def _inputs_of(node: fx.Node) -> tuple[fx.Node, ...]:
     # Some are lists: extras, and what the forward kept.
-    inputs = _flatten(node.args[: NUM_TENSORS[node.target]])
+    inputs: tuple[Any, ...] = tuple(
+        leaf
+        for arg in node.args[: NUM_TENSORS[node.target]]
+        for leaf in (arg if isinstance(arg, (list, tuple)) else [arg])
+    )
     assert all(isinstance(arg, fx.Node) for arg in inputs)
     return inputs
 
@@ -231,14 +240,6 @@ def _layouts(inputs: Sequence[fx.Node]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _note_bytes(graph: fx.Graph, plan: Plan, *, batch: int) -> None:
-    """Note on starts what the busiest rank moves, so that all ranks estimate them alike."""
-    starts = graph.find_nodes(op="call_function", target=START)
-    assert len(starts) == len(plan.exchange_bytes), "a rank starts what its plan does not have"
-    for start, num_bytes in zip(starts, plan.exchange_bytes, strict=True):
-        start.meta[BYTES_KEY] = batch * num_bytes
-
-
 def _share_numbers(graph: fx.Graph) -> None:
     """Keep one of what is computed alike from the same numbers, such as the tables of all layers.
 
@@ -260,12 +261,6 @@ def _as_key(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((name, _as_key(item)) for name, item in value.items())
     return tuple(map(_as_key, value)) if isinstance(value, (list, tuple)) else (type(value), value)
-
-
-def _flatten(args: Sequence[Any]) -> tuple[fx.Node, ...]:
-    return tuple(
-        leaf for arg in args for leaf in (arg if isinstance(arg, (list, tuple)) else [arg])
-    )
 
 
 def _inline(traced: fx.GraphModule, node: fx.Node, inputs: Sequence[fx.Node]) -> list[fx.Node]:

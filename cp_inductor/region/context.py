@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ContextDecorator, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -85,8 +85,19 @@ class context_parallel(ContextDecorator):  # noqa: N801
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            outer = _buffer_regions(self.mesh)
-            places = self._places_of_new([buffer for mode in outer for buffer in mode.buffers])
+            # The contexts over the mesh that this thread is in, innermost last.
+            outer = [
+                mode
+                for mode in function_modes()
+                if isinstance(mode, _BufferRegion) and mode.mesh == self.mesh
+            ]
+            # The places of the buffers that are still whole, each once.
+            seen = {id(buffer) for mode in outer for buffer in mode.buffers}
+            places = []
+            for place, buffer in enumerate(self.buffers):
+                if id(buffer) not in seen:
+                    places.append(place)
+                    seen.add(id(buffer))
             known = [length for mode in outer for length in mode.lengths]
             lengths = [self.buffers[place].shape[self.dims[place]] for place in places]
             is_cut_here = bool(self.buffers) or any(mode.buffers for mode in outer)
@@ -106,14 +117,6 @@ class context_parallel(ContextDecorator):  # noqa: N801
                 stack.enter_context(self._sharded(place))
             stack.enter_context(region)
             self.entered.append((region, stack.pop_all()))
-
-    def _places_of_new(self, sharded: Sequence[Tensor]) -> list[int]:
-        """Return the places of the buffers that are still whole, each once."""
-        places = []
-        for place, buffer in enumerate(self.buffers):
-            if not any(buffer is other for other in (*sharded, *self.buffers[:place])):
-                places.append(place)
-        return places
 
     def __exit__(self, *error: Any) -> None:
         region, stack = self.entered.pop()
@@ -138,13 +141,13 @@ class context_parallel(ContextDecorator):  # noqa: N801
         try:
             yield
             if not is_kept and _version_of(buffer) != version:
-                raise UnsupportedBuffer(
-                    site=f"buffer {place} of {SITE}",
-                    expected="a tensor that nothing writes to inside the context",
-                    got="one that was written to",
-                    remedy="write to a copy, because writes to a buffer are lost on exit;"
+                _refuse(
+                    "a tensor that nothing writes to inside the context",
+                    "one that was written to",
+                    "write to a copy, because writes to a buffer are lost on exit;"
                     " build DistributedDataParallel with broadcast_buffers=False, or it"
                     " overwrites all shards with rank 0's",
+                    place,
                 )
         finally:
             if whole is not None:
@@ -175,13 +178,6 @@ class _BufferRegion(SequenceRegion):
         self.buffers = tuple(buffers)
 
 
-def _buffer_regions(mesh: DeviceMesh) -> list[_BufferRegion]:
-    """Return the contexts over a mesh that this thread is in, innermost last."""
-    return [
-        mode for mode in function_modes() if isinstance(mode, _BufferRegion) and mode.mesh == mesh
-    ]
-
-
 def _put(buffer: Tensor, data: Tensor) -> None:
     """Replace what a tensor holds, and let autograd refuse backwards that saved it."""
     buffer.data = data
@@ -193,63 +189,45 @@ def _version_of(buffer: Tensor) -> int | None:
     return None if buffer.is_inference() else buffer._version
 
 
+def _refuse(expected: str, got: str, remedy: str, place: int | None = None) -> NoReturn:
+    """Refuse buffers, or the one at a place among them."""
+    site = SITE if place is None else f"buffer {place} of {SITE}"
+    raise UnsupportedBuffer(site=site, expected=expected, got=got, remedy=remedy)
+
+
 def _check_sequences(buffers: object, dims: object, kept: object) -> None:
     for name, given in (("buffers", buffers), ("no_restore_buffers", kept)):
         if isinstance(given, Tensor):
-            raise UnsupportedBuffer(
-                site=SITE,
-                expected=f"{name} to be a list of tensors",
-                got="a tensor",
-                remedy=f"pass {name}=[tensor]",
-            )
+            _refuse(f"{name} to be a list of tensors", "a tensor", f"pass {name}=[tensor]")
     if isinstance(dims, int):
-        raise UnsupportedBuffer(
-            site=SITE,
-            expected="a list of a dim for each buffer",
-            got=f"{dims}",
-            remedy=f"pass buffer_seq_dims=[{dims}]",
-        )
+        _refuse("a list of a dim for each buffer", f"{dims}", f"pass buffer_seq_dims=[{dims}]")
 
 
 def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor]) -> None:
     if len(buffers) != len(dims):
-        raise UnsupportedBuffer(
-            site=SITE,
-            expected="as many buffer_seq_dims as buffers",
-            got=f"{len(dims)} dims for {len(buffers)} buffers",
-            remedy="pass the sequence dim of each buffer",
-        )
+        got = f"{len(dims)} dims for {len(buffers)} buffers"
+        _refuse("as many buffer_seq_dims as buffers", got, "pass the sequence dim of each buffer")
     for place, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
+        kind = f"a {type(buffer).__name__}"
         if not isinstance(buffer, Tensor):
-            raise UnsupportedBuffer(
-                site=f"buffer {place} of {SITE}",
-                expected="a tensor",
-                got=f"a {type(buffer).__name__}",
-                remedy="pass tensors only; instead of flex_attention and a BlockMask, use"
+            remedy = (
+                "pass tensors only; instead of flex_attention and a BlockMask, use"
                 " scaled_dot_product_attention with is_causal=True or a mask over the"
-                " whole sequence",
+                " whole sequence"
             )
+            _refuse("a tensor", kind, remedy, place)
         if isinstance(buffer, (DTensor, torch.nn.Parameter)) or buffer.requires_grad:
-            raise UnsupportedBuffer(
-                site=f"buffer {place} of {SITE}",
-                expected="a plain tensor without a gradient, the same on every rank",
-                got=f"a {type(buffer).__name__}, requires_grad={buffer.requires_grad}",
-                remedy="leave it out: DTensors know how they are sharded, and weights stay whole",
+            _refuse(
+                "a plain tensor without a gradient, the same on every rank",
+                f"{kind}, requires_grad={buffer.requires_grad}",
+                "leave it out: DTensors know how they are sharded, and weights stay whole",
+                place,
             )
         if type(dim) is not int or not -buffer.ndim <= dim < buffer.ndim:
-            raise UnsupportedBuffer(
-                site=f"buffer {place} of {SITE}",
-                expected=f"a dim of a tensor of shape {tuple(buffer.shape)}",
-                got=str(dim),
-                remedy="pass its sequence dim in buffer_seq_dims",
-            )
-    if not all(any(one is buffer for buffer in buffers) for one in kept):
-        raise UnsupportedBuffer(
-            site=SITE,
-            expected="no_restore_buffers to be among buffers",
-            got="another tensor",
-            remedy="add it to buffers",
-        )
+            expected = f"a dim of a tensor of shape {tuple(buffer.shape)}"
+            _refuse(expected, str(dim), "pass its sequence dim in buffer_seq_dims", place)
+    if not all(any(buffer is one_kept for buffer in buffers) for one_kept in kept):
+        _refuse("no_restore_buffers to be among buffers", "another tensor", "add it to buffers")
 
 
 class LoadBalancer(Protocol):

@@ -32,7 +32,7 @@ from typing import Any, cast
 import torch
 from sympy import Expr
 from torch import SymInt, fx
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from cp_inductor.batches.prepare import Known, remember
 from cp_inductor.dtensor.axis import from_local_like, local_part, roles_of, seed_of_shard
@@ -123,7 +123,11 @@ def _replace(site: Site, old: fx.Node, result: fx.Node, is_written: bool) -> fx.
         user.replace_all_uses_with(local)
         old.graph.erase_node(user)
     if site.is_distributed and (old.users or not local_users):
-        local = _as_before(site, old, insert_call(site.node, from_local_like, local, site.query))
+        local = insert_call(site.node, from_local_like, local, site.query)
+        before, after = old.meta["example_value"], local.meta["example_value"]
+        if before.placements != after.placements:  # later code relies on those before
+            wanted = before.device_mesh, list(before.placements)
+            local = insert_call(site.node, "redistribute", local, *wanted)
     old.replace_all_uses_with(local)
     return local
 
@@ -131,7 +135,7 @@ def _replace(site: Site, old: fx.Node, result: fx.Node, is_written: bool) -> fx.
 def _local_users(site: Site, result: fx.Node) -> list[fx.Node]:
     """Return the users of a result that only take this rank's part of it."""
     before = result.meta["example_value"]
-    if not site.is_distributed or before.placements != _placements(site.query):
+    if not site.is_distributed or before.placements != site.query.meta["example_value"].placements:
         return []
     return [
         user
@@ -141,11 +145,6 @@ def _local_users(site: Site, result: fx.Node) -> list[fx.Node]:
         and len(user.args) == 1
         and not user.kwargs
     ]
-
-
-def _placements(node: fx.Node) -> Sequence[Placement]:
-    placements: Sequence[Placement] = node.meta["example_value"].placements
-    return placements
 
 
 def _copied(site: Site, node: fx.Node, is_written: bool) -> fx.Node:
@@ -279,14 +278,6 @@ def _expanded(site: Site, bias: fx.Node, indices: Sequence[Expr]) -> fx.Node:
     if list(bias.meta["example_value"].shape) == sizes:
         return bias
     return insert_call(site.node, "expand", bias, *sizes)
-
-
-def _as_before(site: Site, result: fx.Node, out: fx.Node) -> fx.Node:
-    """Place a result as the model's own attention did, because later code relies on that."""
-    before, after = result.meta["example_value"], out.meta["example_value"]
-    if before.placements == after.placements:
-        return out
-    return insert_call(site.node, "redistribute", out, before.device_mesh, list(before.placements))
 
 
 def _erase_unused(nodes: Sequence[fx.Node], site: Site) -> None:

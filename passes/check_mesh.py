@@ -49,18 +49,9 @@ def check_mesh(
         if has_attention and not is_mesh_named and _is_of_whole_tensors(gm):
             _warn_of_no_shards()
         return
-    _refuse_graph_break(gm)
-    if axis.rank == 0 and not is_capturing_whole():  # for all ranks
-        _warn_of_fallback()
-
-
-def _refuse_graph_break(gm: fx.GraphModule) -> None:
-    """Refuse a graph that ends at a graph break.
-
-    Python code that Dynamo runs between two graphs would attend within the local shard.
-    """
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
+        # Python code that Dynamo runs between two graphs would attend within the local shard.
         raise UnsupportedAttention(
             site='options={"mesh": ...}',
             expected="a model that Dynamo captures as one graph",
@@ -68,6 +59,8 @@ def _refuse_graph_break(gm: fx.GraphModule) -> None:
             remedy="compile with fullgraph=True and remove the break, or pass DTensors to the"
             " model",
         )
+    if axis.rank == 0 and not is_capturing_whole():  # for all ranks
+        _warn_of_fallback()
 
 
 def _is_of_whole_tensors(gm: fx.GraphModule) -> bool:

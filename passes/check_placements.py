@@ -13,7 +13,6 @@ Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 from torch import fx, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -51,7 +50,13 @@ def _placements(node: object) -> tuple[object, ...]:
 
 def _first_loss(query: fx.Node, axis: int, calls: Calls) -> fx.Node | None:
     """Return the op ahead of a query that gave up its sharding on an axis; None if none did."""
-    for node in _ancestors(query, calls):
+    stack, seen = [query], set[fx.Node]()
+    while stack:
+        node = source_of(stack.pop(), calls)
+        if node in seen:
+            continue
+        seen.add(node)
+        stack += node.all_input_nodes
         if node.target in ON_PURPOSE or method_of(node) in ON_PURPOSE:
             continue
         placements = _placements(node)
@@ -63,16 +68,6 @@ def _first_loss(query: fx.Node, axis: int, calls: Calls) -> fx.Node | None:
             if len(given) > axis and isinstance(given[axis], Shard) and not is_weight:
                 return node
     return None
-
-
-def _ancestors(node: fx.Node, calls: Calls) -> Iterator[fx.Node]:
-    stack, seen = [node], set[fx.Node]()
-    while stack:
-        node = source_of(stack.pop(), calls)
-        if node not in seen:
-            seen.add(node)
-            yield node
-            stack += node.all_input_nodes
 
 
 def _warn(attention: fx.Node, op: fx.Node, axis: int) -> None:

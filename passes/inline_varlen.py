@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import name_of
-from cp_inductor.passes.insert_call import insert_call
+from cp_inductor.passes.insert_call import free_name, insert_call
 from cp_inductor.region.flex_calls import FLEX, LSE, OF_VARLEN, OUT
 from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -153,7 +153,6 @@ def _body(node: fx.Node, function: Callable[..., Any]) -> fx.Node:
     """Return a node that stands for a function, as a body of the graph."""
     root = node.graph.owning_module
     assert root is not None
-    names = (f"cp_inductor_mod_{number}" for number in range(len(root._modules) + 1))
-    name = next(name for name in names if not hasattr(root, name))
+    name = free_name(root, "cp_inductor_mod")
     setattr(root, name, fx.symbolic_trace(function))
     return node.graph.get_attr(name)

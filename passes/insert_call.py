@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.wrap import held_by_rank
@@ -49,6 +50,12 @@ def insert_graph(
     with before.graph.inserting_before(before):
         outputs = before.graph.graph_copy(traced.graph, copies)
     return outputs, {old: new for old, new in copies.items() if old.op != "placeholder"}
+
+
+def free_name(module: nn.Module, prefix: str) -> str:
+    """Return the first of `prefix_0`, `prefix_1`, ... that a module has no attribute of."""
+    names = (f"{prefix}_{number}" for number in count())
+    return next(name for name in names if not hasattr(module, name))
 
 
 def _value(node: fx.Node) -> Any:

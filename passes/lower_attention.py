@@ -34,7 +34,7 @@ from cp_inductor.ops.attention import (
     run_backward,
     run_forward,
 )
-from cp_inductor.passes.insert_call import insert_graph
+from cp_inductor.passes.insert_call import free_name, insert_graph
 from cp_inductor.passes.nodes import (
     BYTES_KEY,
     EXCHANGE_KEY,
@@ -278,9 +278,7 @@ def _adopt_subgraphs(traced: fx.GraphModule, graph: fx.Graph) -> None:
     module = graph.owning_module
     assert module is not None
     for node in traced.graph.find_nodes(op="get_attr"):
-        number = 0
-        while hasattr(module, name := f"tile_{node.target}_{number}"):
-            number += 1
+        name = free_name(module, f"tile_{node.target}")
         setattr(module, name, getattr(traced, node.target))
         node.target = name
         for user in list(node.users):

@@ -119,15 +119,11 @@ def _is_distributed(node: fx.Node) -> bool:
 def _is_draw(node: fx.Node) -> bool:
     target = node.target if node.op == "call_function" else method_of(node)
     if isinstance(target, torch._ops.OpOverload):
-        return _is_seeded(target)
+        return torch.Tag.nondeterministic_seeded in target.tags
     if isinstance(target, torch._ops.HigherOrderOperator) and node.graph.owning_module is not None:
         bodies = bodies_of(node, node.graph.owning_module)
         return any(_is_draw(inner) for body in bodies for inner in body.graph.nodes)
     return target in _functions_that_draw()
-
-
-def _is_seeded(op: torch._ops.OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 @cache
@@ -144,7 +140,8 @@ def _draws(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return False
-    return any(_is_seeded(getattr(packet, overload)) for overload in packet.overloads())
+    ops = (getattr(packet, overload) for overload in packet.overloads())
+    return any(torch.Tag.nondeterministic_seeded in op.tags for op in ops)
 
 
 def _note_plain(node: fx.Node, source: fx.Node, mesh: DeviceMesh, numbers: Iterator[int]) -> None:

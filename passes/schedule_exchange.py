@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import prod
 from operator import getitem
 from typing import Any
 
@@ -41,6 +42,7 @@ from cp_inductor.tiles.tile_ops import BACKWARD_TILE_OPS, FLEX_OPS
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.inductor import is_input_of_forward
 from cp_inductor.torch_private.sizes import size_hint
+from cp_inductor.torch_private.tracing import tensors_in
 from cp_inductor.trust.graph_agreement import NOTE_TABLES
 
 # Nobody knows a link so well: each exchange is given more compute than it needs by estimate.
@@ -275,21 +277,17 @@ def _value(node: fx.Node) -> Any:
 
 
 def _device(node: fx.Node) -> torch.device:
-    tensors = [leaf for leaf in pytree.tree_leaves(_value(node)) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(_value(node))
     return tensors[0].device if tensors else torch.device("cpu")
 
 
 def num_bytes_of(node: fx.Node) -> int:
     """Return the bytes of a node's tensors."""
-    tensors = [leaf for leaf in pytree.tree_leaves(_value(node)) if isinstance(leaf, Tensor)]
-    return sum(_numel(tensor) * tensor.element_size() for tensor in tensors)
+    return sum(_numel(tensor) * tensor.element_size() for tensor in tensors_in(_value(node)))
 
 
 def _numel(tensor: Tensor) -> int:
-    number = 1
-    for size in tensor.shape:
-        number *= size_hint(size)
-    return number
+    return prod(map(size_hint, tensor.shape))
 
 
 def looks_through(node: fx.Node) -> bool:

@@ -121,7 +121,15 @@ def _find(name: str) -> Callable[..., Any]:
     module_name, colon, function_name = name.rpartition(":")
     try:
         if not colon:
-            raise AttributeError(f"no function; there are {_functions_of(_import(name))}")
+            module = _import(name)
+            functions = ", ".join(
+                name
+                for name, value in vars(module).items()
+                if inspect.isfunction(value)
+                and value.__module__ == module.__name__
+                and name[0] != "_"
+            )
+            raise AttributeError(f"no function; there are {functions or 'none'}")
         module = _import(module_name)
         found: Callable[..., Any] = getattr(module, function_name)
     except (ImportError, AttributeError, FileNotFoundError, ValueError) as error:
@@ -132,16 +140,6 @@ def _find(name: str) -> Callable[..., Any]:
             remedy="name a function that can be imported from here",
         ) from None
     return found
-
-
-def _functions_of(module: Any) -> str:
-    """Return the names of the functions that a module defines itself."""
-    found = [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__
-    ]
-    return ", ".join(name for name in found if name[0] != "_") or "none"
 
 
 def _import(name: str) -> Any:

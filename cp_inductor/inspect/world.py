@@ -56,26 +56,6 @@ def pretended_world(
         UnsupportedPlacement: the sizes of the mesh's axes do not multiply to world_size, or the
             axes lack names.
     """
-    shape, names = check_world(rank, world_size, mesh_shape, mesh_dim_names)
-    # Importing this module registers the "fake" backend.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    with stashed_process_groups():
-        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def check_world(
-    rank: int,
-    world_size: int,
-    mesh_shape: Sequence[int] | None,
-    mesh_dim_names: Sequence[str] | None,
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the shape of a mesh and the names of its axes, with defaults as in `pretended_world`.
-
-    Raises:
-        ProcessGroupError, UnsupportedPlacement: as there.
-    """
     shape = (world_size,) if mesh_shape is None else tuple(mesh_shape)
     names = AXIS_NAMES.get(len(shape)) if mesh_dim_names is None else tuple(mesh_dim_names)
     if not 0 <= rank < world_size:
@@ -99,7 +79,12 @@ def check_world(
             got=str(names),
             remedy="pass mesh_dim_names=",
         )
-    return shape, names
+    # Importing this module registers the "fake" backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with stashed_process_groups():
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 @dataclass(frozen=True, slots=True)

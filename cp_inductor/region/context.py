@@ -33,6 +33,7 @@ from cp_inductor.errors import (
 )
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.region.regions import SequenceRegion
+from cp_inductor.sequence.follow import version_of
 from cp_inductor.torch_private.context_parallel import order_of_balancer, torchs_load_balance
 from cp_inductor.torch_private.modes import function_modes, run_uncompiled
 from cp_inductor.trust.agreement import note_batch
@@ -137,10 +138,10 @@ class context_parallel(ContextDecorator):  # noqa: N801
             # A copy: the whole is free to go, and views of it do not change.
             shard = buffer.data.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone()
             _put(buffer, shard)
-        version = _version_of(buffer)
+        version = version_of(buffer)
         try:
             yield
-            if not is_kept and _version_of(buffer) != version:
+            if not is_kept and version_of(buffer) != version:
                 _refuse(
                     "a tensor that nothing writes to inside the context",
                     "one that was written to",
@@ -182,11 +183,6 @@ def _put(buffer: Tensor, data: Tensor) -> None:
     """Replace what a tensor holds, and let autograd refuse backwards that saved it."""
     buffer.data = data
     torch.autograd.graph.increment_version(buffer)
-
-
-def _version_of(buffer: Tensor) -> int | None:
-    """Return the version counter of a tensor; None in inference mode, which has none."""
-    return None if buffer.is_inference() else buffer._version
 
 
 def _refuse(expected: str, got: str, remedy: str, place: int | None = None) -> NoReturn:

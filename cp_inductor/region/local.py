@@ -66,7 +66,14 @@ class LocalRegion(RegionMode):
         if is_sdpa(func):
             return self._attend(args, kwargs)
         if func is MULTI_HEAD or is_opaque(func) or has_body(func):
-            _refuse_dtensors((*args, *kwargs.values()))
+            if any(isinstance(argument, DTensor) for argument in (*args, *kwargs.values())):
+                refuse(
+                    UnsupportedAttention,
+                    expected="local_attention directly around scaled_dot_product_attention",
+                    got="DTensors passed to a multi-head attention, a checkpoint or another"
+                    " higher-order op",
+                    remedy="pass their to_local(), and wrap the result",
+                )
             return _leave_alone(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -101,17 +108,6 @@ class PerRank(RegionMode):
             return func(*args, **kwargs)
         finally:
             TRUST.depth -= 1
-
-
-def _refuse_dtensors(arguments: Sequence[Any]) -> None:
-    if any(isinstance(argument, DTensor) for argument in arguments):
-        refuse(
-            UnsupportedAttention,
-            expected="local_attention directly around scaled_dot_product_attention",
-            got="DTensors passed to a multi-head attention, a checkpoint or another"
-            " higher-order op",
-            remedy="pass their to_local(), and wrap the result",
-        )
 
 
 def _leave_alone(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -83,7 +83,13 @@ class OnOwnTokens(OnWhole):
         with sharing(sequence):
             result = locally(self.compute, *args, **kwargs)
         if not has_asked(asked, f"{type(self).__module__}.{type(self).__qualname__}"):
-            _refuse_without_states(type(self).__name__)
+            raise UnsupportedPlacement(
+                site=type(self).__name__,
+                expected="a module that passes states or tokens along the sequence",
+                got="one whose forward called no known function, nor pass_states or tokens_before",
+                remedy="register the function that it calls with register_recurrence; if it treats"
+                " each token alone, leave its class out of parallelize(..., recurrent=)",
+            )
         whole = result if isinstance(result, tuple) else (result,)
         outs = (
             _wrapped(whole[0], tokens, given, type(self).__name__),
@@ -194,16 +200,6 @@ def _own(leaf: Any, tokens: DTensor) -> Any:
     if own.shape[TOKENS] == 0:
         own = F.pad(own, (0, 0) * (own.ndim - 2) + (0, 1))
     return own
-
-
-def _refuse_without_states(site: str) -> None:
-    raise UnsupportedPlacement(
-        site=site,
-        expected="a module that passes states or tokens along the sequence",
-        got="one whose forward called no known function, nor pass_states or tokens_before",
-        remedy="register the function that it calls with register_recurrence; if it treats each"
-        " token alone, leave its class out of parallelize(..., recurrent=)",
-    )
 
 
 def _wrapped(out: Any, tokens: DTensor, given: DTensor, site: str) -> Any:

@@ -20,12 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from cp_inductor.dtensor.wrap import wrap_shard
-from cp_inductor.errors import CPError, UnsupportedAttention
+from cp_inductor.errors import CPError
 from cp_inductor.torch_private.dtensor import flex_attention_op
 from cp_inductor.torch_private.modes import (
     function_modes,
     let_modes_see,
-    name_of_function,
     run_uncompiled,
 )
 from cp_inductor.torch_private.varlen import VARLEN_OPS
@@ -101,18 +100,6 @@ def placed_like(out: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return out
     return wrap_shard(out, like.device_mesh, like.placements, (*like.shape[:3], *out.shape[3:]))
-
-
-def refuse_opaque(func: Callable[..., Any]) -> NoReturn:
-    """Refuse an attention that would see the local shard only."""
-    refuse(
-        UnsupportedAttention,
-        expected="attention as torch.nn.functional.scaled_dot_product_attention",
-        got=f"{name_of_function(func)}, which would attend within the local shard only",
-        remedy="call scaled_dot_product_attention, or wrap the call in"
-        " cp_inductor.local_attention; for nn.TransformerEncoderLayer, use"
-        " torch.backends.mha.set_fastpath_enabled(False)",
-    )
 
 
 def refuse(error: type[CPError], *, expected: str, got: str, remedy: str) -> NoReturn:

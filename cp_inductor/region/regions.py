@@ -54,7 +54,6 @@ from cp_inductor.region.modes import (
     is_sdpa,
     placed_like,
     refuse,
-    refuse_opaque,
 )
 from cp_inductor.region.traced import MARK
 from cp_inductor.sequence.eager import EagerTyper, place_of_caller
@@ -66,6 +65,7 @@ from cp_inductor.torch_private.modes import (
     function_modes,
     function_modes_of_program,
     is_transforming,
+    name_of_function,
     run_uncompiled,
 )
 from cp_inductor.torch_private.multi_head import multi_head_attention, needs_weights
@@ -136,7 +136,14 @@ class SequenceRegion(RegionMode):
         if func is FLEX and is_compiling:
             return self._attend_flex(*args, **kwargs)
         if is_opaque(func):
-            refuse_opaque(func)
+            refuse(  # it would see the local shard only
+                UnsupportedAttention,
+                expected="attention as torch.nn.functional.scaled_dot_product_attention",
+                got=f"{name_of_function(func)}, which would attend within the local shard only",
+                remedy="call scaled_dot_product_attention, or wrap the call in"
+                " cp_inductor.local_attention; for nn.TransformerEncoderLayer, use"
+                " torch.backends.mha.set_fastpath_enabled(False)",
+            )
         if has_body(func):
             return self._call_with_body(func, args, kwargs)
         if is_compiling:

@@ -227,7 +227,15 @@ def run_on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
         assert error is not None, op
         raise error
     written = tensors_written_by(op, args, kwargs)
-    _check_written(op, written)
+    for tensor in written:
+        if not isinstance(tensor, DTensor):  # of which no rank could keep its part
+            raise UnsupportedPlacement(
+                site=f"{op} ({user_line()})",
+                expected="a DTensor to write a DTensor into",
+                got=f"a plain tensor of shape {tuple(tensor.shape)}",
+                remedy="make it from a DTensor (torch.zeros_like, x.new_zeros), write"
+                " x.full_tensor(), or name the module that does it in parallelize(..., whole=)",
+            )
     _tell(op, given)
     mesh = given[0].device_mesh
     whole_args, whole_kwargs = pytree.tree_map_only(DTensor, whole_tensor, (args, kwargs))
@@ -260,19 +268,6 @@ def _is_computable(op: torch._ops.OpOverload, given: Sequence[DTensor]) -> bool:
     mesh = given[0].device_mesh
     is_on_one = all(one.device_mesh == mesh for one in given)
     return not is_composite(op) and is_on_one and mesh.get_coordinate() is not None
-
-
-def _check_written(op: torch._ops.OpOverload, written: Sequence[Tensor]) -> None:
-    """Refuse writes of which no rank could keep its part."""
-    for tensor in written:
-        if not isinstance(tensor, DTensor):
-            raise UnsupportedPlacement(
-                site=f"{op} ({user_line()})",
-                expected="a DTensor to write a DTensor into",
-                got=f"a plain tensor of shape {tuple(tensor.shape)}",
-                remedy="make it from a DTensor (torch.zeros_like, x.new_zeros), write"
-                " x.full_tensor(), or name the module that does it in parallelize(..., whole=)",
-            )
 
 
 def _tell(op: torch._ops.OpOverload, given: Sequence[DTensor]) -> None:

@@ -51,9 +51,8 @@ from cp_inductor.graph.subgraphs import method_of
 from cp_inductor.passes.follow_graph import Followed, follow_graph
 from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
 from cp_inductor.passes.sites import Site
-from cp_inductor.region.marks import groups_of_regions, is_per_rank
+from cp_inductor.region.marks import MARK, groups_of_regions, is_per_rank
 from cp_inductor.region.regions import typers_of_program
-from cp_inductor.region.traced import MARK
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels
 from cp_inductor.sequence.eager import EagerTyper
 from cp_inductor.sequence.follow import shards_at, warn_of_sums

@@ -28,8 +28,7 @@ from cp_inductor.graph.nodes import name_of
 from cp_inductor.graph.subgraphs import method_of
 from cp_inductor.passes.attentions import CAPTURED
 from cp_inductor.region.flex_calls import FLEX
-from cp_inductor.region.marks import is_left_alone, is_per_rank
-from cp_inductor.region.traced import MARK
+from cp_inductor.region.marks import MARK, is_left_alone, is_per_rank
 from cp_inductor.sequence.count_labels import count_labels
 from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer
 from cp_inductor.sequence.rules.call import numbers

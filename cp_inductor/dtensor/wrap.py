@@ -45,11 +45,16 @@ def wrap_shard(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
     """Wrap this rank's part of a tensor of a given shape, which lies in memory as the part does."""
+    return _wrap(local, mesh, placements, shape, stride_of(shape, local.stride()))
+
+
+def stride_of(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a shape whose dims are in memory in the order of other strides."""
     stride, length = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):
+    for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):
         stride[dim] = length
         length *= shape[dim]
-    return _wrap(local, mesh, placements, shape, tuple(stride))
+    return tuple(stride)
 
 
 def _wrap(

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import empty as distributed_empty
 
+from cp_inductor.dtensor.wrap import stride_of
 from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.inspect.pretend import stashed_process_groups
 from cp_inductor.modules.parallelize import adapt, options_of, parallelize_copy
@@ -211,13 +212,8 @@ def _empty_dtensor(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
         pieces = distributed_empty(whole.shape, device_mesh=mesh, placements=placements)
         shape = pieces.to_local().shape
     # Order the dims of the shard in memory as those of the whole tensor.
-    strides = whole.stride()
-    order = sorted(range(whole.ndim), key=lambda dim: (-strides[dim], dim))
-    stride, length = [0] * whole.ndim, 1
-    for dim in reversed(order):
-        stride[dim] = length
-        length *= max(shape[dim], 1)
+    stride = stride_of([max(size, 1) for size in shape], whole.stride())
     local = _empty(shape, stride, whole.dtype)
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=whole.shape, stride=strides
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )

@@ -45,7 +45,7 @@ from cp_inductor.mask.reader.to_rule import (
 )
 from cp_inductor.mask.reader.trace import Scores, Trace, trace_scores
 from cp_inductor.region.flex_bias import Reads
-from cp_inductor.region.traced import MARK
+from cp_inductor.region.marks import MARK
 from cp_inductor.tiles.block_tables import BLOCK
 from cp_inductor.torch_private.dtensor import flex_attention_op
 from cp_inductor.torch_private.flex import has_blocks, scores_changed

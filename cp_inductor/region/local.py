@@ -15,6 +15,7 @@ from torch.fx.traceback import annotate
 
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import UnsupportedAttention
+from cp_inductor.region.marks import LEFT_ALONE, PER_RANK
 from cp_inductor.region.modes import (
     MULTI_HEAD,
     SDPA,
@@ -26,7 +27,6 @@ from cp_inductor.region.modes import (
     refuse,
 )
 from cp_inductor.region.regions import type_attended
-from cp_inductor.region.traced import LEFT_ALONE, PER_RANK
 from cp_inductor.sequence.eager import TRUST
 from cp_inductor.torch_private.checkpoint import rerun_within
 

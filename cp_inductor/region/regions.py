@@ -44,6 +44,7 @@ from cp_inductor.errors import (
     UnsupportedPlacement,
 )
 from cp_inductor.plan.grid import shard_lengths
+from cp_inductor.region.marks import MARK
 from cp_inductor.region.modes import (
     FLEX,
     MULTI_HEAD,
@@ -55,7 +56,6 @@ from cp_inductor.region.modes import (
     placed_like,
     refuse,
 )
-from cp_inductor.region.traced import MARK
 from cp_inductor.sequence.eager import EagerTyper, place_of_caller
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import is_a_kernel_enabled

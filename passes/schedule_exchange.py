@@ -242,33 +242,29 @@ class _Effects:
     """Nodes that keep their order without a data dependency: random numbers, notes, and writes."""
 
     def __init__(self) -> None:
-        self.barrier: int | None = None
-        self.random: int | None = None
-        self.note: int | None = None
+        # The last instruction of each kind, in a set.
+        self.barrier, self.random, self.note = set[int](), set[int](), set[int]()
 
     def before(self, index: int, node: fx.Node) -> set[int]:
         """Return the instructions that a node must stay behind."""
-        found = {place for place in (self.barrier,) if place is not None}
-        target = node.target
+        found, target = set(self.barrier), node.target
         if node.op != "call_function":
             return found
         if target is NOTE_TABLES:
             # They keep their order, and nothing waits for them.
-            found |= {place for place in (self.note,) if place is not None}
-            self.note = index
+            found, self.note = found | self.note, {index}
             return found
         if isinstance(target, torch._ops.OpOverload):
             if torch.Tag.nondeterministic_seeded in target.tags:
-                found |= {place for place in (self.random,) if place is not None}
-                self.random = index
+                found, self.random = found | self.random, {index}
             is_barrier = target._schema.is_mutable and target is not WAIT
         else:
             is_subgraph = isinstance(target, torch._ops.HigherOrderOperator)
             is_barrier = is_subgraph and target not in FLEX_OPS and TILES_KEY not in node.meta
         is_barrier |= target is WAIT and _start_of(node) is None
         if is_barrier:
-            found |= set(range(self.barrier or 0, index))
-            self.barrier = index
+            found |= set(range(max(self.barrier, default=0), index))
+            self.barrier = {index}
         return found
 
 

@@ -22,10 +22,7 @@ from cp_inductor.dtensor.wrap import is_whole
 from cp_inductor.errors import SequenceWarning, UnsupportedAttention
 from cp_inductor.kept import cache
 from cp_inductor.region.marks import regions_of
-from cp_inductor.torch_private.dynamo import (
-    are_gradients_reduced,
-    is_capturing_whole,
-)
+from cp_inductor.torch_private.dynamo import are_gradients_reduced, is_capturing_whole
 
 log = logging.getLogger("cp_inductor")
 

@@ -251,7 +251,7 @@ def _inputs(
     of_modules = {
         n
         for n, v in given.items()
-        if isinstance(v, nn.Parameter) or names.get(n, "L[")[:2] not in ("L[", "G[")
+        if isinstance(v, nn.Parameter) or (names.get(n) or "L[")[:2] not in ("L[", "G[")
     }
     lengths = {_length(node) for site in sites for node in (site.query, site.key)}
     if not sites:

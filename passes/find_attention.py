@@ -105,25 +105,19 @@ class _Masks:
         source = source_of(mask, self.calls)
         sizes = [tensor.shape[SEQUENCE_DIM] for tensor in (query, key)]
         lengths: Any = tuple(Multiple.of(size) or size for size in sizes)
-        place = (source, lengths)
-        if place not in self.of_lengths:
-            of_numbers = (source, *numbers.items())
-            read = self.known[of_numbers]
-            found = MaskOfLengths.of(source, *read, lengths)
-            bounds = found.bounds((size_hint(sizes[0]), size_hint(sizes[1])))
-            self.of_lengths[place] = None if bounds is None else found
-            for size, of_size in zip(sizes, lengths, strict=True):
-                if bounds is not None and isinstance(of_size, Multiple):
-                    _guard(size, of_size.factor, *bounds[of_size.symbol])
+        place, numbers_place = (source, lengths), (source, *numbers.items())
+        if place in self.of_lengths:
+            return self.of_lengths[place]
+        mask_of_lengths = MaskOfLengths.of(source, *self.known[numbers_place], lengths)
+        bounds = mask_of_lengths.bounds((size_hint(sizes[0]), size_hint(sizes[1])))
+        self.of_lengths[place] = None if bounds is None else mask_of_lengths
+        for size, multiple in zip(sizes, lengths, strict=True):
+            if bounds is not None and isinstance(multiple, Multiple):
+                # Let Dynamo compile anew where a symbol is not within these bounds.
+                low, high = bounds[multiple.symbol]
+                assert low <= LEAST or size >= low * multiple.factor
+                assert high >= MOST or size <= high * multiple.factor
         return self.of_lengths[place]
-
-
-def _guard(size: int | SymInt, factor: int, low: int, high: int) -> None:
-    """Let Dynamo compile anew where a symbol is not within these bounds."""
-    if low > LEAST:
-        assert size >= low * factor
-    if high < MOST:
-        assert size <= high * factor
 
 
 def find_attention(
@@ -238,17 +232,16 @@ def _as_site(
             _check_tables_of_shards(mask, name)
     _check_heads_and_batch(mask, query, axis, name)
     rule = mask.rule.format()
-    dtype, has_bias = call.dtype, rule not in ("full", "causal")
+    dtype = call.dtype
     with _switches_at(node, masks.calls):
         where: dict[str, Any] = {
             "dtype": dtype,
             "device": plan_options.device,
             "capability": plan_options.capability,
-            "has_bias": has_bias,
+            "has_bias": rule not in ("full", "causal"),
         }
         kernel = choose_kernel(query, key, value, site=name, **where)
         why = why_kernel(kernel, query, **where)
-    options = "" if call.flex is None else call.flex.kernel_options
     is_at_run_time = _is_planned_at_run_time(
         plan_options, mask, call, kernel, query.shape[-1], name
     )
@@ -266,14 +259,20 @@ def _as_site(
         stages = plan_options.stages or STAGES_OF_BATCHES
         shape = shape_on_rank(query, key, dtype)
         nodes = Nodes.of(plan_options.machine_of(axis, query), axis.world_size, shape)
-        source = PerBatch(rule, stages, nodes.format() if nodes else "")
-        of_batch = (source, ANY_RANK, call.scale, kernel, axis.group_name)
-        this = Attention(*of_batch, kernel_options=options)
+        source: Any = PerBatch(rule, stages, nodes.format() if nodes else "")
     else:
-        recipe = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)
-        how = (call.scale, kernel, axis.group_name, call.dropout_p, mask.has_bias, options)
-        this = Attention(recipe, axis.rank, *how)
-    site = Site(name, node, *call.tensors, dtype, axis, this, mask)
+        source = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)
+    attention = Attention(
+        source,
+        ANY_RANK if is_at_run_time else axis.rank,
+        call.scale,
+        kernel,
+        axis.group_name,
+        dropout_p=call.dropout_p,
+        has_bias=mask.has_bias,
+        kernel_options="" if call.flex is None else call.flex.kernel_options,
+    )
+    site = Site(name, node, *call.tensors, dtype, axis, attention, mask)
     return replace(site, plan_options=plan_options, of_lengths=of_lengths, why_kernel=why)
 
 
@@ -366,8 +365,14 @@ class _AttentionCall:
             return _AttentionCall(tensors, example[OUT].dtype, flex.scale, flex=flex)
         call = bind_sdpa(node, site)
         tensors = (call["query"], call["key"], call["value"])
-        how = (float(call["dropout_p"]), call["attn_mask"], call["is_causal"])
-        return _AttentionCall(tensors, example.dtype, call["scale"], *how)
+        return _AttentionCall(
+            tensors,
+            example.dtype,
+            call["scale"],
+            dropout_p=float(call["dropout_p"]),
+            mask=call["attn_mask"],
+            is_causal=call["is_causal"],
+        )
 
 
 def _switches_at(node: fx.Node, calls: Calls) -> ExitStack:

@@ -253,8 +253,7 @@ def seed_of_shard(seed: Tensor, like: Tensor) -> Tensor:
         like: the query (B, H, S, D), a DTensor.
     """
     first: Any = first_batch_and_head(like)
-    own: Tensor = seed + (first[0] * BATCH_STRIDE + first[1])
-    return own
+    return seed + (first[0] * BATCH_STRIDE + first[1])
 
 
 def from_local_like(local: Tensor, like: DTensor) -> DTensor:

@@ -178,7 +178,8 @@ def _is_part(leaf: Any, tokens: DTensor) -> bool:
     if leaf.ndim < 2:
         return not isinstance(leaf, DTensor) or is_whole(leaf)
     is_alike = leaf.ndim < 4 and leaf.shape[TOKENS] == tokens.shape[TOKENS]
-    return is_alike and leaf.shape[0] in (1, tokens.shape[0])
+    # Not `in`: to Dynamo (2.13) a number is in no tuple that holds a symbol.
+    return is_alike and (leaf.shape[0] == tokens.shape[0] or leaf.shape[0] == 1)
 
 
 def _own(leaf: Any, tokens: DTensor) -> Any:

@@ -17,7 +17,9 @@ import numpy as np
 
 from cp_inductor.mask.rule import Cell
 from cp_inductor.plan.assign_cells import pairs_of
-from cp_inductor.plan.columns import (
+from cp_inductor.plan.cost import most_flops, most_received_bytes, sizes_of
+from cp_inductor.plan.grid import Grid, lengths_of, tokens_before
+from cp_inductor.plan.ir import (
     DESTINATION,
     FIRST_HEAD,
     LAST_HEAD,
@@ -25,11 +27,14 @@ from cp_inductor.plan.columns import (
     SOURCE,
     START,
     STOP,
-    are_in_order,
+    Direction,
+    Mask,
+    Payload,
+    PlanData,
+    Tile,
+    Transfer,
+    columns_of,
 )
-from cp_inductor.plan.cost import most_flops, most_received_bytes, sizes_of
-from cp_inductor.plan.grid import Grid, lengths_of, tokens_before
-from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transfer, columns_of
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.runs import Runs, spread
 from cp_inductor.plan.tile_columns import TileColumns
@@ -234,7 +239,16 @@ def _check_ends(transfers: Sequence[Transfer], columns: np.ndarray, grid: Grid, 
     ):
         if wrong.any():
             raise InvalidPlan(f"{where} {transfers[int(wrong.argmax())]} {what}")
-    require(are_in_order(columns), where, "is out of order")
+    require(_are_in_order(columns), where, "is out of order")
+
+
+def _are_in_order(columns: np.ndarray) -> bool:
+    """Whether every transfer comes after the one before it in the order of messages."""
+    steps = np.diff(columns[:, :LAST_HEAD], axis=0)
+    if not len(steps):
+        return True
+    first = (steps != 0).argmax(1)
+    return bool((steps[np.arange(len(steps)), first] > 0).all())
 
 
 def _check_homes(plan: PlanData, lines: Sequence[_Lines]) -> None:

@@ -50,7 +50,7 @@ from cp_inductor.plan.planner import tiles_of
 from cp_inductor.plan.simulate import predict_timeline
 from cp_inductor.plan.strategies import TABLE, parse_strategy
 from cp_inductor.plan.strategies.heads import shares_of
-from cp_inductor.plan.tiles import Rect, is_head_split, slice_rects
+from cp_inductor.plan.tiles import is_head_split, parts_of_equal_weight
 from cp_inductor.plan.timeline import loads_of, loads_of_tiles
 from cp_inductor.plan.transfers import fetch_directly, message_order
 
@@ -191,9 +191,7 @@ def test_balance_of_rows(world_size: int) -> None:
 
 
 def test_stages_have_as_much_to_do() -> None:
-    assert slice_rects([Rect(Span(0, 4), Span(0, 6))], 3, 6, by_keys=True) == [
-        [Rect(Span(0, 4), Span(start, start + 2))] for start in (0, 2, 4)
-    ]
+    assert parts_of_equal_weight(np.full(6, 4), 3).tolist() == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
@@ -301,7 +299,10 @@ def broken_plans() -> dict[str, tuple[Plan, str]]:
             first_stage(plan, tiles=(*stage.tiles, tile)),
             "not computed once",
         ),
-        "a tile of the future": (first_stage(plan, tiles=(*tiles, future)), "sees the future"),
+        "a tile of the future": (
+            first_stage(plan, tiles=(*tiles, future)),
+            "sees pairs that do not exist",
+        ),
         "data is missing": (first_stage(plan, fetch=stage.fetch[1:]), "misses"),
         "sent to itself": (first_stage(plan, fetch=(to_itself, *stage.fetch[1:])), "goes nowhere"),
         "another order": (first_stage(plan, fetch=stage.fetch[::-1]), "out of order"),
@@ -580,8 +581,8 @@ stage 0
 stage 1
   fetch: kv[0:2] h[0:2] 0 -> 1
   fetch: q+do[4:8] h[0:2] 1 -> 0
-  rank 1: tile q[4:8] x kv[0:2] h[0:2] full
   rank 0: tile q[4:8] x kv[2:4] h[0:2] full
+  rank 1: tile q[4:8] x kv[0:2] h[0:2] full
   home: dq[4:8] h[0:2] 0 -> 1
   home: dkv[0:2] h[0:2] 1 -> 0
 """,

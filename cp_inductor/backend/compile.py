@@ -90,7 +90,7 @@ def cp_inductor(
         CPError: an attention is sharded along the sequence and cannot be rewritten. The graph, the
             model and the process group are left as they were.
     """
-    with errors_unwrapped(), traces.switched(True):
+    with errors_unwrapped(gm), traces.switched(True):
         settings = read_settings(options)
         return compile_through_inductor(gm, example_inputs, settings, mode)
 
@@ -103,7 +103,7 @@ def cp_aot_eager(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Run the graphs of `cp_inductor` interpreted, for debugging; takes the same arguments."""
-    with errors_unwrapped(), traces.switched(True):
+    with errors_unwrapped(gm), traces.switched(True):
         return _compile_aot_eager(gm, example_inputs, read_settings(options))
 
 

@@ -133,7 +133,6 @@ class Typer(OpWatcher):
             error.got,
             error.remedy or REMEDY,
             lengths=call.lengths(),
-            is_sized=torch.Tag.dynamic_output_shape in call.op.tags,
             is_vote=error.is_vote,
         )
 

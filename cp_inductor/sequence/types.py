@@ -101,7 +101,6 @@ class Mixed:
         got: the operation that does not keep tokens apart, for an error.
         remedy: what to do.
         lengths: numbers of tokens in the tensors that it was made of; -1 for sums over tokens.
-        is_sized: whether its size depends on values of tokens.
         is_vote: whether it is an `any` or `all` of tokens. If all ranks have the same one, it is
             that of the whole.
     """
@@ -110,7 +109,6 @@ class Mixed:
     got: str
     remedy: str
     lengths: frozenset[int] = frozenset()
-    is_sized: bool = False
     is_vote: bool = False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -94,3 +95,30 @@ def check_schedule(form: str, schedule: type[ScheduleGPipe | Schedule1F1B]) -> N
 @combination("pipeline of two stages, GPipe and 1F1B", *FORMS)
 def test_pipeline(form: str) -> None:
     run_ranks(4, check_pipeline, form)
+
+
+def check_parallelized(form: str) -> None:
+    """Stages that hand on whole activations, each of which its ranks cut."""
+    mesh = make_mesh(2, 2, names=("pp", "cp"))
+    loss, grads = unsharded()
+    place, pp = mesh["pp"].get_local_rank(), mesh["pp"]
+    part = (First, Last)[place](make_model())
+    cp_inductor.parallelize(part, mesh["cp"], outputs="whole", seq_dims={"x": 1})
+    run = compiled(part, form)
+    stage = PipelineStage(run, place, 2, torch.device("cpu"), group=pp.get_group())
+    pipeline = Schedule1F1B(stage, NUM_MICROBATCHES, loss_fn=mean_loss)
+    ids, positions, labels = make_batch()
+    losses: list[Tensor] = []
+    if place == 0:
+        pipeline.step(ids, positions)
+    else:
+        pipeline.step(target=labels, losses=losses)
+        torch.testing.assert_close(torch.stack(losses).mean().detach(), loss)
+    actual = {name: parameter.grad for name, parameter in part.named_parameters()}
+    assert_grads(actual, {name: grads[name] for name in actual})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["eager", pytest.param("cp_aot_eager", marks=pytest.mark.long)])
+def test_parallelized_stages(form: str) -> None:
+    run_ranks(4, check_parallelized, form)

@@ -75,6 +75,7 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
     "torch._inductor.graph": ("inductor_realize_to_strides",),
     "torch._inductor.utils": ("Source Nodes: [",),
     "torch._inductor.codegen.wrapper": ("async_compile.triton(",),
+    "torch.distributed.device_mesh": ("self._dim_group_names = ", "def _stable_hash("),
     "torch.distributed.fsdp._init_utils": ("_inter_node_pg",),
     "torch._library.custom_ops": ("_init_fn",),
     "torch._ops": ("self._schema = schema",),
@@ -122,7 +123,9 @@ _NAMES = {
     "torch._functorch.partitioners": "min_cut_rematerialization_partition",
     "torch._guards": "Guard(originating_source,create_fn) TracingContext.try_get detect_fake_mode",
     "torch._inductor": "config inductor_prims list_mode_options",
-    "torch._inductor.codecache": "CacheBase.get_system FxGraphCache.load_with_key(key)",
+    "torch._inductor.codecache": """
+        CacheBase.get_system FxGraphCache.load_with_key(key)
+        FxGraphCachePickler._reduce_fake_script_object(t)""",
     "torch._inductor.compile_fx": """
         compile_fx(inner_compile,config_patches,decompositions) compile_fx_inner
         fx_codegen_and_compile(gm)""",

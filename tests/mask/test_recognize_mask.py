@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -18,10 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor.mask.describe import describe
-from cp_inductor.mask.language import is_of_pairs, table
+from cp_inductor.mask.language import is_of_pairs
 from cp_inductor.mask.reader.aten import OPS
 from cp_inductor.mask.reader.to_rule import Recognized
-from cp_inductor.mask.reader.values import DIMS, RunTimeTables, range_of
 from cp_inductor.mask.reader.writes import Writes
 from cp_inductor.passes.recognize_mask import recognize_mask
 from tests.support import random_masks
@@ -339,14 +337,6 @@ def test_a_shifted_slice_is_read_where_it_is() -> None:
     recognized = recognize_mask(node)
     assert not recognized.rule.reads_pairs
     compare_masks(recognized, values_in(node, gm, (LONGER,)), LONGER[:, :, 4 : S + 4, 9:])
-
-
-def test_ranges_of_products_with_what_may_be_infinite() -> None:
-    index, entry = DIMS[0], table(0, is_integer=False)(DIMS[0])
-    tables = RunTimeTables(ranges=[(-math.inf, math.inf)])
-    assert range_of(index * entry, {index: 5}, tables) == (-math.inf, math.inf)
-    tables = RunTimeTables(ranges=[(-math.inf, 0)])
-    assert range_of(index * entry, {index: 5}, tables) == (-math.inf, 0)
 
 
 def test_a_slice_of_longer_padding_is_read_through() -> None:

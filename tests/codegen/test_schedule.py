@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 WORLD = 4
 GPU = "cuda:sm_90"
-# The same schedule in C++, whose order of calls test_cpp.py reads in every run.
+# The same schedule in C++, whose order of calls test_triton.py reads in every run.
 TARGETS = [GPU, pytest.param("cpu", marks=pytest.mark.long)]
 
 

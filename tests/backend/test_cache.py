@@ -31,7 +31,6 @@ from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.passes.settings import Settings
 from cp_inductor.sequence.count_labels import count_labels
 from tests.support.graphs import AttentionBlock
-from tests.support.processes import run_python
 from tests.support.ranks import fake_rank, run_ranks, stop_workers
 
 ROOT = Path(__file__).parents[2]
@@ -203,12 +202,6 @@ def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.Mon
     monkeypatch.setattr(cp_inductor.backend.cache_key, "source_hash", lambda: "another source")
     keys.append(key_of())
     assert len(set(keys)) == len(keys)
-
-
-@pytest.mark.slow
-def test_the_key_is_stable_across_processes() -> None:
-    code = "from tests.backend.test_cache import key_of; print(key_of())"
-    assert run_python("-c", code, PYTHONHASHSEED="1") == key_of() + "\n"
 
 
 def test_the_source_of_every_pass_is_in_the_key(

@@ -5,7 +5,7 @@
     Machine.parse("cpu[flops_per_s=5e10]:tcp")     a known device or link with other numbers
 
 Ranks are numbered through the first node, then the second. Rates of links are for each rank and
-direction: of NVLink as NCCL reaches them, others as data sheets have them. All ranks must plan for
+direction: NVLink's as NCCL reaches them, others as data sheets have them. All ranks must plan for
 the same machine; `Machine.format` writes it as text, which recipes, cache keys and comparisons of
 ranks hold.
 """
@@ -348,9 +348,12 @@ LINKS: Mapping[str, Level] = {
     link.name: link
     for link in (
         Level(),
-        # NVLink: all-to-alls of 8 H200 and 8 B200 by NCCL (fast-ulysses, docs/benchmark.md, August
-        # 2026); nvlink3 at the same share of its data sheet. Latencies are assumptions.
-        _link("nvlink3", 197, 10),
+        # What NCCL moved to other GPUs of 8, per GPU: 195 GB/s by sendrecv_perf on A100 (li-plus/
+        # playground, cuda/nccl.md), 296 on H200, 306 on H100 and 499 on B200 by all_to_all_single
+        # of 291 MB, 7/8 of which cross (fast-ulysses, docs/benchmark.md, "raw", August 2026). Copy
+        # engines reach 375 and 621 there; data sheets say 300, 450 and 900. Latencies are
+        # assumptions, here and below.
+        _link("nvlink3", 195, 10),
         _link("nvlink4", 296, 10),
         _link("nvlink5", 499, 10),
         _link("pcie4", 32, 15),

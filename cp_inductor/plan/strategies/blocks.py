@@ -58,8 +58,8 @@ def _search(grid: Grid, weights: Weights, pairs: Pairs) -> list[Area]:
     world_size, num_chunks = grid.world_size, grid.num_chunks
     owners = np.arange(num_chunks) // grid.chunks_per_rank
     is_far = (pairs.cells != Cell.EMPTY) & (owners[:, None] != owners)
-    before = np.zeros((num_chunks + 1, num_chunks + 1), dtype=np.int64)
-    before[1:, 1:] = is_far.cumsum(0).cumsum(1)
+    before = np.zeros((num_chunks + 1, num_chunks + 1), dtype=np.int32)
+    is_far.cumsum(0, dtype=np.int32).cumsum(1, out=before[1:, 1:])
     ratio = (weights.query + weights.query_home) / (weights.key + weights.key_home)
     aspects = tuple(aspect * ratio for aspect in ASPECTS)
     under_rule = bool((pairs.cells == Cell.PARTIAL).any())

@@ -75,8 +75,14 @@ class _OnTokens(ReadsLocally):
         if not isinstance(x, DTensor):
             x = reading.replicate(x)
         mesh, given, num_dims = x.device_mesh, x.placements, x.ndim - x.is_floating_point()
+        if not num_dims:
+            return self(x[None], *args, **kwargs)[0]
         # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
         parts = [p if type(p) is Shard and p.dim < num_dims else Shard(num_dims - 1) for p in given]
+        for axis, part in enumerate(parts):  # DTensor (2.13) views no empty part, on one rank alone
+            size, ranks = x.shape[part.dim], mesh.size(axis)
+            if size <= -(-size // ranks) * (ranks - 1):
+                raise _refused(type(self).__name__, f"{size} tokens for {ranks} ranks")
         x = x.redistribute(mesh, parts)
         out: Tensor = locally(super().__call__, x.to_local(), *args, **kwargs)
         if isinstance(out, DTensor):

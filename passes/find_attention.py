@@ -48,12 +48,10 @@ from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, is_of_pairs
 from cp_inductor.mask.reader.lengths import lengths_as
 from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.reader.trace import Trace
-from cp_inductor.mask.rows import can_be_on_rows
 from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.attentions import (
     CAPTURED,
     KERNELS_OF_SDPA,
-    OPAQUE_ATTENTION,
     bind_sdpa,
 )
 from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_mask
@@ -61,6 +59,7 @@ from cp_inductor.passes.sites import Site, Verdict
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.marks import is_left_alone, region_of_query, regions_of
+from cp_inductor.region.modes import OPAQUE_ATTENTION
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS, choose_kernel, why_kernel
@@ -106,25 +105,19 @@ class _Masks:
         source = source_of(mask, self.calls)
         sizes = [tensor.shape[SEQUENCE_DIM] for tensor in (query, key)]
         lengths: Any = tuple(Multiple.of(size) or size for size in sizes)
-        place = (source, lengths)
-        if place not in self.of_lengths:
-            of_numbers = (source, *numbers.items())
-            read = self.known[of_numbers]
-            found = MaskOfLengths.of(source, *read, lengths)
-            bounds = found.bounds((size_hint(sizes[0]), size_hint(sizes[1])))
-            self.of_lengths[place] = None if bounds is None else found
-            for size, of_size in zip(sizes, lengths, strict=True):
-                if bounds is not None and isinstance(of_size, Multiple):
-                    _guard(size, of_size.factor, *bounds[of_size.symbol])
+        place, numbers_place = (source, lengths), (source, *numbers.items())
+        if place in self.of_lengths:
+            return self.of_lengths[place]
+        mask_of_lengths = MaskOfLengths.of(source, *self.known[numbers_place], lengths)
+        bounds = mask_of_lengths.bounds((size_hint(sizes[0]), size_hint(sizes[1])))
+        self.of_lengths[place] = None if bounds is None else mask_of_lengths
+        for size, multiple in zip(sizes, lengths, strict=True):
+            if bounds is not None and isinstance(multiple, Multiple):
+                # Let Dynamo compile anew where a symbol is not within these bounds.
+                low, high = bounds[multiple.symbol]
+                assert low <= LEAST or size >= low * multiple.factor
+                assert high >= MOST or size <= high * multiple.factor
         return self.of_lengths[place]
-
-
-def _guard(size: int | SymInt, factor: int, low: int, high: int) -> None:
-    """Let Dynamo compile anew where a symbol is not within these bounds."""
-    if low > LEAST:
-        assert size >= low * factor
-    if high < MOST:
-        assert size <= high * factor
 
 
 def find_attention(
@@ -155,7 +148,12 @@ def find_attention(
         if not is_kernel and node.target not in OPAQUE_ATTENTION:
             continue
         is_of_shards = axis is not None or node.graph in regions
-        is_distributed = _reads_sharded_sequence(node)
+        # Among what is read there is a DTensor (B, H, S, D) that shards S.
+        values = [source.meta.get("example_value") for source in node.all_input_nodes]
+        is_distributed = any(
+            isinstance(value, DTensor) and value.ndim == 4 and is_sequence_sharded(value)
+            for value in values
+        )
         is_handled = is_kernel and is_distributed
         if (is_of_shards or is_distributed) and not is_handled:
             yield f"{node.name} ({place_of(node)})", _refuse_opaque(node)
@@ -190,15 +188,6 @@ def groups_of_sequence(gm: fx.GraphModule, axis: SequenceAxis | None) -> list[st
         for name in sequence_groups(source.meta.get("example_value"))
     }
     return sorted({axis.group_name for axis in axes} | of_tensors)
-
-
-def _reads_sharded_sequence(node: fx.Node) -> bool:
-    """Whether among what is read there is a DTensor (B, H, S, D) that shards S."""
-    values = [source.meta.get("example_value") for source in node.all_input_nodes]
-    return any(
-        isinstance(value, Tensor) and value.ndim == 4 and is_sequence_sharded(value)
-        for value in values
-    )
 
 
 def _refuse_opaque(node: fx.Node) -> UnsupportedAttention:
@@ -243,17 +232,16 @@ def _as_site(
             _check_tables_of_shards(mask, name)
     _check_heads_and_batch(mask, query, axis, name)
     rule = mask.rule.format()
-    dtype, has_bias = call.dtype, rule not in ("full", "causal")
+    dtype = call.dtype
     with _switches_at(node, masks.calls):
         where: dict[str, Any] = {
             "dtype": dtype,
             "device": plan_options.device,
             "capability": plan_options.capability,
-            "has_bias": has_bias,
+            "has_bias": rule not in ("full", "causal"),
         }
         kernel = choose_kernel(query, key, value, site=name, **where)
         why = why_kernel(kernel, query, **where)
-    options = "" if call.flex is None else call.flex.kernel_options
     is_at_run_time = _is_planned_at_run_time(
         plan_options, mask, call, kernel, query.shape[-1], name
     )
@@ -271,14 +259,20 @@ def _as_site(
         stages = plan_options.stages or STAGES_OF_BATCHES
         shape = shape_on_rank(query, key, dtype)
         nodes = Nodes.of(plan_options.machine_of(axis, query), axis.world_size, shape)
-        source = PerBatch(rule, stages, nodes.format() if nodes else "")
-        of_batch = (source, ANY_RANK, call.scale, kernel, axis.group_name)
-        this = Attention(*of_batch, kernel_options=options)
+        source: Any = PerBatch(rule, stages, nodes.format() if nodes else "")
     else:
-        recipe = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)
-        how = (call.scale, kernel, axis.group_name, call.dropout_p, mask.has_bias, options)
-        this = Attention(recipe, axis.rank, *how)
-    site = Site(name, node, *call.tensors, dtype, axis, this, mask)
+        source = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)
+    attention = Attention(
+        source,
+        ANY_RANK if is_at_run_time else axis.rank,
+        call.scale,
+        kernel,
+        axis.group_name,
+        dropout_p=call.dropout_p,
+        has_bias=mask.has_bias,
+        kernel_options="" if call.flex is None else call.flex.kernel_options,
+    )
+    site = Site(name, node, *call.tensors, dtype, axis, attention, mask)
     return replace(site, plan_options=plan_options, of_lengths=of_lengths, why_kernel=why)
 
 
@@ -323,7 +317,7 @@ def _is_planned_at_run_time(
         "dropout": call.dropout_p > 0,
         "a bias with a gradient, or one that is made as a tensor": mask.has_bias
         or mask.is_bias_made,
-        "a mask that is a tensor of queries and keys": not can_be_on_rows(mask.rule),
+        "a mask that is a tensor of queries and keys": mask.rule.reads_pairs,
         of_kernel: of_kernel is not None,
         f"strategy={plan_options.strategy!r}": plan_options.strategy != "auto",
     }
@@ -371,8 +365,14 @@ class _AttentionCall:
             return _AttentionCall(tensors, example[OUT].dtype, flex.scale, flex=flex)
         call = bind_sdpa(node, site)
         tensors = (call["query"], call["key"], call["value"])
-        how = (float(call["dropout_p"]), call["attn_mask"], call["is_causal"])
-        return _AttentionCall(tensors, example.dtype, call["scale"], *how)
+        return _AttentionCall(
+            tensors,
+            example.dtype,
+            call["scale"],
+            dropout_p=float(call["dropout_p"]),
+            mask=call["attn_mask"],
+            is_causal=call["is_causal"],
+        )
 
 
 def _switches_at(node: fx.Node, calls: Calls) -> ExitStack:
@@ -409,10 +409,7 @@ def _read_mask(
             got=f"one of {mask.ndim} dims",
             remedy="broadcast it to (batch, heads, S, T)",
         )
-    if isinstance(query, DTensor) and any(
-        isinstance(placement, Shard) and placement.dim == SEQUENCE_DIM
-        for placement in query.placements
-    ):
+    if is_sequence_sharded(query):
         recognized = masks.read(call.mask, numbers)
         if not recognized.rule.bias or query.dtype != call.dtype:  # autocast would round it
             return recognized

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from cp_inductor.graph.collectives import STARTS, WAIT, is_start
+from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.passes.lower_attention import EXPANSIONS
 from cp_inductor.passes.nodes import EXCHANGE_KEY
 
@@ -28,14 +29,18 @@ def verify_graph(gm: fx.GraphModule) -> list[str]:
         Names of the nodes that start collectives, in order.
     """
     starts = []
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            module.graph.lint()
-            for node in module.graph.nodes:
-                _verify_node(node)
-            own = [node for node in module.graph.nodes if is_start(node)]
-            _verify_starts([node.meta[EXCHANGE_KEY] for node in own if EXCHANGE_KEY in node.meta])
-            starts += [node.name for node in own]
+    for graph in graphs_of(gm):
+        graph.lint()
+        for node in graph.nodes:
+            assert node.target not in EXPANSIONS, f"{node} was not lowered"
+            if node.target in STARTS:
+                # How many rows there are is known before they arrive.
+                users = [user for user in node.users if user.target is not SIZE]
+                is_awaited = len(users) == 1 and users[0].target is WAIT
+                assert is_awaited, f"{node} is read by {users}"
+        own = [node for node in graph.nodes if is_start(node)]
+        _verify_starts([node.meta[EXCHANGE_KEY] for node in own if EXCHANGE_KEY in node.meta])
+        starts += [node.name for node in own]
     return starts
 
 
@@ -54,11 +59,3 @@ def _verify_starts(numbers: Sequence[tuple[int, int]]) -> None:
         reached.append((number, total))
     left = [one for one in reached if one[0] < one[1]]
     assert not left, f"of an attention's starts, numbers and how many there are, only {left} stand"
-
-
-def _verify_node(node: fx.Node) -> None:
-    assert node.target not in EXPANSIONS, f"{node} was not lowered"
-    if node.target in STARTS:
-        # How many rows there are is known before they arrive.
-        users = [user for user in node.users if user.target is not SIZE]
-        assert len(users) == 1 and users[0].target is WAIT, f"{node} is read by {users}"

@@ -50,7 +50,7 @@ from cp_inductor.torch_private.inductor import (
     changed_before_code,
     logits_in_chunks,
     lowered_as_asked,
-    without_meshes,
+    meshes_keyed,
 )
 from cp_inductor.torch_private.single_compile import compiled_once
 from cp_inductor.torch_private.sizes import hints_forgotten
@@ -90,7 +90,7 @@ def cp_inductor(
         CPError: an attention is sharded along the sequence and cannot be rewritten. The graph, the
             model and the process group are left as they were.
     """
-    with errors_unwrapped(), traces.switched(True):
+    with errors_unwrapped(gm), traces.switched(True):
         settings = read_settings(options)
         return compile_through_inductor(gm, example_inputs, settings, mode)
 
@@ -103,7 +103,7 @@ def cp_aot_eager(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Run the graphs of `cp_inductor` interpreted, for debugging; takes the same arguments."""
-    with errors_unwrapped(), traces.switched(True):
+    with errors_unwrapped(gm), traces.switched(True):
         return _compile_aot_eager(gm, example_inputs, read_settings(options))
 
 
@@ -146,6 +146,7 @@ def compile_through_inductor(
         if patches.get("auto_chunker.enable"):
             around.enter_context(logits_in_chunks(_tell_whole_logits))
         around.enter_context(first_symbols_kept())
+        around.enter_context(meshes_keyed())
         around.enter_context(_parts_of(captured))
         around.enter_context(compile_announced(len(captured.attentions)))
         compiled = compile_fx(
@@ -243,11 +244,9 @@ def _compile_lowered(
     if settings.enabled and is_lowered_first:
         _lower(lowering, captured)
     # A backward may be compiled later, when it is first called, on any thread.
-    with ExitStack() as around:
-        around.enter_context(one_compile_at_a_time())
+    with one_compile_at_a_time(), meshes_keyed(), ExitStack() as around:
         around.enter_context(lowered_as_asked(ROWS_OF_TILES))
         if not is_of_rank:
-            example_inputs = without_meshes(gm, example_inputs)
             # What lowering depends on, besides the graph.
             depends_on = (lowering.kind, lowering.numbers, captured.group_sizes, key_of_all)
             around.enter_context(post_grad.keyed(repr(depends_on)))

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from cp_inductor.dtensor.axis import is_sequence_sharded
 from cp_inductor.dtensor.limits import (
@@ -48,6 +49,7 @@ from cp_inductor.torch_private.leaned_on import (
     MIXED,
     SIZE_LOST,
     TRANSFORMED,
+    UNTRACKED,
 )
 from cp_inductor.torch_private.modes import is_transformed, name_of_function
 from cp_inductor.torch_private.traces import traces
@@ -67,12 +69,25 @@ def trace_for(*backends: Callable[..., Any]) -> None:
 
 
 @contextmanager
-def errors_unwrapped() -> Iterator[None]:
-    """Let users catch our errors by their own classes, because Dynamo wraps other errors."""
+def errors_unwrapped(gm: fx.GraphModule | None = None) -> Iterator[None]:
+    """Let users catch our errors by their own classes, because Dynamo wraps other errors.
+
+    Args:
+        gm: the graph that is compiled inside. What AOTAutograd refuses of its sizes is named.
+    """
     try:
         yield
     except CPError as error:
         raise as_backend_error(error) from None
+    except RuntimeError as error:
+        if gm is None or UNTRACKED not in str(error):
+            raise
+        for node in gm.graph.nodes:
+            value = node.meta.get("example_value")
+            if isinstance(value, DTensor) and has_free_unbacked_symbols(value):
+                with errors_unwrapped():
+                    _check_sizes(node, f"{node.name} ({source_line(node)})")
+        raise
 
 
 def _name(error: Exception) -> Exception | None:

@@ -28,7 +28,7 @@ import numpy as np
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.inspect.cross_compile import CrossCompiled
 from cp_inductor.plan import Machine, Plan
-from cp_inductor.plan.columns import DESTINATION, SOURCE
+from cp_inductor.plan.ir import DESTINATION, SOURCE
 from cp_inductor.plan.planner import (
     MAX_IMBALANCE,
     NEGLIGIBLE,

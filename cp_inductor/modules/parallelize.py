@@ -52,6 +52,11 @@ from cp_inductor.modules.reading import (
 )
 from cp_inductor.modules.same_model import agree_on_model
 from cp_inductor.modules.sharded_weights import ShardedWeights
+from cp_inductor.modules.tensor_parallel import (
+    check_styles,
+    is_tensor_parallel,
+    run_beside_tensor_parallelism,
+)
 from cp_inductor.modules.tokenwise import run_on_shards
 from cp_inductor.modules.whole import run_known_on_whole, run_on_whole
 from cp_inductor.modules.whole_batches import WholeBatches, names_of
@@ -221,6 +226,7 @@ def _change_classes(model: nn.Module, options: Options) -> None:
         recurrent=options.recurrent,
         whole=options.whole,
     )
+    run_beside_tensor_parallelism(model, mesh)
     batches = WholeBatches(
         site=type(model).__name__,
         mesh=mesh,
@@ -499,23 +505,26 @@ def _check(model: nn.Module, options: Options) -> None:
                 got=f"a {type(tensor).__name__}, which has none yet",
                 remedy="call the model once before, on every rank",
             )
+    check_styles(model, mesh)
     ranks = set(mesh.mesh.flatten().tolist())
     # fully_shard hands out plain weights while the model runs.
     are_handed_out = any(isinstance(module, FSDPModule) for module in model.modules())
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if not isinstance(tensor, DTensor) or tensor.device_mesh == mesh:
-            continue
-        others = tensor.device_mesh.mesh.flatten().tolist()
-        if not are_handed_out or len(ranks.intersection(others)) > 1:
-            raise UnsupportedPlacement(
-                site=name,
-                expected=f"a plain tensor, or a DTensor on {mesh.mesh_dim_names}, or fully_shard"
-                " over other ranks",
-                got=f"a DTensor on {tensor.device_mesh.mesh_dim_names}",
-                remedy='pass fully_shard a mesh of other ranks, as in mesh["dp"]; or'
-                ' parallelize(..., gradients="partial") first, and then fully_shard; beside tensor'
-                " parallelism use context_parallel (docs/fsdp.md)",
-            )
+    for prefix, module in model.named_modules():
+        is_known = are_handed_out or is_tensor_parallel(module, mesh)
+        for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
+            if not isinstance(tensor, DTensor) or tensor.device_mesh == mesh:
+                continue
+            others = tensor.device_mesh.mesh.flatten().tolist()
+            if not is_known or len(ranks.intersection(others)) > 1:
+                raise UnsupportedPlacement(
+                    site=f"{prefix}.{name}".lstrip("."),
+                    expected=f"a plain tensor, or a DTensor on {mesh.mesh_dim_names}; or"
+                    " fully_shard, or a style of tensor parallelism, over other ranks",
+                    got=f"a DTensor on {tensor.device_mesh.mesh_dim_names}",
+                    remedy='pass fully_shard a mesh of other ranks, as in mesh["dp"]; or'
+                    ' parallelize(..., gradients="partial") first, and then fully_shard; beside'
+                    " other DTensors use context_parallel (docs/fsdp.md)",
+                )
 
 
 def _check_classes(argument: str, classes: object) -> None:

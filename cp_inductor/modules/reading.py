@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.kept import cache
 from cp_inductor.torch_private.checkpoint import is_recomputing
 
@@ -50,16 +51,35 @@ class Reading:
     gather: Callable[[DTensor], Tensor] | None = None
 
     def as_dtensor(self, tensor: Tensor) -> Tensor:
-        """Return a DTensor on the mesh, of a plain tensor that every rank has whole."""
-        if not isinstance(tensor, DTensor):
-            everywhere = [Replicate()] * self.mesh.ndim
-            parts = None if self.sums_gradients else [Partial()] * self.mesh.ndim
-            if parts is not None and tensor.requires_grad:
-                tensor = scale_gradient(tensor, self.mesh.size())
-            return DTensor.from_local(
-                tensor, self.mesh, everywhere, run_check=False, grad_placements=parts
-            )
-        return tensor if self.gather is None else self.gather(tensor)
+        """Return a DTensor on the mesh, of a plain tensor that every rank has whole.
+
+        A DTensor over other ranks, as by tensor parallelism, stays one on its own mesh.
+        """
+        if self.is_beside(tensor):
+            own = cast("DTensor", tensor)
+            whole = cast("DTensor", self.as_dtensor(own.to_local()))
+            local = whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
+            return wrap_parts(local, own.device_mesh, own.placements, own.shape)
+        if isinstance(tensor, DTensor):
+            return tensor if self.gather is None else self.gather(tensor)
+        if self.sums_gradients:
+            return self.replicate(tensor)
+        if tensor.requires_grad:
+            tensor = scale_gradient(tensor, self.mesh.size())
+        return self.replicate(tensor, [Partial()] * self.mesh.ndim)
+
+    def replicate(self, tensor: Tensor, of_gradient: list[Placement] | None = None) -> DTensor:
+        """Wrap a plain tensor that every rank has whole."""
+        everywhere = [Replicate()] * self.mesh.ndim
+        return DTensor.from_local(
+            tensor, self.mesh, everywhere, run_check=False, grad_placements=of_gradient
+        )
+
+    def is_beside(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a DTensor over other ranks, which is read as it is."""
+        return (
+            self.gather is None and isinstance(tensor, DTensor) and tensor.device_mesh != self.mesh
+        )
 
 
 def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
@@ -221,6 +241,14 @@ def reading_of(module: nn.Module) -> Reading | None:
     return reading
 
 
+def is_read_as_dtensors(module: nn.Module) -> bool:
+    """Whether a module of a parallelized model now reads its tensors as DTensors."""
+    is_running = computing().is_running
+    # A checkpoint recomputes outside of the run.
+    is_running = is_recomputing() if is_running is None else is_running
+    return reading_of(module) is not None and is_running
+
+
 def reads_locally(module: nn.Module) -> bool:
     """Whether `read_locally` was called of this module."""
     return getattr(type(module), _MIXIN, None) is not None
@@ -303,13 +331,12 @@ def _reader(name: str) -> Callable[[nn.Module], Any]:
         known = here.weights if is_weight else None  # buffers may change within a block
         if known is not None and (id(module), name) in known:
             return known[id(module), name]
-        # A checkpoint recomputes outside of the run.
-        is_running = is_recomputing() if here.is_running is None else here.is_running
-        if reading is not None and is_running:
+        is_beside = reading is not None and reading.is_beside(tensor)
+        if reading is not None and is_read_as_dtensors(module):
             tensor = reading.as_dtensor(tensor)
         # It may recompute a function of a module without calling the module.
         is_local = is_recomputing() if here.is_local is None else here.is_local
-        if not isinstance(tensor, DTensor) or not is_local or not reads_locally(module):
+        if is_beside or not (isinstance(tensor, DTensor) and is_local and reads_locally(module)):
             return tensor
         mesh = tensor.device_mesh
         if not all(place.is_replicate() for place in tensor.placements):

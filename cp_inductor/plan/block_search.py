@@ -24,9 +24,7 @@ Communication-avoiding attention: Attention2D (arXiv 2503.15758), Mesh-Attention
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -66,46 +64,25 @@ class Block:
     right: int
 
 
-def causal_blocks(num_chunks: int, step: int, num_blocks: int, aspect: float) -> list[Block]:
-    """Cut what is below the diagonal into blocks with as many pairs each.
-
-    Args:
-        num_chunks: rows and columns of the grid, in positions.
-        step: the diagonal consists of squares of so many chunks, which are left out.
-        num_blocks: how many to make, at least 1.
-        aspect: how much longer than high a block is to be, 1.0 for squares.
-
-    Returns:
-        The blocks; some are empty where there are more of them than pairs.
-    """
-    limits = np.arange(num_chunks) // step * step
-    blocks: list[Block] = []
-    whole = Block(0, num_chunks, 0, num_chunks)
-    _cut(whole, partial(_causal_pairs, limits), num_blocks, aspect, blocks)
-    return blocks
-
-
-def cut_blocks(pairs: np.ndarray, num_blocks: int, aspect: float) -> list[Block]:
+def cut_blocks(before: np.ndarray, num_blocks: int, aspect: float) -> list[Block]:
     """Cut any pairs into blocks with equally many pairs.
 
     Args:
-        pairs: (rows, columns), the number of pairs of each two chunks.
-        num_blocks, aspect: as in `causal_blocks`.
+        before: (rows + 1, columns + 1), the number of pairs before each row and column.
+        num_blocks: how many to make, at least 1; some are empty where there are few pairs.
+        aspect: how much longer than high a block is to be, 1.0 for squares.
     """
-    before = np.zeros((pairs.shape[0] + 1, pairs.shape[1] + 1), dtype=np.int64)
-    before[1:, 1:] = pairs.cumsum(0, dtype=np.int64).cumsum(1)
     blocks: list[Block] = []
-    whole = Block(0, pairs.shape[0], 0, pairs.shape[1])
-    _cut(whole, partial(_counted_pairs, before), num_blocks, aspect, blocks)
+    whole = Block(0, before.shape[0] - 1, 0, before.shape[1] - 1)
+    _cut(whole, before, num_blocks, aspect, blocks)
     return blocks
 
 
-# The pairs of each row and of each column of a block.
-Count = Callable[[Block], tuple[np.ndarray, np.ndarray]]
-
-
-def _cut(block: Block, count: Count, num_blocks: int, aspect: float, done: list[Block]) -> None:
-    rows, columns = count(block)
+def _cut(
+    block: Block, before: np.ndarray, num_blocks: int, aspect: float, done: list[Block]
+) -> None:
+    part = before[block.top : block.bottom + 1, block.left : block.right + 1]
+    rows, columns = np.diff(part[:, -1] - part[:, 0]), np.diff(part[-1] - part[0])
     if not rows.any():
         done += [Block(0, 0, 0, 0)] * num_blocks
         return
@@ -120,34 +97,18 @@ def _cut(block: Block, count: Count, num_blocks: int, aspect: float, done: list[
     at = _cut_position(counts, first, num_blocks)
     if is_tall:
         middle = block.top + at
-        parts = (
+        halves = (
             Block(block.top, middle, block.left, block.right),
             Block(middle, block.bottom, block.left, block.right),
         )
     else:
         middle = block.left + at
-        parts = (
+        halves = (
             Block(block.top, block.bottom, block.left, middle),
             Block(block.top, block.bottom, middle, block.right),
         )
-    for part, share in zip(parts, (first, num_blocks - first), strict=True):
-        _cut(part, count, share, aspect, done)
-
-
-def _causal_pairs(limits: np.ndarray, block: Block) -> tuple[np.ndarray, np.ndarray]:
-    """Count the chunk pairs of each row and of each column of a block, below the diagonal."""
-    width = block.right - block.left
-    rows = np.clip(limits[block.top : block.bottom] - block.left, 0, width)
-    # Row i holds the first rows[i] columns, so that column j is held by the rows with more.
-    held = np.bincount(rows, minlength=width + 1)
-    columns = len(rows) - np.cumsum(held)[:width]
-    return rows, columns
-
-
-def _counted_pairs(before: np.ndarray, block: Block) -> tuple[np.ndarray, np.ndarray]:
-    """Count the pairs of each row and of each column of a block, by what is before each."""
-    part = before[block.top : block.bottom + 1, block.left : block.right + 1]
-    return np.diff(part[:, -1] - part[:, 0]), np.diff(part[-1] - part[0])
+    for half, share in zip(halves, (first, num_blocks - first), strict=True):
+        _cut(half, before, share, aspect, done)
 
 
 def _shrink(block: Block, rows: np.ndarray, columns: np.ndarray) -> Block:

@@ -29,16 +29,11 @@ from functools import cached_property
 
 import numpy as np
 
-from cp_inductor.plan.columns import (
-    DESTINATION,
-    FIRST_HEAD,
-    LAST_HEAD,
-    PAYLOAD,
-    SOURCE,
-    START,
-    STOP,
-)
 from cp_inductor.plan.grid import Grid, Span, tokens_before
+
+# Transfers as columns of integers, in which all of an exchange is counted and checked at once: a
+# plan of a thousand ranks has half a million. They stand in the order of `transfers.message_order`.
+SOURCE, DESTINATION, START, STOP, PAYLOAD, FIRST_HEAD, LAST_HEAD = range(7)
 
 
 class Mask(Enum):
@@ -231,7 +226,7 @@ class PlanData:
 
     @cached_property
     def columns(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-        """The transfers of each stage, fetched and sent home, as in `cp_inductor.plan.columns`."""
+        """The transfers of each stage, fetched and sent home; see `columns_of`."""
         return tuple((columns_of(stage.fetch), columns_of(stage.home)) for stage in self.stages)
 
     @cached_property
@@ -332,7 +327,7 @@ class PlanData:
 
 
 def columns_of(transfers: Sequence[Transfer]) -> np.ndarray:
-    """Return (transfers, 7) integers, as in `cp_inductor.plan.columns`."""
+    """Return (transfers, 7) integers: SOURCE, DESTINATION, START and so on of each."""
     rows = [
         (
             transfer.source,

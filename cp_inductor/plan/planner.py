@@ -16,14 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import numpy as np
-
 from cp_inductor.errors import InvalidText, UnsupportedStrategy
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.canonical import normal
 from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, shortened
 from cp_inductor.mask.rule import Rule
-from cp_inductor.plan.assign_masked import cells_of
+from cp_inductor.plan.assign_cells import pairs_of
 from cp_inductor.plan.checks import (
     MAX_CHUNKS,
     MAX_LENGTH,
@@ -53,7 +51,9 @@ MAX_STAGES = 8
 
 # Chunks shorter than this make tiles that a flash kernel does not fill.
 MIN_CHUNK_TOKENS = 64
-MAX_CHUNKS_PER_RANK = 64
+# Chunks of ranks that act as one, and of all ranks, because planning takes time with them.
+MIN_CHUNKS_PER_RANK, MAX_CHUNKS_PER_RANK = 4, 64
+MAX_CHOSEN_CHUNKS = 2048
 # The site in an error about the numbers of a recipe, which does not know its place in a model.
 SITE = "an attention"
 # A number in a recipe's text has at most so many digits, as 2**64 has.
@@ -62,7 +62,6 @@ MAX_DIGITS = 20
 # Chunks are fewer under a rule, where each row of chunks may become a tile: a call of a kernel in
 # each stage.
 MAX_MASKED_CHUNKS_PER_RANK = 16
-MAX_MASKED_CHUNKS = 2048
 # Numbers of stages that are tried.
 STAGES = (1, 2, 4, 8)
 # Work is even if the busiest rank has at most so many times the mean.
@@ -368,7 +367,8 @@ def _try(recipe: Recipe, tiles: Assignment, machine: Machine) -> Trial:
 def _strategies(recipe: Recipe, machine: Machine) -> list[Strategy]:
     """Return the strategies to choose from: the one that is named, or those of "auto"."""
     if recipe.strategy != "auto":
-        return [parse_strategy(recipe.strategy)]
+        named = parse_strategy(recipe.strategy)
+        return [named.under_rules or named if recipe.mask is Mask.PARTIAL else named]
     world_size, shape = recipe.world_size, recipe.shape
     if world_size == 1:
         return [TABLE["rows" if recipe.mask is Mask.PARTIAL else "allgather"]]
@@ -425,13 +425,14 @@ def _num_chunks(recipe: Recipe) -> int:
     """Return chunks per rank: enough to balance, but none too short for a kernel."""
     if recipe.mask is Mask.PARTIAL:
         tokens = -(-min(recipe.query_length, recipe.key_length) // recipe.world_size)
-        most = min(MAX_MASKED_CHUNKS_PER_RANK, MAX_MASKED_CHUNKS // recipe.world_size)
+        most = min(MAX_MASKED_CHUNKS_PER_RANK, MAX_CHOSEN_CHUNKS // recipe.world_size)
         return max(1, min(most, 1 << max(0, (tokens // MIN_CHUNK_TOKENS).bit_length() - 1)))
     strategy = parse_strategy(recipe.strategy)
-    if not strategy.is_fine or recipe.mask is not Mask.CAUSAL:
+    if not strategy.fine or recipe.mask is not Mask.CAUSAL:
         return strategy.min_chunks
     tokens = -(-recipe.query_length // recipe.world_size)
-    most = min(MAX_CHUNKS_PER_RANK, MAX_CHUNKS // recipe.world_size, tokens // MIN_CHUNK_TOKENS)
+    num_chosen = max(MAX_CHOSEN_CHUNKS // recipe.world_size, MIN_CHUNKS_PER_RANK // strategy.fine)
+    most = min(MAX_CHUNKS_PER_RANK // strategy.fine, num_chosen, tokens // MIN_CHUNK_TOKENS)
     return max(2, 1 << max(0, most.bit_length() - 1))
 
 
@@ -482,8 +483,7 @@ def garbage_kept() -> Iterator[None]:
 def tiles_of(recipe: Recipe) -> Assignment:
     """Return the tiles of a resolved recipe, for each stage."""
     grid, shape, strategy = recipe.grid, recipe.shape, parse_strategy(recipe.strategy)
-    is_masked = recipe.mask is Mask.PARTIAL
-    sizes = grid, shape, _cells(grid, recipe.rule) if is_masked else recipe.mask, recipe.stages
+    sizes = grid, shape, pairs_of(grid, recipe.mask, recipe.rule), recipe.stages
     assigned = Assignment(strategy.assign(*sizes))
     if strategy.assign_backward is not None and recipe.keep:  # else for inference
         assigned = Assignment(assigned.tiles, strategy.assign_backward(*sizes))
@@ -492,27 +492,17 @@ def tiles_of(recipe: Recipe) -> Assignment:
     return assigned
 
 
-@lru_cache(maxsize=4)
-def _cells(grid: Grid, rule: str) -> np.ndarray:
-    """Return the cells of a rule, which all candidates share."""
-    cells = cells_of(grid, Rule.parse(rule))
-    cells.flags.writeable = False
-    return cells
-
-
 @lru_cache(maxsize=64)
 @garbage_kept()
 def forward_plan(recipe: Recipe) -> Plan:
     """Return the plan of a resolved recipe."""
     grid, shape, mask = recipe.grid, recipe.shape, recipe.mask
-    is_masked = mask is Mask.PARTIAL
-    rule = recipe.rule if is_masked else ""
+    rule = recipe.rule if mask is Mask.PARTIAL else ""
     assigned = tiles_of(recipe)
     stages = assigned.stages(grid)
     # A rank without tokens may still hand on what passes it.
     strategy = parse_strategy(recipe.strategy)
-    fetch = fetch_directly if is_masked and not strategy.returns else strategy.fetch
-    fetches = fetch(grid, shape, assigned.reads)
+    fetches = strategy.fetch(grid, shape, assigned.reads)
     used = [stage for stage in stages if stage.reads or fetches[stage.index] or not stage.index]
     return Plan.of(
         plan_forward(

@@ -15,9 +15,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.plan.assign_masked import cells_of
-from cp_inductor.plan.columns import (
+from cp_inductor.mask.rule import Cell
+from cp_inductor.plan.assign_cells import pairs_of
+from cp_inductor.plan.cost import most_flops, most_received_bytes, sizes_of
+from cp_inductor.plan.grid import Grid, lengths_of, tokens_before
+from cp_inductor.plan.ir import (
     DESTINATION,
     FIRST_HEAD,
     LAST_HEAD,
@@ -25,11 +27,14 @@ from cp_inductor.plan.columns import (
     SOURCE,
     START,
     STOP,
-    are_in_order,
+    Direction,
+    Mask,
+    Payload,
+    PlanData,
+    Tile,
+    Transfer,
+    columns_of,
 )
-from cp_inductor.plan.cost import most_flops, most_received_bytes, sizes_of
-from cp_inductor.plan.grid import Grid, lengths_of, tokens_before
-from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Tile, Transfer, columns_of
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.runs import Runs, spread
 from cp_inductor.plan.tile_columns import TileColumns
@@ -47,7 +52,7 @@ def simulate(plan: PlanData, machine: Machine | None = None) -> Timeline:
         InvalidPlan: the plan is wrong; see the module.
     """
     tiles = TileColumns.of(stage.tiles for stage in plan.stages)
-    _check_tiles(plan, tiles)
+    _check_tiles(plan)
     _check_coverage(plan)
     lines = [_Lines(plan, tiles, of_keys=of_keys) for of_keys in (False, True)]
     _check_data(plan, lines)
@@ -68,7 +73,7 @@ def require(condition: bool, *what: object) -> None:
         raise InvalidPlan(" ".join(map(str, what)))
 
 
-def _check_tiles(plan: PlanData, tiles: TileColumns) -> None:
+def _check_tiles(plan: PlanData) -> None:
     for tile in (tile for stage in plan.stages for tile in stage.tiles):
         if tile.mask is Mask.CAUSAL:
             in_order = all(a.stop <= b.start for a, b in pairwise(tile.queries))
@@ -76,39 +81,15 @@ def _check_tiles(plan: PlanData, tiles: TileColumns) -> None:
             require(in_order, tile, "is not in order of position")
         elif tile.mask is Mask.PARTIAL:
             require(plan.mask is Mask.PARTIAL, tile, "is under a mask that the plan has not")
-    if plan.mask is Mask.CAUSAL:
-        # A run of chunks may lie in the past of all queries without being a tile apart.
-        num_chunks = plan.grid.num_chunks
-        last, first = np.full(len(tiles.rank), -1), np.full(len(tiles.rank), num_chunks)
-        for spans, keep, found in (
-            (tiles.keys, np.maximum, last),
-            (tiles.queries, np.minimum, first),
-        ):
-            of, place = spread(spans.stop - spans.start)
-            keep.at(found, spans.tile[of], spans.start[of] + place)
-        _require_all((last < first) | tiles.is_causal, plan, "sees the future")
-
-
-def _require_all(holds: np.ndarray, plan: PlanData, what: str) -> None:
-    """Raise `InvalidPlan` for the first tile of which something does not hold."""
-    if not holds.all():
-        tiles = [tile for stage in plan.stages for tile in stage.tiles]
-        raise InvalidPlan(f"{tiles[int(holds.argmin())]} {what}")
 
 
 def _check_coverage(plan: PlanData) -> None:
     """Check that each needed pair of chunks is computed once for every head, and no other."""
     grid, num_chunks = plan.grid, plan.grid.num_chunks
-    cells = cells_of(grid, Rule.parse(plan.rule)) if plan.mask is Mask.PARTIAL else None
-    position = np.arange(num_chunks)
-    # 2 for all pairs of two chunks, 1 for the causal half of a chunk with itself.
-    needed = np.full((num_chunks, num_chunks), 2, dtype=np.int16)
-    if plan.mask is Mask.CAUSAL:
-        needed = 2 * (position[:, None] > position[None]) + np.eye(num_chunks, dtype=np.int16)
-    if cells is not None:
-        needed = 2 * (cells != Cell.EMPTY).astype(np.int16)
+    cells = pairs_of(grid, plan.mask, plan.rule).cells
     lengths = [lengths_of(grid, of_keys=of_keys) for of_keys in (False, True)]
-    needed = needed * ((lengths[0][:, None] > 0) & (lengths[1][None] > 0))
+    has_tokens = (lengths[0][:, None] > 0) & (lengths[1][None] > 0)
+    needed = (cells != Cell.EMPTY) & has_tokens
     tiles = [tile for stage in plan.stages for tile in stage.tiles]
     edges = sorted({edge for tile in tiles for edge in (tile.heads.start, tile.heads.stop)})
     whole = plan.shape.all_heads
@@ -124,30 +105,15 @@ def _check_coverage(plan: PlanData) -> None:
         computed = np.zeros((num_chunks, num_chunks), dtype=np.int16)
         for tile in own:
             _add_pairs(computed, tile, cells)
-        computed *= (lengths[0][:, None] > 0) & (lengths[1][None] > 0)
+        computed *= has_tokens
         if not np.array_equal(computed, needed):
             wrong = np.argwhere(computed != needed)
             what = f"{len(wrong)} pairs of chunks are not computed once, head {start}: {wrong[:3]}"
             raise InvalidPlan(what)
 
 
-def _add_pairs(computed: np.ndarray, tile: Tile, cells: np.ndarray | None) -> None:
-    if cells is not None:
-        _add_cells(computed, tile, cells)
-        return
-    if tile.mask is Mask.FULL:
-        for queries in tile.queries:
-            for keys in tile.keys:
-                computed[queries.start : queries.stop, keys.start : keys.stop] += 2
-        return
-    chunks = [c for span in tile.queries for c in range(span.start, span.stop)]
-    order = np.arange(len(chunks))
-    pairs = 2 * (order[:, None] > order[None]) + np.eye(len(chunks), dtype=np.int16)
-    computed[np.ix_(chunks, chunks)] += pairs.astype(np.int16)
-
-
-def _add_cells(computed: np.ndarray, tile: Tile, cells: np.ndarray) -> None:
-    """Count the cells of a tile under a rule, and check its mask against them."""
+def _add_pairs(computed: np.ndarray, tile: Tile, cells: np.ndarray) -> None:
+    """Count the cells of a tile, and check its mask against them."""
     queries, keys = (
         np.array([chunk for span in spans for chunk in range(span.start, span.stop)])
         for spans in (tile.queries, tile.keys)
@@ -158,10 +124,10 @@ def _add_cells(computed: np.ndarray, tile: Tile, cells: np.ndarray) -> None:
         order = np.arange(len(queries))
         expected = np.where(order[:, None] > order[None], Cell.FULL, Cell.EMPTY)
         np.fill_diagonal(expected, Cell.CAUSAL)
-        require(bool((part == expected).all()), tile, "is not causal under the rule")
+        require(bool((part == expected).all()), tile, "is not causal under the mask")
     elif tile.mask is Mask.FULL:
-        require(bool((part == Cell.FULL).all()), tile, "is not full under the rule")
-    computed[area] += 2 * (part != Cell.EMPTY).astype(np.int16)
+        require(bool((part == Cell.FULL).all()), tile, "sees pairs that do not exist")
+    computed[area] += part != Cell.EMPTY
 
 
 _IS_OF_KEYS = np.array([payload.is_of_keys for payload in Payload])
@@ -273,7 +239,16 @@ def _check_ends(transfers: Sequence[Transfer], columns: np.ndarray, grid: Grid, 
     ):
         if wrong.any():
             raise InvalidPlan(f"{where} {transfers[int(wrong.argmax())]} {what}")
-    require(are_in_order(columns), where, "is out of order")
+    require(_are_in_order(columns), where, "is out of order")
+
+
+def _are_in_order(columns: np.ndarray) -> bool:
+    """Whether every transfer comes after the one before it in the order of messages."""
+    steps = np.diff(columns[:, :LAST_HEAD], axis=0)
+    if not len(steps):
+        return True
+    first = (steps != 0).argmax(1)
+    return bool((steps[np.arange(len(steps)), first] > 0).all())
 
 
 def _check_homes(plan: PlanData, lines: Sequence[_Lines]) -> None:

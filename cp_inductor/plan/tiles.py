@@ -1,23 +1,13 @@
-"""Make tiles from rectangles: what the strategies share.
-
-    rectangles of one rank      q[4:6] x kv[0:4], q[6:8] x kv[0:4]
-      . slice_rects     cut across into stages with equally many pairs
-      . add_rects       q[4:8] x kv[0:2] in stage 1, q[4:8] x kv[2:4] in stage 2
-
-The tile of a rank's own queries and keys is in stage 0. It needs nothing from others, so it hides
-the first exchange.
-"""
+"""The tiles of all ranks and stages, before a plan is made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
-from cp_inductor.plan.grid import Grid, Span, join_spans, lengths_of
-from cp_inductor.plan.ir import Mask, Shape, Tile
+from cp_inductor.plan.grid import Grid, Span, lengths_of
+from cp_inductor.plan.ir import Shape, Tile
 
 # Tiles of all ranks, for each stage.
 Tiles = list[list[Tile]]
@@ -83,21 +73,6 @@ def has_tokens(grid: Grid, tile: Tile) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Rect:
-    """Queries against keys; all pairs exist."""
-
-    queries: Span
-    keys: Span
-
-
-def own_tiles(grid: Grid, shape: Shape, mask: Mask, num_stages: int) -> Tiles:
-    """Return stage 0, the tiles of the ranks' own chunks, followed by empty stages."""
-    owners = [(rank, (grid.own(rank),)) for rank in range(grid.world_size)]
-    own = [Tile(rank, spans, spans, shape.all_heads, mask) for rank, spans in owners]
-    return [own, *([] for _ in range(num_stages))]
-
-
 def halve_own_tiles(grid: Grid, shape: Shape, assigned: Assignment) -> Assignment | None:
     """Move half of the heads of stage 0 behind all other stages, where they hide the last results.
 
@@ -118,63 +93,6 @@ def halve_own_tiles(grid: Grid, shape: Shape, assigned: Assignment) -> Assignmen
     early, late = ([replace(tile, heads=half) for tile in first] for half in halves)
     backward = assigned.backward and [*assigned.backward, []]
     return Assignment([early, *others, late], backward)
-
-
-def add_rects(tiles: Tiles, shape: Shape, rank: int, slices: Sequence[Sequence[Rect]]) -> None:
-    """Add the rectangles of each stage as tiles; those with the same keys become one tile."""
-    for stage, rects in enumerate(slices, 1):
-        rows_of: dict[tuple[Span, ...], list[Span]] = {}
-        for queries, keys in _keys_of_rows(rects).items():
-            rows_of.setdefault(keys, []).append(queries)
-        for keys, spans in rows_of.items():
-            tiles[stage].append(Tile(rank, join_spans(spans), keys, shape.all_heads, Mask.FULL))
-
-
-def _keys_of_rows(rects: Sequence[Rect]) -> dict[Span, tuple[Span, ...]]:
-    """Return, for each row of rectangles, its keys."""
-    keys_of: dict[Span, list[Span]] = {}
-    for rect in rects:
-        keys_of.setdefault(rect.queries, []).append(rect.keys)
-    return {queries: join_spans(keys) for queries, keys in keys_of.items()}
-
-
-def slice_rects(
-    rects: Sequence[Rect],
-    num_parts: int,
-    num_chunks: int,
-    *,
-    by_keys: bool,
-    first: int | None = None,
-) -> list[list[Rect]]:
-    """Cut rectangles along one axis into parts with equally many pairs.
-
-    Args:
-        rects: of one rank.
-        num_parts: how many parts to make; some may be empty.
-        num_chunks: length of the axis.
-        by_keys: cut along the keys; otherwise along the queries.
-        first: where to begin. The axis is walked downward from there, and then on from its end.
-            None walks it upward.
-    """
-    axis = np.arange(num_chunks)
-    if first is not None:
-        axis = (first - 1 - axis) % num_chunks
-    weight = np.zeros(num_chunks, dtype=np.int64)
-    for rect in rects:
-        along, across = (rect.keys, rect.queries) if by_keys else (rect.queries, rect.keys)
-        weight[along.start : along.stop] += len(across)
-    part_of = np.empty(num_chunks, dtype=np.int64)
-    part_of[axis] = parts_of_equal_weight(weight[axis], num_parts)
-    cuts = [0, *(np.flatnonzero(np.diff(part_of)) + 1).tolist(), num_chunks]
-    parts: list[list[Rect]] = [[] for _ in range(num_parts)]
-    for start, stop in pairwise(cuts):
-        run = Span(start, stop)
-        for rect in rects:
-            inside = (rect.keys if by_keys else rect.queries).intersect(run)
-            if inside is not None:
-                cut = Rect(rect.queries, inside) if by_keys else Rect(inside, rect.keys)
-                parts[int(part_of[start])].append(cut)
-    return parts
 
 
 def parts_of_equal_weight(weights: np.ndarray, num_parts: int) -> np.ndarray:

@@ -118,26 +118,36 @@ def fetch_directly(
     grid: Grid, shape: Shape, tiles: Sequence[Sequence[Tile]]
 ) -> list[tuple[Transfer, ...]]:
     """Return, for each stage, what its tiles need and do not have yet, from its owners."""
-    # (rank, payload, heads) -> which chunks are at hand.
-    at_hand: dict[tuple[int, Payload, Span], np.ndarray] = {}
-    fetches = []
+    fetches: list[list[Transfer]] = [[] for _ in tiles]
+    for payload in (Payload.QUERY, Payload.KEY_VALUE):
+        for fetch, uses in zip(fetches, _first_uses(grid, shape, tiles, payload), strict=True):
+            fetch += [
+                Transfer(payload, part, heads, owner, rank) for rank, heads, owner, part in uses
+            ]
+    return [_sorted(fetch) for fetch in fetches]
+
+
+def _first_uses(
+    grid: Grid, shape: Shape, tiles: Iterable[Sequence[Tile]], payload: Payload
+) -> Iterator[list[tuple[int, Span, int, Span]]]:
+    """Yield, for each stage, (rank, heads, owner, chunks) of others' that are met there first."""
+    # (rank, heads) -> which chunks were met; a rank has its own from the beginning.
+    met: dict[tuple[int, Span], np.ndarray] = {}
     for stage in tiles:
-        fetch: list[Transfer] = []
+        found: list[tuple[int, Span, int, Span]] = []
         for tile in stage:
             if not has_tokens(grid, tile):
                 continue
-            for payload in (Payload.QUERY, Payload.KEY_VALUE):
-                spans, heads = _side(tile, payload, shape)
-                has = at_hand.setdefault((tile.rank, payload, heads), _own(grid, tile.rank))
-                for span in spans:
-                    for missing in _missing(has, span):
-                        fetch += [
-                            Transfer(payload, part, heads, owner, tile.rank)
-                            for owner, part in _parts(grid, missing, payload)
-                        ]
-                    has[span.start : span.stop] = True
-        fetches.append(_sorted(fetch))
-    return fetches
+            spans, heads = _side(tile, payload, shape)
+            has = met.setdefault((tile.rank, heads), _own(grid, tile.rank))
+            for span in spans:
+                for missing in _missing(has, span):
+                    found += [
+                        (tile.rank, heads, owner, part)
+                        for owner, part in _parts(grid, missing, payload)
+                    ]
+                has[span.start : span.stop] = True
+        yield found
 
 
 def fetch_by_way(
@@ -299,22 +309,10 @@ def _homes(
     if way is not None:
         return _homes_by_way(grid, shape, tiles, payload, way)
     # Going backward through the stages, the first tile met is the last that adds.
-    gone: dict[tuple[int, Span], np.ndarray] = {}
-    homes = []
-    for stage in reversed(tiles):
-        home: list[Transfer] = []
-        for tile in stage:
-            spans, heads = _side(tile, payload, shape)
-            # Nothing of a rank's own has to go anywhere.
-            has = gone.setdefault((tile.rank, heads), _own(grid, tile.rank))
-            for span in spans:
-                for going in _missing(has, span):
-                    home += [
-                        Transfer(payload, part, heads, tile.rank, owner)
-                        for owner, part in _parts(grid, going, payload)
-                    ]
-                has[span.start : span.stop] = True
-        homes.append(_sorted(home))
+    homes = [
+        _sorted(Transfer(payload, part, heads, rank, owner) for rank, heads, owner, part in uses)
+        for uses in _first_uses(grid, shape, tiles[::-1], payload)
+    ]
     return homes[::-1]
 
 

@@ -196,6 +196,7 @@ class Results:
                 if one.groups.whole == heads and (self.plan.returns or not one.has_arrived)
             ]
         count, grouped, all_heads = _write_in_groups(near, heads)
+        grouped = _join_heads(grouped, all_heads, is_grouped=count > 1)
         by_heads = []
         for some_heads in _cut_at_borders([one.groups.first for one in grouped], all_heads):
             row = [one for one in grouped if one.groups.first.intersect(some_heads)]
@@ -289,6 +290,28 @@ def _apart(one: Contribution) -> Iterator[Contribution]:
         groups = Groups(of.start + i * of.step, of.size, of.size, 1)
         tensors = tuple(t.select(1, i) for t in one.tensors) if of.count > 1 else one.tensors
         yield replace(one, groups=groups, tensors=tensors)
+
+
+def _join_heads(
+    contributions: Sequence[Contribution], heads: Span, *, is_grouped: bool
+) -> list[Contribution]:
+    """Put together what is to parts of the heads, if something else is to all of them.
+
+    They are merged with it at once, and not part by part, of which the results were copied.
+    """
+    whole = [one for one in contributions if one.groups.first == heads]
+    joined, parts_of = list[Contribution](), dict[Span, list[Contribution]]()
+    for one in sorted(contributions, key=lambda one: one.groups.start):
+        if one.groups.first != heads:
+            parts_of.setdefault(one.span, []).append(one)
+    for parts in parts_of.values():
+        edges = [heads.start, *(part.groups.first.stop for part in parts)]
+        if [*(part.groups.start for part in parts), heads.stop] != edges:
+            return list(contributions)
+        groups = replace(parts[0].groups, size=len(heads))
+        tensors = _put_together([part.tensors for part in parts], HEADS_DIM, is_grouped=is_grouped)
+        joined.append(replace(parts[0], groups=groups, tensors=tensors))
+    return [*whole, *joined] if whole else list(contributions)
 
 
 def _cut_at_borders(spans: Sequence[Span], within: Span) -> list[Span]:

@@ -38,7 +38,18 @@ from cp_inductor.errors import SequenceMixed
 from cp_inductor.kept import on_reset
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels, range_over_ranks
 from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, version_of
-from cp_inductor.sequence.types import ATTENDED_DIM, Mixed, Own, Same, Shards, Sum, Type, describe
+from cp_inductor.sequence.rules.indices import MASKS
+from cp_inductor.sequence.types import (
+    ATTENDED_DIM,
+    Mixed,
+    Own,
+    Same,
+    Shards,
+    Sum,
+    Type,
+    conditions,
+    describe,
+)
 from cp_inductor.sequence.wholes import Wholes
 from cp_inductor.torch_private.modes import (
     is_backward_compiled,
@@ -79,9 +90,6 @@ _SIZES = frozenset(
 _HigherOrder = torch._ops.HigherOrderOperator
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-# Functions by which Python reads the size of a tensor.
-_COUNTING = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.__len__}  # type: ignore[attr-defined]
 
 _INSIDE = tuple(
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
@@ -184,10 +192,18 @@ class EagerTyper(Typer):
         )
 
     def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
-        """Give results their types, and note whether a number is read off tokens."""
+        """Give results their types, and note whether a number is read off tokens.
+
+        A size that data decides counts as read: compiled code reads it where no mode is called.
+        """
         super().meet(op, args, kwargs, out)
-        if torch.Tag.data_dependent_output in op.tags and not self.leaves(out):
-            self.was_read = _first_own(map(self.type_of, self.leaves((args, kwargs))))
+        outs = self.leaves(out)
+        if torch.Tag.data_dependent_output in op.tags and not outs:
+            found = _first_own(map(self.type_of, self.leaves((args, kwargs))))
+            self.was_read = self.was_read or found
+        if _is_sized_by_data(op, args, outs):
+            sized = (one for one in map(self.type_of, outs) if isinstance(one, Mixed))
+            self.was_read = self.was_read or next(sized, None)
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function of torch and type what it returns."""
@@ -195,7 +211,6 @@ class EagerTyper(Typer):
         if self.is_running or is_optimizing or is_in_backward():
             return func(*args, **kwargs)
         if func in _SIZES:
-            self._check_size(func, args)
             return func(*args, **kwargs)
         self.name = name_of_function(func)
         leaves = self.leaves((args, kwargs))
@@ -219,6 +234,8 @@ class EagerTyper(Typer):
         elif func is Tensor.register_hook and not TRUST.depth:
             return func(args[0], self._typed_hook(args[0], *args[1:], **kwargs))
         elif TRUST.depth or not all(map(_is_plain, leaves)) or isinstance(func, _HigherOrder):
+            if not TRUST.depth:
+                self._refuse_methods(leaves)
             return self._trust(func, args, kwargs)
         elif str(getattr(func, "__module__", "")).startswith("torch.distributed"):
             return self._communicate(func, args, kwargs)
@@ -293,9 +310,9 @@ class EagerTyper(Typer):
             if isinstance(leaf, Tensor):
                 if leaf.is_inference():
                     return None
-                given = self.type_of(leaf)
-                known = (given.is_even, given.is_counted) if isinstance(given, Shards) else ()
-                parts.append((given, known, leaf.shape, leaf.stride(), leaf.dtype))
+                found = self.type_of(leaf)
+                layout = leaf.shape, leaf.stride(), leaf.dtype
+                parts.append((found, conditions(found), *layout))
             elif isinstance(leaf, slice):
                 parts.append((slice, leaf.start, leaf.stop, leaf.step))
             elif isinstance(leaf, _PLAIN):
@@ -365,19 +382,25 @@ class EagerTyper(Typer):
             raise self._refusal(got)
         return out
 
-    def _refusal(self, got: str) -> SequenceMixed:
+    def _refusal(self, got: str, site: str = "") -> SequenceMixed:
         return SequenceMixed(
-            site=self.locate(),
+            site=site or self.locate(),
             expected=f"Python to read numbers of the whole sequence; {EXPECTED}",
             got=got,
             remedy=f"use dist.all_reduce first, or read it after the region; {REMEDY}",
         )
 
-    def _check_size(self, func: object, args: Any) -> None:
-        """Refuse to tell Python a size that depends on values of tokens."""
-        found = self.types.get(args[0]) if func in _COUNTING and not TRUST.depth else None
-        if isinstance(found, Mixed) and found.is_sized and not self.is_over:
-            self.refuse_mixed(args[0])
+    def _refuse_methods(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse tensors of a class that has functions of its own, but no ops to be typed."""
+        for one in tensors:
+            is_typed = _is_plain(one) or isinstance(one, nn.Parameter)
+            if not is_typed and type(one).__torch_dispatch__ is Tensor.__torch_dispatch__:
+                raise SequenceMixed(
+                    site=self.locate(),
+                    expected="tokens as torch.Tensor",
+                    got=f"a {type(one).__name__}, whose functions are not followed",
+                    remedy=REMEDY,
+                )
 
     def _typed_hook(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[..., Any]:
         """Return a hook on tokens, after which their gradient must still be that of each token."""
@@ -387,11 +410,13 @@ class EagerTyper(Typer):
             return hook
 
         def typed(grad: Tensor) -> Any:
-            self.types[grad] = given
+            self.types[grad], self.was_read = given, None
             with self:
                 changed = hook(grad)
             found = given if changed is None else self.type_of(changed)
             self.refuse_mixed(changed)
+            if changed is not None and self.was_read is not None:
+                raise self._refusal(_say_read(self.was_read, "a number"), site)
             is_of_tokens = isinstance(found, Shards) and found.places()[0] in given.places()
             if not is_of_tokens and not isinstance(found, Own):
                 raise SequenceMixed(
@@ -483,6 +508,14 @@ def _first_own(types: Iterable[Type]) -> Type | None:
 
 def _say_read(own: Type, what: str) -> str:
     return own.got if isinstance(own, Mixed) else f"{what} of {describe(own)}"
+
+
+def _is_sized_by_data(op: torch._ops.OpOverload, args: Any, outs: Sequence[Tensor]) -> bool:
+    """Whether values decide the sizes of results, or of what a result in no dense layout holds."""
+    if op is torch.ops.aten.index.Tensor:
+        return any(one is not None and one.dtype in MASKS for one in args[1])
+    is_tagged = torch.Tag.dynamic_output_shape in op.tags
+    return is_tagged or any(out.layout is not torch.strided for out in outs)
 
 
 def _only_checks(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:

@@ -101,7 +101,6 @@ class Mixed:
         got: the operation that does not keep tokens apart, for an error.
         remedy: what to do.
         lengths: numbers of tokens in the tensors that it was made of; -1 for sums over tokens.
-        is_sized: whether its size depends on values of tokens.
         is_vote: whether it is an `any` or `all` of tokens. If all ranks have the same one, it is
             that of the whole.
     """
@@ -110,11 +109,15 @@ class Mixed:
     got: str
     remedy: str
     lengths: frozenset[int] = frozenset()
-    is_sized: bool = False
     is_vote: bool = False
 
 
 Type = Same | Shards | Sum | Own | Mixed
+
+
+def conditions(found: Type) -> tuple[bool, ...]:
+    """Return what types that are equal may differ in."""
+    return (found.is_even, found.is_counted) if isinstance(found, Shards) else ()
 
 
 def describe(found: Type) -> str:

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def is_input_of_forward(node: fx.Node) -> bool:
@@ -280,24 +281,24 @@ def changed_before_code(gm: fx.GraphModule, change: Callable[[], None]) -> Itera
             raise
 
 
-def without_meshes(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Return the example inputs of a graph without the contents of meshes that it only hands on.
+@contextmanager
+def meshes_keyed() -> Iterator[None]:
+    """Let Inductor's and AOTAutograd's caches know the meshes of a graph by their ranks and groups.
 
-    A graph over DTensors has their meshes as inputs. A mesh knows its rank, and Inductor's cache
-    hashes all of it, although code is generated from the graph alone.
-    `FakeScriptObject` (torch._library.fake_class_registry, 2.13-2.15).
+    `FxGraphCachePickler` (torch._inductor.codecache, 2.13) pickles all of a mesh: also this rank,
+    and Python's own hash, which is another one in each process.
     """
-    from torch._library.fake_class_registry import FakeScriptObject
+    from torch._inductor.codecache import FxGraphCachePickler
 
-    def is_handed_on(node: fx.Node) -> bool:
-        return all(user.op == "output" for user in node.users)
+    real = FxGraphCachePickler._reduce_fake_script_object
 
-    return [
-        FakeScriptObject(value.wrapped_obj, value.script_class_name, None)
-        if isinstance(value, FakeScriptObject) and is_handed_on(node)
-        else value
-        for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
-    ]
+    def reduce(pickler: FxGraphCachePickler, handed_on: Any) -> Any:
+        if not isinstance(mesh := handed_on.real_obj, DeviceMesh):
+            return real(pickler, handed_on)
+        return tuple, ((mesh._stable_hash(), *getattr(mesh, "_dim_group_names", ())),)
+
+    with mock.patch.object(FxGraphCachePickler, "_reduce_fake_script_object", reduce):
+        yield
 
 
 @contextmanager

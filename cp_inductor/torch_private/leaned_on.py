@@ -26,9 +26,10 @@ TRANSFORMED = "autograd.Function with functorch transforms"
 INPUT_NOT_FAKED = "Expected SubclassSymbolicContext or None"
 # Sizes that differ and are not 1, in what fakes compute of a call over DTensors.
 BROADCAST = "Attempting to broadcast a dimension of length"
-# A size that only data says, where an op has to know it; and one that an op has made and lost.
+# Sizes that only data says: an op must know one, has made and lost one, has computed another.
 GUARD_ON_DATA = "Could not guard on data-dependent expression"
 SIZE_LOST = "Pending unbacked symbols"
+UNTRACKED = "is not tracked with proxy"
 
 
 # module => texts that its source must have: what is leaned on and is no name of a module. Those are
@@ -70,10 +71,11 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
         "ctx.run_function = ",
     ),
     "torch.fx.traceback": ('"custom"', '"from_node"', '"seq_nr"'),
-    "torch.fx.experimental.proxy_tensor": ('meta["val"]', "sympy_expr_tracker"),
+    "torch.fx.experimental.proxy_tensor": ('meta["val"]', "sympy_expr_tracker", UNTRACKED),
     "torch._inductor.graph": ("inductor_realize_to_strides",),
     "torch._inductor.utils": ("Source Nodes: [",),
     "torch._inductor.codegen.wrapper": ("async_compile.triton(",),
+    "torch.distributed.device_mesh": ("self._dim_group_names = ", "def _stable_hash("),
     "torch.distributed.fsdp._init_utils": ("_inter_node_pg",),
     "torch._library.custom_ops": ("_init_fn",),
     "torch._ops": ("self._schema = schema",),
@@ -121,7 +123,9 @@ _NAMES = {
     "torch._functorch.partitioners": "min_cut_rematerialization_partition",
     "torch._guards": "Guard(originating_source,create_fn) TracingContext.try_get detect_fake_mode",
     "torch._inductor": "config inductor_prims list_mode_options",
-    "torch._inductor.codecache": "CacheBase.get_system FxGraphCache.load_with_key(key)",
+    "torch._inductor.codecache": """
+        CacheBase.get_system FxGraphCache.load_with_key(key)
+        FxGraphCachePickler._reduce_fake_script_object(t)""",
     "torch._inductor.compile_fx": """
         compile_fx(inner_compile,config_patches,decompositions) compile_fx_inner
         fx_codegen_and_compile(gm)""",

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor.passes.check_mesh import _warn_of_no_shards
-from tests.support.graphs import attend_causal, attend_full, generate_code, recorded_lowering
-from tests.support.processes import run_python
-from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
+from tests.support.graphs import attend_causal, generate_code, recorded_lowering
+from tests.support.ranks import fake_rank, on_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
     assert_shards_close,
-    attend,
     attend_with_grads,
     make_qkv,
     on_mesh,
@@ -41,82 +37,9 @@ from tests.support.reference import (
 ROOT = Path(__file__).parents[2]
 
 
-def compile_and_check(
-    backend: str,
-    function: Callable[..., Tensor] = attend_causal,
-    *,
-    is_distributed: bool,
-    **shape: Any,
-) -> None:
-    """Hold a compiled attention and its gradients against float64, on this rank."""
-    rank, world_size, mesh = dist.get_rank(), dist.get_world_size(), world_mesh()
-    whole = make_qkv(5 * world_size, **shape)
-    options = None if is_distributed else {"mesh": mesh}
-    compiled = torch.compile(function, backend=backend, fullgraph=True, options=options)
-    if is_distributed:
-        given = on_mesh(whole, mesh, Shard(2))
-    else:
-        given = [shard(tensor, rank, world_size).contiguous() for tensor in whole]
-    found = with_grads(compiled, given)
-    expected = attend_with_grads(*whole, is_causal=function is attend_causal)
-    assert_shards_close(found, expected, whole[0].dtype)
-    with torch.no_grad():
-        inferred = compiled(*given[:3])
-    torch.testing.assert_close(inferred, found[0])
-
-
-def check_many(backend: str) -> None:
-    functions = (attend_causal, attend_full)
-    shapes: tuple[dict[str, Any], ...] = (
-        {"num_kv_heads": 2},
-        {"dtype": torch.bfloat16, "batch": 1},
-    )
-    ways = list(product((True, False), functions, shapes))
-    if backend == "cp_aot_eager" and dist.get_world_size() == 3:
-        ways = [ways[0], ways[3], ways[5], ways[6]]  # any two choices; all of them are long
-    for is_distributed, function, shape in ways:
-        torch._dynamo.reset()
-        compile_and_check(backend, function, is_distributed=is_distributed, **shape)
-    assert counters["cp_inductor"]["starts"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_aot_eager_numerics(world_size: int) -> None:
-    run_ranks(world_size, check_many, "cp_aot_eager")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_inductor_numerics(world_size: int) -> None:
-    run_ranks(world_size, check_many, "cp_inductor")
-
-
-def attend_checkpointed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return checkpoint(attend_causal, query.sin(), key, value, use_reentrant=False)
-
-
 def attend_under_autocast(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return attend_causal(query, key, value)
-
-
-def check_checkpointed(backend: str) -> None:
-    """Recomputed in the backward, the ring runs again, and the gradients are those of a whole."""
-    rank, world_size, mesh = dist.get_rank(), dist.get_world_size(), world_mesh()
-    whole = make_qkv(5 * world_size)
-    expected = with_grads(
-        lambda query, *others: attend(query.sin(), *others, is_causal=True),
-        (tensor.double() for tensor in whole),
-    )
-    options = {"mesh": mesh}
-    compiled = torch.compile(attend_checkpointed, backend=backend, options=options, fullgraph=True)
-    found = with_grads(compiled, (shard(t, rank, world_size).contiguous() for t in whole))
-    assert_shards_close(found, expected, torch.float32)
-
-
-def test_checkpointed_numerics() -> None:
-    run_ranks(2, check_checkpointed, "cp_aot_eager")
 
 
 def write_to_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -137,28 +60,16 @@ def write_to_a_view_of_the_key(query: Tensor, key: Tensor, value: Tensor) -> Ten
     return out * 2
 
 
+def attend_twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    first = attend_causal(query, key, value)
+    return attend_causal(first, key, value) * 2
+
+
 def write_to_what_is_attended_again(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     first = attend_causal(query, key, value)
     out = attend_causal(first, key, value)
     first.mul_(3)
     return out * 2
-
-
-def check_write_between(backend: str) -> None:
-    mesh = world_mesh()
-    whole = make_qkv(8)
-
-    def attend_twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        first = attend(query, key, value, is_causal=True)
-        return 2 * attend(first, key, value, is_causal=True)
-
-    expected = with_grads(attend_twice, (tensor.double() for tensor in whole))
-    run = torch.compile(write_to_what_is_attended_again, backend=backend, fullgraph=True)
-    assert_all_close(with_grads(run, on_mesh(whole, mesh, Shard(2))), expected, torch.float32)
-
-
-def test_what_one_attention_made_and_another_saved_is_saved_as_it_was() -> None:
-    run_ranks(2, check_write_between, "cp_aot_eager")
 
 
 def write_in_a_checkpoint(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -167,26 +78,22 @@ def write_in_a_checkpoint(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return out
 
 
-def check_writes(backend: str) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_what_is_written_to_in_place_is_saved_as_it_was() -> None:
     """What autograd counts of a DTensor it does not count of the local tensor that is saved."""
-    mesh = world_mesh()
-    whole = make_qkv(8)
-    out, *grads = attend_with_grads(*whole[:3], 2 * whole[3], is_causal=True)
-    for function in (
-        write_to_out,
-        write_to_query,
-        write_to_a_view_of_the_key,
-        write_in_a_checkpoint,
+    mesh, whole = world_mesh(), make_qkv(8)
+    wide = [tensor.double() for tensor in whole]
+    once = with_grads(lambda *qkv: attend_causal(*qkv) * 2, wide)
+    twice = with_grads(attend_twice, wide)
+    for function, expected in (
+        *((write_to_out, once), (write_to_query, once), (write_to_a_view_of_the_key, once)),
+        *((write_in_a_checkpoint, once), (write_to_what_is_attended_again, twice)),
     ):
         torch._dynamo.reset()
-        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        compiled = torch.compile(function, backend="cp_aot_eager", fullgraph=True)
         found = with_grads(compiled, on_mesh(whole, mesh, Shard(2)))
-        assert_all_close(found, (2 * out, *grads), torch.float32, function.__name__)
-
-
-@pytest.mark.slow
-def test_what_is_written_to_in_place_is_saved_as_it_was() -> None:
-    run_ranks(2, check_writes, "cp_aot_eager")
+        assert_all_close(found, expected, torch.float32, function.__name__)
 
 
 def write_behind(name: str, options: dict[str, Any] | None, mesh: DeviceMesh) -> str:
@@ -275,36 +182,6 @@ def test_autocast_numerics(is_distributed: bool) -> None:
     assert_shards_close([one.bfloat16() for one in found], expected, torch.bfloat16)
 
 
-@on_ranks(2)
-def test_disabled_computes_the_same() -> None:
-    with cp_inductor.config.patch(enabled=False):
-        for is_distributed in (True, False):
-            torch._dynamo.reset()
-            compile_and_check("cp_aot_eager", is_distributed=is_distributed)
-    assert "starts" not in counters["cp_inductor"]
-
-
-@pytest.mark.slow
-def test_flag_from_the_environment() -> None:
-    assert cp_inductor.config.enabled is True
-    code = (
-        "import cp_inductor; assert cp_inductor.config.enabled is False;"
-        "cp_inductor.config.enabled = True; assert cp_inductor.config.enabled is True"
-    )
-    run_python("-c", code, CP_INDUCTOR_ENABLED="0")
-
-
-@pytest.mark.slow
-def test_backends_are_found_by_entry_point() -> None:
-    code = (
-        "import sys, torch; backends = torch._dynamo.list_backends();"
-        "assert {'cp_inductor', 'cp_aot_eager'} <= set(backends), backends;"
-        "assert 'cp_inductor' not in sys.modules;"
-        "torch.compile(lambda x: x, backend='cp_inductor'); assert 'cp_inductor' in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
-
-
 class CountingPass(CustomGraphPass):
     """A pass of a user's, where ours is about to go."""
 
@@ -335,28 +212,6 @@ def test_hooks_of_the_user_still_run(where: str) -> None:
     assert hook.num_calls == 1
     assert "all_to_all_single" in code[0]
     assert torch._inductor.config.post_grad_custom_post_pass is None
-
-
-def test_inductor_options_and_mode_are_passed_on() -> None:
-    seen: dict[str, Any] = {}
-    original = cp_inductor.backend.compile.compile_fx_inner
-
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        seen.update(
-            epilogue=torch._inductor.config.epilogue_fusion,
-            autotune=torch._inductor.config.max_autotune,
-        )
-        return original(*args, **kwargs)
-
-    def run(**kwargs: Any) -> None:
-        with fake_rank(0, 1), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cp_inductor.backend.compile, "compile_fx_inner", spy)
-            torch.compile(torch.sin, backend="cp_inductor", **kwargs)(torch.ones(3))
-
-    run(options={"epilogue_fusion": False})
-    assert seen == {"epilogue": False, "autotune": False}
-    run(mode="max-autotune-no-cudagraphs")
-    assert seen == {"epilogue": True, "autotune": True}
 
 
 @pytest.mark.parametrize("backend", ["cp_aot_eager", "cp_inductor"])

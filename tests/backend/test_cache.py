@@ -31,27 +31,26 @@ from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.passes.settings import Settings
 from cp_inductor.sequence.count_labels import count_labels
 from tests.support.graphs import AttentionBlock
-from tests.support.processes import run_python
 from tests.support.ranks import fake_rank, run_ranks, stop_workers
 
 ROOT = Path(__file__).parents[2]
 
 
-def train_alone(is_distributed: bool) -> dict[str, int]:
+def train_alone(way: str) -> dict[str, int]:
     """Train in a process group of one's own."""
     dist.init_process_group("gloo")
-    found = train_once(is_distributed)
+    found = train_once(way)
     dist.destroy_process_group()
     return found
 
 
-def train_in(cache: Path, is_distributed: bool) -> dict[str, int]:
+def train_in(cache: Path, way: str) -> dict[str, int]:
     """Train in a folder of kernels."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    return train_once(is_distributed)
+    return train_once(way)
 
 
-def train_once(is_distributed: bool) -> dict[str, int]:
+def train_once(way: str) -> dict[str, int]:
     """Compile, run and check one step against the unsharded model; return what caches did."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
@@ -61,7 +60,14 @@ def train_once(is_distributed: bool) -> dict[str, int]:
     expected.square().sum().backward()
     expected_grads = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    if is_distributed:
+    if way == "parallelize":
+        cp_inductor.parallelize(model, mesh, seq_dims={"x": 1})
+        compiled = torch.compile(model, backend="cp_inductor", fullgraph=True)
+        out = compiled(x)
+        out.square().sum().backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        out = out.to_local()
+    elif way == "DTensors":
         model = distribute_module(model, mesh)
         compiled = torch.compile(model, backend="cp_inductor", fullgraph=True)
         out = compiled(distribute_tensor(x, mesh, [Shard(1)]))
@@ -88,9 +94,9 @@ def train_once(is_distributed: bool) -> dict[str, int]:
     }
 
 
-def launch(cache: Path, is_distributed: bool, port: int) -> list[dict[str, int]]:
+def launch(cache: Path, way: str, port: int) -> list[dict[str, int]]:
     """Run `train_alone` in two new processes that share a cache directory."""
-    code = f"from tests.backend.test_cache import train_alone; print(train_alone({is_distributed}))"
+    code = f"from tests.backend.test_cache import train_alone; print(train_alone({way!r}))"
     processes = []
     for rank in range(2):
         environment = {
@@ -129,15 +135,19 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_distributed", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, is_distributed: bool) -> None:
+@pytest.mark.parametrize(
+    "way",
+    ["parallelize"]
+    + [pytest.param(way, marks=pytest.mark.long) for way in ("DTensors", "plain shards")],
+)
+def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, way: str) -> None:
     # Ranks that have compiled nothing yet; and processes that hash strings otherwise.
     stop_workers()
-    cold_ranks = run_ranks(2, train_in, tmp_path, is_distributed)
+    cold_ranks = run_ranks(2, train_in, tmp_path, way)
     stop_workers()  # the folder of kernels is theirs
     for cold in cold_ranks:
         assert cold == {"fx_hit": 0, "fx_miss": 2, "aot_hit": 0, "aot_miss": 1}
-    for warm in launch(tmp_path, is_distributed, free_port()):
+    for warm in launch(tmp_path, way, free_port()):
         assert warm == {"fx_hit": 2, "fx_miss": 0, "aot_hit": 1, "aot_miss": 0}
 
 
@@ -192,12 +202,6 @@ def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.Mon
     monkeypatch.setattr(cp_inductor.backend.cache_key, "source_hash", lambda: "another source")
     keys.append(key_of())
     assert len(set(keys)) == len(keys)
-
-
-@pytest.mark.slow
-def test_the_key_is_stable_across_processes() -> None:
-    code = "from tests.backend.test_cache import key_of; print(key_of())"
-    assert run_python("-c", code, PYTHONHASHSEED="1") == key_of() + "\n"
 
 
 def test_the_source_of_every_pass_is_in_the_key(

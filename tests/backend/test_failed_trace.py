@@ -272,19 +272,6 @@ def test_a_mask_and_is_causal(mesh: DeviceMesh, dtype: torch.dtype) -> None:
         attend(local, local, local, attn_mask=mask, is_causal=True)
 
 
-def test_vmap_of_a_region_in_a_compiled_function(mesh: DeviceMesh) -> None:
-    q = torch.zeros(3, 2, 4, 16, 8)
-
-    def mapped(q: Tensor) -> Tensor:
-        return torch.vmap(lambda one: attend(one, one, one, is_causal=True))(q)
-
-    with (
-        pytest.raises(UnsupportedAttention, match=r"transform of torch\.func"),
-        context_parallel(mesh),
-    ):
-        compiled(mapped)(q)
-
-
 def test_branches_in_an_eager_region(mesh: DeviceMesh) -> None:
     q = torch.zeros(2, 4, 16, 8)
 

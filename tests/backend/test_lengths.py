@@ -5,22 +5,23 @@ More than 90 s of CPU with its long cases: each case compiles on every rank, up 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.testing import assert_close
 
+import cp_inductor
 from cp_inductor import UnsupportedAttention, prepared, reset
+from tests.support.graphs import attend_causal
 from tests.support.packed import (
     difference,
     in_documents,
@@ -29,8 +30,16 @@ from tests.support.packed import (
     shards_of,
     train_step,
 )
-from tests.support.ranks import fake_rank, run_ranks, world_mesh
-from tests.support.reference import full
+from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
+from tests.support.reference import (
+    assert_shards_close,
+    attend_with_grads,
+    full,
+    make_qkv,
+    on_mesh,
+    shard,
+    with_grads,
+)
 
 EVEN = (96, 180, 48, 306)
 UNEVEN = (97, 181, 49, 115)
@@ -90,22 +99,7 @@ def _train(name: str, layers: int, backend: str, lengths: tuple[int, ...]) -> tu
     return counters["stats"]["unique_graphs"], found["plans_prepared"]
 
 
-def test_logits_of_all_tokens_stay_shards() -> None:
-    """What transformers' models cut, x[:, slice(0, None)], is the whole dim, of whatever length."""
-    weight = torch.randn(5, 8, requires_grad=True)
-    project = torch.compile(
-        lambda x: F.linear(x[:, slice(0, None), :], weight), backend="cp_aot_eager", fullgraph=True
-    )
-    with fake_rank(0, 2), implicit_replication():
-        x = distribute_tensor(torch.randn(1, 96, 8), init_device_mesh("cpu", (2,)), [Shard(1)])
-        torch._dynamo.mark_dynamic(x, 1)
-        leaf = x.requires_grad_()
-        out = project(leaf)
-        out.sum().backward()
-        assert out.placements == leaf.grad.placements == (Shard(1),)
-
-
-# --- Masks that depend on the length ------------------------------------------------------------
+# --- One attention ------------------------------------------------------------------------------
 
 
 def before(least: int, query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
@@ -127,36 +121,135 @@ def unlike_at_some(query: Tensor, key: Tensor, value: Tensor, documents: Tensor)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
+def falling(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    """Attend in documents, with scores that fall with the distance, as in ALiBi.
+
+    Below autograd, where graphs run, `torch.tensor` is another op than above it.
+    """
+    place = torch.arange(query.shape[2], device=query.device)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=query.dtype, device=query.device)
+    bias = slopes[:, None, None] * (place[None] - place[:, None])
+    mask = (documents[:, None, :, None] == documents[:, None, None]) & (place <= place[:, None])
+    bias = bias.masked_fill(~mask, float("-inf"))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
+
+
+def across(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    """Attend within the keys, then from the queries to them, under the padding of the keys.
+
+    As an encoder-decoder does; its table is a DTensor whose shards differ in length.
+    """
+    mask = (documents % 3 < 2)[:, None, None]
+    key = F.scaled_dot_product_attention(key, key, value, attn_mask=mask)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    return attend_causal(query, key, value)
+
+
+def of_whole_length(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    """Read how long the whole is, as a mean does."""
+    return attend_causal(query, key, value) * (10 / query.shape[2])
+
+
+def attend_window(query: Any, key: Any, value: Any, documents: Any = None) -> Any:
+    place = torch.arange(query.shape[2])
+    mask = (place <= place[:, None]) & (place[:, None] < place + 5)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+Lengths = Sequence[int | tuple[int, int]]
+ONE_AXIS: tuple[tuple[str, Placement], ...] = (("cp", Shard(2)),)
+
+
+def _draw(length: int | tuple[int, int]) -> tuple[list[Tensor], Tensor]:
+    """Return query, key, value and a gradient, and documents of the keys."""
+    queries, keys = length if isinstance(length, tuple) else (length, length)
+    shapes = ((4, queries), (2, keys), (2, keys), (4, queries))
+    whole = [torch.randn(2, *shape, 8).double() for shape in shapes]
+    return whole, (torch.rand(2, keys) < 0.1).cumsum(-1)
+
+
 def _attend(
-    function: Callable[..., Tensor], lengths: tuple[int, ...]
+    function: Callable[..., Tensor],
+    lengths: Lengths,
+    axes: tuple[tuple[str, Placement], ...] = ONE_AXIS,
+    *,
+    is_marked: bool = True,
+    dynamic: bool | None = None,
+    of_replicas: tuple[Lengths, ...] = (),
 ) -> tuple[list[float | str], int]:
-    mesh = world_mesh()
-    compiled = torch.compile(function, backend="cp_aot_eager", fullgraph=True)
+    """Return how far off each length is, or why it was refused, and the number of graphs."""
+    names, placements = zip(*axes, strict=True)
+    mesh: DeviceMesh = world_mesh()
+    if of_replicas:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        lengths, mesh = of_replicas[both["dp"].get_local_rank()], both["cp"]
+    elif len(axes) == 2:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    # A table has the batch and the tokens of (batch, heads, tokens, features).
+    of_table = [{0: Shard(0), 1: Replicate(), 2: Shard(1)}[place.dim] for place in placements]
+    compiled = torch.compile(function, backend="cp_aot_eager", fullgraph=True, dynamic=dynamic)
     torch.manual_seed(7)
     found: list[float | str] = []
     for length in lengths:
-        whole = [torch.randn(1, heads, length, 8).double() for heads in (4, 2, 2, 4)]
-        documents = (torch.rand(1, length) < 0.1).cumsum(-1)
+        whole, table = _draw(length)
+        how = (mesh, placements, of_table)
         try:
-            found.append(difference(function, compiled, whole, [documents], mesh, is_dynamic=True))
+            found.append(difference(function, compiled, whole, [table], *how, is_dynamic=is_marked))
         except UnsupportedAttention as error:
             found.append(str(error))
     return found, counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
-def test_a_mask_that_is_another_beyond_some_length() -> None:
-    """If a mask differs at each length, each length has its graph; or else both sides."""
-    for found, num_graphs in run_ranks(2, _attend, partial(before, 10), (96, 180)):
-        assert max(found) < 1e-12
-        assert num_graphs == 2
-    lengths = (96, 180, 1000, 1002, 64)
-    for found, num_graphs in run_ranks(2, _attend, partial(before, 500), lengths):
-        assert max(found) < 1e-12
-        assert num_graphs == 2
+CHANGING = (24, 12, 15, 16)  # rank 0 holds 8 tokens of 15 and of 16, which look alike to Dynamo
+UNMARKED: dict[str, Any] = {"is_marked": False}
+# What attends, over which lengths, how, on how many ranks, and the number of graphs.
+ATTENTIONS = {
+    # If a mask differs at each length, each length has its graph; or else both sides.
+    "another mask at each length": (partial(before, 10), (96, 180), {}, 2, 2),
+    "another mask beyond one": (partial(before, 500), (96, 180, 1000, 1002, 64), {}, 2, 2),
+    "numbers of its own": (falling, (96, 180, 48), {}, 2, 1),
+    "queries of two lengths": (across, ((97, 65), (181, 65)), {}, 2, 1),
+    # By itself, Dynamo makes symbols from the second length on.
+    "unmarked": (causal, CHANGING, UNMARKED, 2, 3),
+    "unmarked, static": (causal, CHANGING, {"dynamic": False}, 2, 2),
+    "unmarked window": (attend_window, CHANGING, UNMARKED, 2, 4),
+    # Rank 0 holds 11 tokens of 21 and of 22; Dynamo by itself would not look at the whole.
+    "whole lengths": (of_whole_length, (21, 22, 21, 24, 23), {**UNMARKED, "dynamic": False}, 2, 4),
+    # The last of four ranks has one of 13 and of 10 tokens, none of 9, and none of 5.
+    "one token or none": (in_documents, (97, 13, 10, 9, 5, 181), {}, 4, 3),
+    **{
+        f"beside {names}": (in_documents, (96, 97, 180, 33), {"axes": axes}, 4, 2)
+        for names, axes in (
+            ("heads", (("cp", Shard(2)), ("tp", Shard(1)))),
+            ("heads in front", (("tp", Shard(1)), ("cp", Shard(2)))),
+            ("a batch", (("dp", Shard(0)), ("cp", Shard(2)))),
+        )
+    },
+    # One compiles while the other does not.
+    "replicas with lengths of their own": (
+        *(in_documents, (), {"of_replicas": ((96, 180, 97, 48), (97, 181, 33, 64))}),
+        *(4, 2),
+    ),
+}
+SHORT = ("unmarked", "whole lengths")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in ATTENTIONS],
+)
+def test_one_attention(name: str) -> None:
+    function, lengths, how, ranks, expected = ATTENTIONS[name]
+    for found, num_graphs in run_ranks(ranks, partial(_attend, **how), function, lengths):
+        assert max(found) < 1e-12
+        assert num_graphs == expected
+
+
+@pytest.mark.long
 def test_a_mask_that_is_another_at_a_length_between_is_refused() -> None:
     for found, num_graphs in run_ranks(2, _attend, unlike_at_some, (96, 196, 180)):
         right, refused, again = found
@@ -166,192 +259,149 @@ def test_a_mask_that_is_another_at_a_length_between_is_refused() -> None:
         assert num_graphs == 1
 
 
-def falling(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
-    """Attend in documents, with scores that fall with the distance, as in ALiBi."""
-    place = torch.arange(query.shape[2], device=query.device)
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=query.dtype, device=query.device)
-    bias = slopes[:, None, None] * (place[None] - place[:, None])
-    mask = (documents[:, None, :, None] == documents[:, None, None]) & (place <= place[:, None])
-    bias = bias.masked_fill(~mask, float("-inf"))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
-
-
-@pytest.mark.slow
-def test_a_mask_with_numbers_of_its_own_is_read_when_the_graph_runs() -> None:
-    """Below autograd, where graphs run, `torch.tensor` is another op than above it."""
-    for found, num_graphs in run_ranks(2, _attend, falling, (96, 180, 48)):
-        assert max(found) < 1e-12
-        assert num_graphs == 1
-
-
-# --- Other axes, and other orders ---------------------------------------------------------------
-
-
-def _begin(
-    compiled: Callable[..., Tensor], mesh: DeviceMesh, length: int, places: list[Any]
-) -> Callable[[], float]:
-    """Run the forward; return what runs the backward, and says how far off both are."""
-    query, grad_out = (torch.randn(2, 4, length, 8).double() for _ in range(2))
-    whole = [query, *(torch.randn(2, 2, length, 8).double() for _ in range(2))]
-    documents = (torch.rand(2, length) < 0.1).cumsum(-1)
-    leaves = [one.clone().requires_grad_() for one in whole]
-    expected = in_documents(*leaves, documents)
-    expected.backward(grad_out)
-    # A table has the batch and the tokens of (batch, heads, tokens, features).
-    of_table = [{0: Shard(0), 1: Replicate(), 2: Shard(1)}[place.dim] for place in places]
-    shards = [distribute_tensor(one, mesh, places).requires_grad_() for one in whole]
-    table = distribute_tensor(documents, mesh, of_table)
-    for one in shards:
-        torch._dynamo.maybe_mark_dynamic(one, 2)
-    torch._dynamo.maybe_mark_dynamic(table, 1)
-    with implicit_replication():
-        out = compiled(*shards, table)
-    assert isinstance(out, DTensor) and list(out.placements) == places
-
-    def end() -> float:
-        out.backward(distribute_tensor(grad_out, mesh, places))
-        pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(shards, leaves, strict=True))]
-        return max(float((full(a) - b).abs().max()) for a, b in pairs)
-
-    return end
-
-
-def _end_in_order(lengths: tuple[int, ...], order: tuple[int, ...]) -> tuple[float, int]:
-    mesh = world_mesh()
+def _end_in_another_order() -> tuple[float, int]:
+    mesh, given = world_mesh(), [_draw(length) for length in (96, 180, 48)]
     compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
-    ends = [_begin(compiled, mesh, length, [Shard(2)]) for length in lengths]
-    worst = max(ends[place]() for place in order)
+    begun = []
+    for whole, documents in given:
+        *shards, grad = on_mesh(whole, mesh, Shard(2))
+        table = distribute_tensor(documents, mesh, [Shard(1)])
+        for tensor, dim in (*((one.requires_grad_(), 2) for one in shards), (table, 1)):
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        with implicit_replication():
+            begun.append((compiled(*shards, table), shards, grad))
+    worst = 0.0
+    for place in (2, 0, 1):
+        whole, documents = given[place]
+        out, shards, grad = begun[place]
+        expected = with_grads(partial(in_documents, documents=documents), whole)
+        found = (out.detach(), *torch.autograd.grad(out, shards, grad))
+        errors = (full(a) - b for a, b in zip(found, expected, strict=True))
+        worst = max(worst, *(float(error.abs().max()) for error in errors))
     return worst, counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_backwards_in_another_order_than_forwards() -> None:
     """As where gradients are accumulated, and losses are summed up before the backward."""
-    for worst, num_graphs in run_ranks(2, _end_in_order, (96, 180, 48), (2, 0, 1)):
+    for worst, num_graphs in run_ranks(2, _end_in_another_order):
         assert worst < 1e-12
         assert num_graphs == 1
 
 
-def _attend_beside(names: tuple[str, str], places: list[Any]) -> tuple[float, int]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
-    worst = max(_begin(compiled, mesh, length, places)() for length in (96, 97, 180, 33))
-    return worst, counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("names", "places"),
-    [
-        (("cp", "tp"), [Shard(2), Shard(1)]),
-        (("tp", "cp"), [Shard(1), Shard(2)]),
-        (("dp", "cp"), [Shard(0), Shard(2)]),
-    ],
-)
-def test_lengths_beside_another_axis(names: tuple[str, str], places: list[Any]) -> None:
-    for worst, num_graphs in run_ranks(4, _attend_beside, names, places):
-        assert worst < 1e-12
-        assert num_graphs == 2
-
-
-def _attend_in_replicas(of_replicas: tuple[tuple[int, ...], ...]) -> tuple[float, int]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    lengths = of_replicas[mesh["dp"].get_local_rank()]
-    compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
-    worst = max(_begin(compiled, mesh["cp"], length, [Shard(2)])() for length in lengths)
-    dist.barrier()
-    return worst, counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.long
-def test_replicas_with_lengths_of_their_own() -> None:
-    """One compiles while the other does not."""
-    found = run_ranks(4, _attend_in_replicas, ((96, 180, 97, 48), (97, 181, 33, 64)))
-    assert all(worst < 1e-12 and num_graphs == 2 for worst, num_graphs in found)
-
-
-def _attend_where_one_has_least(lengths: tuple[int, ...]) -> float:
+def _attend_plain(backend: str) -> int:
     mesh = world_mesh()
-    compiled = torch.compile(in_documents, backend="cp_aot_eager", fullgraph=True)
-    return max(_begin(compiled, mesh, length, [Shard(2)])() for length in lengths)
+    run = torch.compile(attend_causal, backend=backend, fullgraph=True, options={"mesh": mesh})
 
+    def marked(*leaves: Tensor) -> Tensor:
+        for leaf in leaves:
+            torch._dynamo.mark_dynamic(leaf, 2)
+        return run(*leaves)
 
-@pytest.mark.long
-def test_one_rank_alone_holds_one_token_or_none() -> None:
-    """The last of four ranks has one of 13 and of 10 tokens, none of 9, and none of 5."""
-    assert max(run_ranks(4, _attend_where_one_has_least, (97, 13, 10, 9, 5, 181))) < 1e-12
-
-
-# --- Two lengths ----------------------------------------------------------------------------------
-
-
-def across(query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> Tensor:
-    """Attend within the keys, then from the queries to them, under the padding of the keys."""
-    mask = padding[:, None, None]
-    key = F.scaled_dot_product_attention(key, key, value, attn_mask=mask)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-
-
-def _attend_across(lengths: tuple[tuple[int, int], ...]) -> tuple[float, int]:
-    mesh = world_mesh()
-    compiled = torch.compile(across, backend="cp_aot_eager", fullgraph=True)
-    torch.manual_seed(7)
-    worst = 0.0
-    for num_queries, num_keys in lengths:
-        lengths_of = (num_queries, num_keys, num_keys, num_queries)
-        whole = [torch.randn(1, 2, length, 8).double() for length in lengths_of]
-        padding = torch.rand(1, num_keys) < 0.7
-        found = difference(across, compiled, whole, [padding], mesh, is_dynamic=True)
-        worst = max(worst, found)
-    return worst, counters["stats"]["unique_graphs"]
+    for length in (32, 40, 64, 122):
+        whole = make_qkv(length, batch=1, num_heads=2, head_dim=16)
+        found = with_grads(marked, (shard(t, mesh.get_rank(), 2).contiguous() for t in whole))
+        expected = attend_with_grads(*whole, is_causal=True)
+        assert_shards_close(found, expected, torch.float32, str(length))
+    return counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.slow
-def test_a_mask_of_the_keys_serves_queries_of_two_lengths() -> None:
-    """As an encoder-decoder's does; its table is a DTensor whose shards differ in length."""
-    for worst, num_graphs in run_ranks(2, _attend_across, ((97, 65), (181, 65))):
-        assert worst < 1e-12
-        assert num_graphs == 1
+@pytest.mark.parametrize(
+    "backend", ["cp_aot_eager", pytest.param("cp_inductor", marks=pytest.mark.long)]
+)
+def test_one_graph_for_lengths_of_plain_shards(backend: str) -> None:
+    assert run_ranks(2, _attend_plain, backend) == [1, 1]
 
 
-# --- What DTensor chooses is remembered -----------------------------------------------------------
+@on_ranks(2)
+def test_a_length_that_does_not_divide_is_still_refused() -> None:
+    compiled = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
+    for length in (12, 14, 15):
+        tensors = on_mesh(make_qkv(length)[:3], world_mesh(), Shard(2))
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, 2)
+        if length % 2:
+            with pytest.raises(cp_inductor.UnevenSequence, match="length"):
+                compiled(*tensors)
+        else:
+            compiled(*tensors)
 
 
-def _count_choices(monkeypatch: pytest.MonkeyPatch, function: Callable[[Tensor], Tensor]) -> int:
-    """Compile a function of 97 tokens whose number is a symbol; return what DTensor chose anew."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    cls, name = type(propagator), "propagate_op_sharding_non_cached"
-    choose, chosen = getattr(cls, name), []
+@pytest.mark.parametrize("attend", [attend_causal, attend_window])
+def test_a_symbol_that_became_a_number_is_guarded(attend: Any) -> None:
+    """Rank 0 holds 8 of 15 and of 16 tokens; torch guards local sizes that became numbers."""
 
-    def count(self: Any, schema: Any) -> Any:
-        chosen.append(str(schema))
-        return choose(self, schema)
+    def embed_and_attend(table: Any, ids: Any) -> Any:
+        heads = F.embedding(ids, table)[:, None]
+        return attend(heads, heads, heads)
 
-    monkeypatch.setattr(cls, name, count)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    torch._dynamo.reset()
-    local = torch.linspace(-1, 1, 49 * 4).view(1, 49, 4)
-    states = DTensor.from_local(local, mesh, [Shard(1)], shape=(1, 97, 4), stride=(388, 4, 1))
-    torch._dynamo.mark_dynamic(states, 1)
-    compiled = torch.compile(function, backend="cp_aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(states).to_local(), function(local))
-    assert name not in vars(propagator), "DTensor chooses by itself when the compile is over"
-    return sum("s" in one.partition("(")[2] for one in chosen)
-
-
-def _layers(number: int, states: Tensor) -> Tensor:
-    for _ in range(number):
-        states = (states.view(1, -1, 2, 2).transpose(1, 2) * 2).sin().transpose(1, 2).flatten(2)
-    return states
+    with fake_mesh(0, 2) as mesh:
+        table = distribute_tensor(torch.zeros(4, 8), mesh, [Replicate()])
+        compiled = torch.compile(
+            embed_and_attend, backend="cp_aot_eager", fullgraph=True, dynamic=False
+        )
+        for length in (12, 15, 16):
+            ids = torch.zeros(1, length, dtype=torch.int64)
+            shards = distribute_tensor(ids, mesh, [Shard(1)])
+            torch._dynamo.maybe_mark_dynamic(shards, 1)
+            with implicit_replication():
+                assert compiled(table, shards).shape == (1, 1, length, 8)
 
 
-def test_what_dtensor_chose_is_remembered_within_a_compile(
-    monkeypatch: pytest.MonkeyPatch,
+# --- Behind a layer -----------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """Attention behind a linear layer, which flattens the batch and the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.project(x).unflatten(-1, (2, 12)).transpose(1, 2)
+        return F.scaled_dot_product_attention(*heads.chunk(3, -1), is_causal=True)
+
+
+def check_batches(is_marked: bool, lengths: tuple[int, ...]) -> int:
+    mesh = world_mesh()
+    whole = Heads().double()
+    model = cp_inductor.parallelize(Heads().double(), mesh)
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True)
+    for length in lengths:
+        x = torch.randn(3, length, 8, dtype=torch.float64)
+        expected = whole(x)
+        expected.square().sum().backward()
+        own = distribute_tensor(x, mesh, [Shard(1)])
+        if is_marked:
+            torch._dynamo.mark_dynamic(own, 1)
+        with implicit_replication():
+            out = compiled(own)
+        torch.testing.assert_close(out.full_tensor(), expected)
+        out.square().sum().backward()
+        for weight, reference in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(weight.grad, reference.grad)
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("is_marked", "lengths", "num_graphs"),
+    [
+        (True, (12, 16, 20), 1),
+        # One for 12 tokens, one for all that divide, and one for 15.
+        (False, (12, 16, 15, 20), 3),
+    ],
+)
+def test_batches_of_several_sequences(
+    is_marked: bool, lengths: tuple[int, ...], num_graphs: int
 ) -> None:
-    """The second and all further layers ask what the first did, but for strides of its input."""
-    with fake_rank(0, 2):
-        two, five = (_count_choices(monkeypatch, partial(_layers, number)) for number in (2, 5))
-    assert two == five
+    assert run_ranks(2, check_batches, is_marked, lengths) == [num_graphs] * 2
+
+
+# --- What DTensor chooses is remembered within a compile ------------------------------------------
 
 
 def _zeros(states: Tensor) -> Tensor:
@@ -360,8 +410,14 @@ def _zeros(states: Tensor) -> Tensor:
     return torch.copysign(torch.ones_like(states), states.new_full(states.shape, -0.0)) + positive
 
 
-def test_numbers_that_are_equal_are_not_taken_for_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with fake_rank(0, 2):
-        _count_choices(monkeypatch, _zeros)
+def test_numbers_that_are_equal_are_not_taken_for_each_other() -> None:
+    with fake_mesh(0, 2) as mesh:
+        local = torch.linspace(-1, 1, 49 * 4).view(1, 49, 4)
+        states = DTensor.from_local(local, mesh, [Shard(1)], shape=(1, 97, 4), stride=(388, 4, 1))
+        torch._dynamo.mark_dynamic(states, 1)
+        compiled = torch.compile(_zeros, backend="cp_aot_eager", fullgraph=True)
+        assert_close(compiled(states).to_local(), _zeros(local))
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    assert "propagate_op_sharding_non_cached" not in vars(propagator), (
+        "chosen by us after a compile"
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from torch.fx.experimental import proxy_tensor
 import cp_inductor
 from cp_inductor import CPError
 from cp_inductor.backend import cp_aot_eager
-from cp_inductor.torch_private.traces import innermost_backend, traces
+from cp_inductor.torch_private.traces import traces
 from tests.support.ranks import fake_mesh
 
 OURS, TORCHS = "cp_aot_eager", "aot_eager"
@@ -199,18 +198,6 @@ def test_another_thread_is_not_in_our_compile(mesh: DeviceMesh) -> None:
         thread.start()
         thread.join()
     assert results == [(False, (Shard(2),))]
-
-
-class Holder:
-    def backend(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        raise NotImplementedError
-
-
-def test_what_is_wrapped_around_a_backend() -> None:
-    wrapper = torch._TorchCompileWrapper(partial(cp_aot_eager, options={}), None, None, None)
-    assert innermost_backend(wrapper) is cp_aot_eager
-    assert innermost_backend(Holder().backend) is Holder.backend
-    assert innermost_backend(3) == 3
 
 
 def test_a_backend_that_calls_ours() -> None:

@@ -15,10 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.testing import FileCheck
 
 from cp_inductor import CrossCompiled, cross_compile, flex_gradients_on_cpu, plan_attention
 from cp_inductor.plan import Mask
-from tests.support.wrapper import START, TILE, TILE_BACKWARD, WAIT, Wrapper
+from tests.support.packed import in_documents
+from tests.support.wrapper import TILE, TILE_BACKWARD, Wrapper
 
 pytest.importorskip("triton")
 
@@ -143,16 +145,6 @@ def test_a_template_for_each_tile_under_a_mask(mask: str, rank: int, world_size:
         assert not any(len(s) > 1 and min(s[-2:]) >= TOKENS // 2 for s in shapes)
 
 
-def test_exchanges_start_before_the_tiles_that_hide_them() -> None:
-    lines = Wrapper.read(code_of(2, 4, "packed").code["forward"]).lines
-    order = [
-        "start" if START in line else "wait" if WAIT in line else "tile"
-        for line in lines
-        if START in line or WAIT in line or line.startswith("triton_tem")
-    ]
-    assert order.index("start") < order.index("tile") < len(order) - 1 - order[::-1].index("wait")
-
-
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_90", "cuda:sm_100"])
@@ -196,3 +188,35 @@ def test_kernel_options_are_carried_to_the_templates() -> None:
         assert "BLOCK_N1 : tl.constexpr = 16" in source
     for source in (*sources["forward"], *sources["backward"]):
         assert "ROWS_GUARANTEED_SAFE : tl.constexpr = False" in source
+
+
+# --- Heads that are too short for flex attention ------------------------------------------------
+
+
+LENGTH = 1024
+
+
+def short_heads(mesh: DeviceMesh) -> list[Any]:
+    whole = torch.zeros(1, 4, LENGTH, 8, dtype=torch.bfloat16)
+    heads = [distribute_tensor(whole, mesh, [Shard(2)]).requires_grad_() for _ in range(3)]
+    ids = torch.zeros(1, LENGTH, dtype=torch.long)
+    return [*heads, distribute_tensor(ids, mesh, [Shard(1)])]
+
+
+def test_masks_of_short_heads_are_fused() -> None:
+    """The mask of a tile is one kernel of the tile's size, from indices."""
+    with implicit_replication():
+        compiled = cross_compile(in_documents, short_heads, world_size=4, rank=1)
+    for name, op in (
+        ("forward", "_scaled_dot_product_efficient_attention.default("),
+        ("backward", "_scaled_dot_product_efficient_attention_backward.default("),
+    ):
+        code = compiled.code[name]
+        # Indices compared, documents compared, and what is added to the scores: in one kernel.
+        check = FileCheck().check("async_compile.triton(").check(" <= ").check(" == ")
+        check.check("tl.where(").check("tl.store(").check("def call(").check(op).run(code)
+        # The bias has a row for each of the rank's queries, and no more.
+        shapes = re.findall(r"empty_strided_cuda\(\(([\d, ]+)\)", code)
+        sizes = [[int(size) for size in shape.split(",") if size.strip()] for shape in shapes]
+        assert [1, 1 if name == "forward" else 4, LENGTH // 4, LENGTH // 4] in sizes
+        assert max(torch.Size(size).numel() for size in sizes) < LENGTH * LENGTH

@@ -82,19 +82,3 @@ def test_kernels_are_few(case: tuple[str, int, int]) -> None:
     assert 0 < len(found["forward"]) <= forward
     assert 0 < len(found["backward"]) <= backward
     assert sum(one.moved for kind in found for one in found[kind]) <= megabytes * 1e6
-
-
-@pytest.mark.long
-def test_what_ranks_share_the_heads_of_is_put_together_once() -> None:
-    """Each of out, lse, dq, dk and dv is written by one kernel, and each message by one."""
-    found = launches("heads")
-    rows = HEADS * TOKENS * HEAD_DIM * 2
-    numbers = HEADS * TOKENS * 4
-    written = [one.written for one in found["forward"]]
-    assert written.count(rows) == written.count(numbers) == 1
-    assert [one.written for one in found["backward"]].count(rows) == 3
-    num_stages = code_of("heads").code["forward"].count("_flash_attention.default(")
-    # Forward: two messages for each stage, and two results. Backward: besides, delta, what stands
-    # in for out in each stage, and three results.
-    assert len(found["forward"]) == 2 * num_stages + 2
-    assert len(found["backward"]) == 3 * num_stages + 4

@@ -1,4 +1,4 @@
-"""The Triton code of every rank: order, flags and number of tiles, and one fused combine.
+"""The Triton and C++ code of ranks: order, flags and number of tiles, and one fused combine.
 
 What must be in the code is read from the plan, which knows nothing of graphs: its program is
 turned into the sequence of starts, tiles and waits here, independently of what executes it.
@@ -11,12 +11,12 @@ from functools import cache
 
 import pytest
 import torch
-from torch.testing import FileCheck
 
 from cp_inductor import CrossCompiled, Plan, cross_compile, plan_attention
+from cp_inductor.passes.pipeline import PostGrad
 from cp_inductor.plan import Mask
 from tests.support.graphs import attend_causal, attend_full
-from tests.support.wrapper import START, TILE, TILE_BACKWARD, WAIT, Wrapper, causal_flags
+from tests.support.wrapper import START, TILE, Wrapper, causal_flags
 
 pytest.importorskip("triton")
 
@@ -27,7 +27,14 @@ WORLDS = [(rank, world_size) for world_size in (2, 4) for rank in range(world_si
 
 @cache
 def code_of(
-    rank: int, world_size: int, mask: str, kv_heads: int, *, is_training: bool, strategy: str
+    rank: int,
+    world_size: int,
+    mask: str,
+    kv_heads: int,
+    *,
+    is_training: bool,
+    strategy: str,
+    target: str = "cuda:sm_90",
 ) -> CrossCompiled:
     shape = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": is_training}
     query = torch.empty(1, HEADS, TOKENS, HEAD_DIM, **shape)
@@ -37,6 +44,7 @@ def code_of(
         (query, key, key),
         world_size=world_size,
         rank=rank,
+        target=target,
         options={"strategy": strategy, "schedule": "local"},
     )
 
@@ -68,16 +76,9 @@ def expected_order(plan: Plan, rank: int) -> list[str]:
 
 
 def check(plan: Plan, rank: int, code: str) -> Wrapper:
-    """Check what holds for every direction, rank and strategy."""
+    """Check what holds for every direction, rank, strategy and target."""
     wrapper = Wrapper.read(code)
-    tile = TILE if plan.direction.value == "forward" else TILE_BACKWARD
-    names = {"start": START, "wait": WAIT, "tile": tile}
-    order = expected_order(plan, rank)
-    assert wrapper.order == order
-    checked = FileCheck().check("def call(")
-    for word in order:
-        checked = checked.check(names[word])
-    checked.run(code)
+    assert wrapper.order == expected_order(plan, rank)
     tiles = [tile for stage in plan.program(rank) for tile in stage.tiles]
     assert causal_flags(wrapper) == [tile.mask is Mask.CAUSAL for tile in tiles]
     check_waits(wrapper)
@@ -105,7 +106,7 @@ def check_packs(wrapper: Wrapper) -> None:
     for start in wrapper.of("start"):
         (sent, *_) = (wrapper.root(name) for name in re.findall(r"\bbuf\d+", start.arguments))
         line = next(n for n, text in enumerate(wrapper.lines) if text.startswith(f"{sent} = "))
-        if "empty_strided_cuda((0, )" in wrapper.lines[line]:
+        if re.search(r"empty_strided_\w+\(\(0, \)", wrapper.lines[line]):
             continue  # this rank has nothing to give
         writers = [kernel.line for kernel in wrapper.readers(sent)]
         writers += [wait.line for wait in wrapper.of("wait") if f"{sent})" in wait.arguments]
@@ -153,6 +154,23 @@ def check_key_gradients(wrapper: Wrapper) -> None:
             assert len(wrapper.readers(gradient)) <= 1
 
 
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_ring_in_cpp(mask: str) -> None:
+    plan, how = plan_of(3, mask, HEADS, "ring"), {"strategy": "ring", "target": "cpu"}
+    trained = code_of(2, 3, mask, HEADS, is_training=True, **how).code
+    check(plan, 2, trained["forward"])
+    check(plan.backward(), 2, trained["backward"])
+    check(plan, 2, code_of(2, 3, mask, HEADS, is_training=False, **how).code["inference"])
+
+
+def test_without_the_pin_the_order_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pin_order is for: the day Inductor keeps the order by itself, it can go."""
+    monkeypatch.setattr(PostGrad, "__call__", lambda self, graph: None)
+    how = {"is_training": False, "strategy": "ring", "target": "cpu"}
+    code = code_of.__wrapped__(2, 3, "causal", 1, **how).code["inference"]
+    assert Wrapper.read(code).order != expected_order(plan_of(3, "causal", 1, "ring"), 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["blocks", "heads", "allgather"])
 @pytest.mark.parametrize(
@@ -163,19 +181,6 @@ def test_other_strategies(rank: int, world_size: int, strategy: str) -> None:
     compiled = code_of(rank, world_size, "causal", HEADS, is_training=True, strategy=strategy)
     check(plan, rank, compiled.code["forward"])
     check(plan.backward(), rank, compiled.code["backward"])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("rank", "mask", "kv_heads"), [(0, "full", 4), (517, "causal", 2), (1023, "causal", 4)]
-)
-def test_large_worlds(rank: int, mask: str, kv_heads: int) -> None:
-    world_size = 1024
-    plan = plan_of(world_size, mask, kv_heads, "blocks")
-    trained = code_of(rank, world_size, mask, kv_heads, is_training=True, strategy="blocks")
-    wrapper = check(plan, rank, trained.code["forward"])
-    check(plan.backward(), rank, trained.code["backward"])
-    assert len(wrapper.of("start")) <= 8
 
 
 def test_what_is_checked_can_fail() -> None:
@@ -202,15 +207,3 @@ def test_what_is_checked_can_fail() -> None:
     text = next(line for line in lines if f"{combine.kind}.run(" in line)
     with pytest.raises((AssertionError, ValueError)):
         check_one_reader(Wrapper.read(code.replace(text, text * 2)), 0)
-
-
-def test_both_directions_of_a_tensor(recwarn: pytest.WarningsRecorder) -> None:
-    """Code is generated without a warning, and twice alike but for torch's count of graphs."""
-
-    def generate() -> list[str]:
-        code_of.cache_clear()
-        code = code_of(1, 2, "causal", 4, is_training=True, strategy="ring").code
-        return [re.sub(r"# AOT ID: \['\d+_", "", text) for text in code.values()]
-
-    assert generate() == generate()
-    assert not recwarn.list

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from cp_inductor.dtensor import machines
 from cp_inductor.dtensor.axis import SequenceAxis
-from cp_inductor.dtensor.machines import machine_of, machine_text
+from cp_inductor.dtensor.machines import machine_of
 from cp_inductor.plan.machine import Machine
 from tests.support.ranks import fake_rank
 
@@ -88,8 +88,3 @@ def test_hosts_tell_nodes(
             found = find(device, capability, "gloo", hosts)
         assert found == (text or f"{cpu.partition('x')[0]}xh100:nvlink4 x ib400")
         assert [("not host by host" in str(one.message)) for one in said] == [True] * is_warned
-
-
-def test_nothing_said_is_what_is_known() -> None:
-    assert machine_text("auto", site="a test") == "auto"
-    assert machine_text("", site="a test") == ""

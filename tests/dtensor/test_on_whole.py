@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
@@ -57,6 +58,22 @@ def test_the_sequence_stays_sharded() -> None:
             result = compute()
             result.sum().backward()
             assert result.placements == x.grad.placements == (Shard(1),), result
+        # Complex numbers, also of what is broadcast and has the sequence in another dim.
+        numbers, whole = x.detach(), inputs()[0]
+        for op in (torch.polar, torch.complex):
+            for made, expected in (
+                (op(numbers, numbers * 2), op(whole, whole * 2)),
+                (op(numbers, numbers[0]), op(whole, whole[:1].expand_as(whole))),
+            ):
+                assert made.placements == (Shard(1),)
+                assert torch.equal(made.full_tensor(), expected)
+        # What accumulates along the sequence moves once, and little.
+        for op in (torch.cumsum, torch.logcumsumexp, torch.cumprod):
+            with CommDebugMode() as counted:
+                assert op(x, 1).placements == (Shard(1),)
+            assert counted.get_total_counts() == 1, op
+        for result in (*x.cummax(1), *x.cummin(1)):
+            assert result.placements == (Shard(1),)
         # A result of the shape of the tokens is sharded as they are.
         scattered = x.masked_scatter(mask[..., None].expand_as(x), rows(6, 8))
         assert scattered.placements == (Shard(1),)

@@ -14,10 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cp_inductor import cross_compile
 from cp_inductor.dtensor.rules.own_parts import parts_as_data
 from cp_inductor.ops.first_of_part import FIRST_OF_PART
-from tests.support.graphs import text_of
 from tests.support.packed import in_documents
 from tests.support.ranks import fake_rank, run_ranks, world_mesh
 
@@ -68,30 +66,6 @@ def test_parts_are_those_of_dtensor(
     assert torch.equal(found, expected)
     assert found.stride() == expected.stride()
     assert bool(traced.graph.find_nodes(op="call_function", target=FIRST_OF_PART)) == is_data
-
-
-@pytest.mark.parametrize(
-    "view", [lambda t: t.t(), lambda t: t[:, ::2], lambda t: t.expand(3, 4, 4)]
-)
-def test_parts_of_views_have_the_strides_of_dtensor(view: Any) -> None:
-    tensor = view(torch.arange(16).view(4, 4))
-    with fake_rank(1, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        expected = take_part(tensor, mesh, 1)
-        with parts_as_data():
-            found = make_fx(lambda t: take_part(t, mesh, 1))(tensor)(tensor)
-    assert torch.equal(found, expected)
-    assert found.stride() == expected.stride()
-
-
-def test_parts_along_an_axis_of_a_mesh() -> None:
-    tensor = torch.arange(24).view(4, 6)
-    for rank in range(4):
-        with fake_rank(rank, 4):
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-            with parts_as_data():
-                traced = make_fx(partial(take_part, mesh=mesh, dim=1))(tensor)
-            assert torch.equal(traced(tensor), tensor.chunk(2, 1)[rank % 2])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -146,35 +120,3 @@ def _train(length: int) -> float:
             found = result.full_tensor() if isinstance(result, DTensor) else result
             worst = max(worst, (found - right).abs().max().item())
     return worst
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param("cpu", marks=pytest.mark.slow),
-        pytest.param("cuda:sm_90", marks=pytest.mark.long),
-    ],
-)
-def test_the_code_of_all_ranks_is_one(target: str) -> None:
-    if target != "cpu":
-        pytest.importorskip("triton")
-
-    def arguments(mesh: Any) -> list[Tensor]:
-        meta = {"device": "meta", "dtype": torch.bfloat16}
-        tokens = [
-            distribute_tensor(torch.empty(1, n, 512, 64, **meta), mesh, [Shard(2)])
-            for n in (4, 2, 2)
-        ]
-        numbers = torch.empty(1, 512, dtype=torch.int64, device="meta")
-        scale = torch.empty(1, 512, 1, **meta)
-        wholes = [distribute_tensor(t, mesh, [Replicate()]) for t in (numbers, numbers, scale)]
-        return [t.requires_grad_(t.is_floating_point()) for t in (*tokens, *wholes)]
-
-    with implicit_replication():
-        codes = [
-            cross_compile(loss_of, arguments, world_size=4, rank=rank, target=target).code
-            for rank in (0, 3)
-        ]
-    assert set(codes[0]) == {"forward", "backward"}
-    assert "first_of_part" in codes[0]["forward"]
-    assert text_of(dict(codes[0])) == text_of(dict(codes[1]))

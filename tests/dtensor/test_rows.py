@@ -86,6 +86,15 @@ F.glu(x.mean(1)).square().sum()   F.glu(x[0].T @ x[0]).square().sum()   x.var(1)
 (x[0].T @ x[0])[:4].masked_fill(x[0, :4] > 0, 2.0).square().sum()
 x.sum([], keepdim=True).square().sum()
 """
+# What accumulates along the sequence, also of equal elements and of what is no number; it stays
+# sharded, says tests/dtensor/test_on_whole.py.
+ALONG = """
+weigh(x.cumsum(1))   weigh(x.logcumsumexp(1))   weigh(x.cumprod(1))   weigh(b.ids.cumsum(-1))
+weigh(b.keep.cumsum(-1))   weigh(b.ids.cumsum(0, dtype=torch.int32))
+y, i = x.cummax(1); weigh(y) + weigh(i)   y, i = x.round().cummin(1); weigh(y) + weigh(i)
+y = x.where(x < 1, torch.nan); weigh(y.cumsum(1).nan_to_num())
+y = x.where(x < 1, torch.nan); y, i = y.cummax(1); weigh(y.nan_to_num()) + weigh(i)
+"""
 # Losses that torch makes of other ops, which DTensor would take as they are under inference_mode.
 LOSSES = """
 F.cross_entropy(m.head(x).mT, b.answers)   F.nll_loss(m.head(x).log_softmax(-1).mT, b.answers)
@@ -129,6 +138,12 @@ y = x.sin(); for i in range(0, $n, 8): y[:, i] = y[:, i - 1] * 2; \
 torch._foreach_mul_([y[:, 2:5], y[:, 9]], 2.0); weigh(y)
 i = (x > 0).long(); i[:, 1:] = i[:, :-1].clone(); i[:, 0] = 7; weigh(x * i)
 y = x.roll(1, 1); y[:, 0] = 0; z = x.cumsum(1).roll(2, 1); z[:, :3].mul_(2); weigh(x + y + z)
+y = x.sin(); y.transpose(1, 2)[..., 4].zero_(); y.flatten(0, 1)[5:40].mul_(2); \
+y.view(*y.shape[:2], 4, -1)[:, 5:, 1].zero_(); y.diagonal(dim1=1, dim2=2).zero_(); weigh(y)
+y = x.sin(); y[:, 0] = 3.0; y[:, 5:7] = 0; y[..., 2] = 1; y[:, ::3] = 0; y[:, -2] = 1; \
+y[:, 5:5] = 1; y[:, 40:] = 2; weigh(y)
+y = x.sin(); z = y[:, 2:30]; u = z[:, 3:9]; v = y[:, 4:6]; u.mul_(3); s = [y[:, 0:2], y]; \
+s[0] += 1; w = y * 2; y[:, 6] = 0; weigh(torch.cat([z, v, y, u, w, s[0]], 1))
 """
 
 
@@ -221,6 +236,11 @@ def test_code_of_inductor_reads_the_number_of_the_whole() -> None:
 
 
 @pytest.mark.slow
+def test_accumulating_along_a_sharded_dim() -> None:
+    assert_right(rows(ALONG), "eager", *of_lengths(4, 9, 11, ranks=3))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["eager", "aot"])
 def test_what_is_reduced_may_be_reduced_again(way: str) -> None:
     assert_right(rows(REDUCED), way, *of_lengths(*EVEN_AND_ODD))
@@ -249,8 +269,14 @@ def test_gradients_are_written_to_as_wholes(ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_writes_to_parts_and_views() -> None:
-    assert_right(rows(WRITES), "aot", *of_lengths(33))
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_writes_to_parts_and_views(ranks: int) -> None:
+    assert_right(rows(WRITES), "aot", *of_lengths(33, ranks=ranks))
     step = "y = x.sin(); y[:, 1:] = x[:, :-1]; m.attend(y)"
-    how: dict[str, Any] = {"lengths": (33,), "is_whole": True}
+    how: dict[str, Any] = {"lengths": (33,), "is_whole": True, "ranks": ranks}
     assert judge([Program(0, "aot", (step,), mode="checkpoint", **how)]) == {}
+
+
+@pytest.mark.long
+def test_writes_through_inductor() -> None:
+    assert_right(rows(WRITES)[-3:], "inductor", *of_lengths(33))

@@ -137,11 +137,6 @@ def test_a_causal_tile_computes_whole_blocks() -> None:
     assert price.model_flops == 3 * half
 
 
-def test_what_is_small_takes_the_time_of_its_bytes() -> None:
-    price = priced(lambda x, w: x @ w, (1, 1000), (1000, 1000))
-    assert price.seconds["matmuls"] == pytest.approx((4 * MB + 8000) / 1e10)
-
-
 @pytest.mark.parametrize("hidden", [1.0, 0.25, 0.0])
 def test_what_cores_move_is_hidden_in_part(hidden: float) -> None:
     def run(x: Tensor, w: Tensor) -> Tensor:

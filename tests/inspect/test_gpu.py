@@ -33,7 +33,6 @@ from tests.support.reference import (
 )
 from tests.support.wrapper import normalize
 
-ROOT = Path(__file__).parents[2]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 CASES = [

@@ -22,7 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -50,6 +54,7 @@ from tests.support.combinations import (
 from tests.support.combinations import make_model as make_decoder
 from tests.support.graphs import lowered_graphs
 from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
+from tests.support.tensor_parallel import parallelize as split_over_tp
 
 TOLERANCE = 1e-12  # relative to the largest of a tensor
 
@@ -220,11 +225,17 @@ def by_ddp(mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(model, process_group=mesh["dp"].get_group())
 
 
-def by_fully_shard(mesh: DeviceMesh) -> nn.Module:
+def by_ddp_over_both_axes(mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(
+        cp_inductor.parallelize(make_model(), mesh["cp"], gradients="partial")
+    )
+
+
+def by_fully_shard(mesh: DeviceMesh, **options: Any) -> Any:
     model = cp_inductor.parallelize(make_model(), mesh["cp"])
     for layer in model.decoder.layers:
-        fully_shard(layer, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
+        fully_shard(layer, mesh=mesh["dp"], **options)
+    return fully_shard(model, mesh=mesh["dp"], **options)
 
 
 def sharded_before(mesh: DeviceMesh) -> nn.Module:
@@ -270,10 +281,86 @@ def check_wrapped(wrap: Any, form: str, length: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    "wrap", [by_ddp, by_fsdp1, by_fully_shard, sharded_before, over_both_axes, with_weights]
+    "wrap",
+    [
+        by_ddp,
+        by_ddp_over_both_axes,
+        by_fsdp1,
+        by_fully_shard,
+        sharded_before,
+        over_both_axes,
+        with_weights,
+    ],
 )
 def test_wrapped_for_data_parallelism(wrap: Any, form: str) -> None:
     run_ranks(4, check_wrapped, wrap, form, 13)
+
+
+def check_accumulated(form: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    model, reference = by_fully_shard(mesh, mp_policy=policy), make_model()
+    batches = [make_batch(2, 13, seed) for seed in range(4)]
+    sum(reference(*batch) for batch in batches).div(2).backward()
+    run, mine = compiled(model, form), batches[mesh.get_local_rank("dp") :: 2]
+    for batch in mine:
+        model.set_requires_gradient_sync(batch is mine[-1])
+        loss = run(*batch)
+        assert loss.dtype == torch.float32
+        loss.backward()
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            whole(parameter.grad), expected[plain_name(name)].grad, atol=1e-5, rtol=1e-4
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
+def test_mixed_precision_and_accumulation_of_fully_shard(form: str) -> None:
+    run_ranks(4, check_accumulated, form)
+
+
+def check_tensor_parallel(form: str, style: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    model, reference = make_model(1), make_model(1)
+    split_over_tp(model.decoder, mesh["tp"], style)
+    cp_inductor.parallelize(model, mesh["cp"])
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference)]
+    run = compiled(model, form, **({} if form == EAGER else {"fullgraph": True}))
+    for step in range(2):
+        losses = [call(*make_batch(2, 13, step)) for call in (run, reference)]
+        for loss in losses:
+            loss.backward()
+        assert_close(losses[0].detach(), losses[1].detach())
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "style"),
+    [
+        (EAGER, "blocks"),
+        (EAGER, "tied"),
+        pytest.param(AOT, "tied", marks=pytest.mark.long),
+        pytest.param(COMPILED, "tied", marks=pytest.mark.long),
+    ],
+)
+def test_layers_that_are_split_over_another_axis(form: str, style: str) -> None:
+    run_ranks(4, check_tensor_parallel, form, style)
+
+
+@pytest.mark.parametrize("style", ["sequence", "loss"])
+def test_styles_that_hand_on_dtensors_are_refused(style: str) -> None:
+    with fake_rank(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        model = make_model(1)
+        split_over_tp(model.decoder, mesh["tp"], style)
+        with pytest.raises(UnsupportedPlacement, match=r"a style for a LayerNorm|hands on DTensors|tensor parallelism"):
+            cp_inductor.parallelize(model, mesh["cp"])(*make_batch(2, 16))
 
 
 def test_what_is_gathered_are_weights(first_mesh: DeviceMesh) -> None:

@@ -12,13 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import cp_inductor
-from cp_inductor.dtensor.axis import attention_placements
 from cp_inductor.dtensor.recipe import _keep
 from cp_inductor.graph.nodes import source_line
-from cp_inductor.passes.settings import read_settings
 from cp_inductor.plan import Recipe, forward_plan, resolve
 from cp_inductor.region import regions
 from cp_inductor.tiles.kernel_table import choose_kernel
@@ -92,14 +90,6 @@ def test_found_of_dtensors(
     assert captured(attend, *tensors).count(ATTENTION) == 1
 
 
-def test_found_of_plain_tensors_and_heads_of_others(mesh: DeviceMesh, mesh_2d: DeviceMesh) -> None:
-    tensors = make_qkv(8)[:3]
-    heads = [distribute_tensor(tensor, mesh_2d["dp"], [Shard(1)]) for tensor in tensors]
-    for args, named in ((tensors, mesh), (tensors, mesh_2d["cp"]), (heads, mesh_2d["cp"])):
-        torch._dynamo.reset()
-        assert captured(attend_causal, *args, options={"mesh": named}).count(ATTENTION) == 1
-
-
 def test_what_is_not_sharded_along_the_sequence_is_left_alone(mesh: DeviceMesh) -> None:
     query, key, value, _ = make_qkv(8)
     for tensors in (on(mesh, Shard(1)), on(mesh, Replicate()), [query, key, value]):
@@ -109,14 +99,6 @@ def test_what_is_not_sharded_along_the_sequence_is_left_alone(mesh: DeviceMesh) 
         assert out.shape == query.shape
         assert targets(graphs[0].graph) == ["<built-in function scaled_dot_product_attention>"]
     assert "sites_found" not in counters["cp_inductor"]
-
-
-def test_capture_is_idempotent(mesh: DeviceMesh) -> None:
-    with recorded_capture() as graphs:
-        lowered_graphs(attend_causal, *on(mesh, Shard(2)))
-    before = targets(graphs[0].graph)
-    assert not cp_inductor.passes.pipeline.capture(graphs[0], read_settings({})).sites
-    assert targets(graphs[0].graph) == before
 
 
 # Refusals: each by its class, with the site, what was expected, what came, and the remedy.
@@ -280,46 +262,6 @@ def test_refused_sequence_on_two_axes(mesh_2d: DeviceMesh) -> None:
     refuse(cp_inductor.UnsupportedPlacement, *words, function=attend_causal, args=args)
 
 
-HEADS, TOKENS, WHOLE = Shard(1), Shard(2), Replicate()
-
-
-@pytest.mark.parametrize(
-    ("query", "key", "num_kv_heads", "expected"),
-    [
-        ((WHOLE, WHOLE), (WHOLE, TOKENS), 4, (WHOLE, TOKENS)),
-        ((Shard(0), TOKENS), (WHOLE, WHOLE), 4, (Shard(0), TOKENS)),
-        ((WHOLE, HEADS), (Partial(), TOKENS), 4, (WHOLE, TOKENS)),
-        ((Shard(3), TOKENS), (HEADS, TOKENS), 4, (HEADS, TOKENS)),
-        ((HEADS, TOKENS), (HEADS, TOKENS), 2, (HEADS, TOKENS)),
-        # 2 query heads of rank 0 would meet 2 key heads, and all 4 belong to one.
-        ((HEADS, TOKENS), (HEADS, TOKENS), 1, (WHOLE, TOKENS)),
-    ],
-)
-def test_placements_alike(
-    mesh_2d: DeviceMesh,
-    query: list[Placement],
-    key: list[Placement],
-    num_kv_heads: int,
-    expected: tuple[Placement, ...],
-) -> None:
-    tensors = [
-        torch.distributed.tensor.DTensor.from_local(
-            torch.zeros(4, 4, 4, 4),
-            mesh_2d,
-            placements,
-            run_check=False,
-            shape=shape,
-            stride=stride,
-        )
-        for placements, shape, stride in (
-            (query, torch.Size((2, 4, 8, 8)), (256, 64, 8, 1)),
-            (key, torch.Size((2, num_kv_heads, 8, 8)), (64 * num_kv_heads, 64, 8, 1)),
-        )
-    ]
-    q, k = tensors
-    assert attention_placements(q, k, k, site="here") == expected
-
-
 def test_refused_heads_sharded_unlike_on_shards_of_a_named_mesh(mesh_2d: DeviceMesh) -> None:
     query, key, value = (distribute_tensor(t, mesh_2d["dp"], [Shard(1)]) for t in make_qkv(8)[:3])
     whole = key.redistribute(placements=[Replicate()])
@@ -432,13 +374,6 @@ def test_the_packet_of_an_op_is_found(mesh: DeviceMesh) -> None:
 
     torch.compile(model, backend="cp_aot_eager", options={"mesh": mesh})(*make_qkv(8)[:3])
     assert counters["cp_inductor"]["sites_rewritten"] == 1
-
-
-def test_refused_batches_that_differ(mesh: DeviceMesh) -> None:
-    query, key, value, _ = make_qkv(8)
-    compiled = torch.compile(attend_full, backend="cp_aot_eager", options={"mesh": mesh})
-    with pytest.raises(cp_inductor.UnsupportedAttention, match="equal batch sizes"):
-        compiled(query, key[:1], value[:1])
 
 
 def test_one_refusal_leaves_the_whole_graph_alone(mesh: DeviceMesh) -> None:

@@ -443,12 +443,6 @@ def test_refused_results(mesh: DeviceMesh) -> None:
         captured(model, *leaves_of_rank(mesh))
 
 
-def test_a_block_mask_of_another_length(mesh: DeviceMesh) -> None:
-    """It is refused by torch, as strictly as on one process."""
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="created for a larger length"):
-        captured(function_of(Case("", masks.causal)), *leaves_of_rank(mesh, LENGTH - 4))
-
-
 def test_a_block_mask_of_blocks_alone(mesh: DeviceMesh) -> None:
     """Its blocks are tensors, of which a plan knows nothing: all pairs would be computed."""
     number, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1).int()

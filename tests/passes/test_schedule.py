@@ -17,8 +17,8 @@ from torch._functorch._aot_autograd.descriptors import AOTInput, PlainAOTInput
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
-from cp_inductor.graph.collectives import START, WAIT, is_collective, is_start
-from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
+from cp_inductor.graph.collectives import START, WAIT, is_start
+from cp_inductor.passes.nodes import BYTES_KEY
 from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
 from tests.support.graphs import Layer, lowered_graphs
 from tests.support.ranks import fake_mesh, run_ranks
@@ -118,38 +118,6 @@ def test_the_default_budget_is_what_two_exchanges_bring() -> None:
         sum(node.args[1]) * 4 for node in graphs["forward"].graph.nodes if node.target is START
     ]
     assert counters["cp_inductor"]["forward_memory_budget_bytes"] == 2 * max(received)
-
-
-@pytest.mark.slow
-def test_packing_is_not_on_the_critical_path() -> None:
-    """What does not depend on an exchange is packed, and under way, before that is waited for."""
-    num_seen = 0
-    for strategy, rank in itertools.product(("blocks", "heads"), range(4)):
-        graph = graphs_of_four(rank, strategy)["forward"].graph
-        nodes = list(graph.nodes)
-        place = {node: index for index, node in enumerate(nodes)}
-        starts = [node for node in nodes if node.target is START]
-        for first, second in itertools.pairwise(starts):
-            wait = next(user for user in first.users if user.target is WAIT)
-            takes_part = any(first.args[1]) or any(first.args[2])  # else the wait takes no time
-            if takes_part and not depends(second, wait) and place[wait] < place[second]:
-                between = nodes[place[wait] + 1 : place[second]]
-                # Compute that the second needs stands between them, and is not in its flight.
-                assert any(is_heavy(node) and depends(second, node) for node in between)
-            num_seen += place[second] < place[wait]
-    assert num_seen
-
-
-def depends(node: fx.Node, source: fx.Node) -> bool:
-    seen, pending = set(), [node]
-    while pending:
-        current = pending.pop()
-        if current is source:
-            return True
-        if current not in seen:
-            seen.add(current)
-            pending += current.all_input_nodes
-    return False
 
 
 def graph_of_calls() -> tuple[fx.Graph, Tensor, Callable[..., fx.Node]]:
@@ -284,11 +252,3 @@ def test_numerics_through_inductor() -> None:
         {"strategy": "blocks", "schedule": "global"},
     ]
     run_ranks(2, check_numerics, "cp_inductor", cases, torch.float32)
-
-
-def test_every_collective_is_numbered() -> None:
-    graphs = graphs_of(1, 4, strategy="blocks")
-    for gm in graphs.values():
-        collectives = [node for node in gm.graph.nodes if is_collective(node)]
-        numbers = [node.meta["cp_inductor_order"] for node in collectives]
-        assert numbers == sorted(numbers)

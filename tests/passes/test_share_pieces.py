@@ -176,15 +176,3 @@ def test_conditions_of_floats_stay_within() -> None:
     given[1] = float("-inf")
     assert torch.equal(run(gm, given)[0], function(given)[0])
     assert len(piece.graph.find_nodes(op="placeholder")) == 1
-
-
-def test_what_is_too_small_is_left() -> None:
-    gm = cut(lambda a: [a.sin().cos()], (4, 3))
-    assert not pieces_of(gm)
-
-
-def test_a_piece_is_not_run_in_place_of_its_code() -> None:
-    gm = cut(lambda a: [a.sin().cos().exp().log()], (4, 3))
-    (piece,) = pieces_of(gm)
-    with pytest.raises(AssertionError, match="run by the code"):
-        piece(torch.randn(4, 3))

@@ -22,7 +22,6 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor import UnsupportedAttention
-from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.torch_private.varlen import varlen_op
 from tests.support.graphs import recorded_capture
@@ -159,11 +158,6 @@ def test_windows(windows: tuple[tuple[int, int], ...]) -> None:
 @pytest.mark.long
 def test_through_inductor() -> None:
     run_ranks(2, run_windows, ((-1, 0),), torch.float32, "cp_inductor", False)
-
-
-def test_numbers_of_documents() -> None:
-    starts = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
-    assert document_numbers(starts, 9).tolist() == [0, 0, 0, 2, 2, 2, 2, 3, 3]
 
 
 # --- Graphs -----------------------------------------------------------------------------------

@@ -123,7 +123,8 @@ def test_nodes_of_a_machine() -> None:
     # 4096 bytes at 50 GB/s, and a block of 128 x 128 pairs, forward and backward, at 516 TFLOP/s.
     shape = Shape(1, 32, 8, 128, 2)
     wait = round(1000 * (4096 / 50e9) / (128**2 * 32 * 14 * 128 / machine.device.flops_per_s))
-    assert Nodes.of(machine, 64, shape) == Nodes(8, 9, wait)
+    # What NCCL reaches inside is 6 times as fast.
+    assert Nodes.of(machine, 64, shape) == Nodes(8, 6, wait)
     assert Nodes.of(machine, 8, shape) is None
     assert Nodes.of(Machine(), 64, shape) is None
     assert Nodes.parse(Nodes(8, 9, 45).format()) == Nodes(8, 9, 45)

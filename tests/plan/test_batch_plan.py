@@ -125,15 +125,6 @@ def test_long_chunks_weigh_as_much_as_their_blocks(text: str) -> None:
         assert (found == expected).all()
 
 
-def test_chunks_are_what_ranks_store() -> None:
-    chunks = chunks_of(2, (300, 0, 140), 256)
-    assert chunks.rank.tolist() == [0, 0, 0, 0, 2, 2]
-    assert chunks.entry.tolist() == [0, 0, 1, 1, 0, 1]
-    assert chunks.first.tolist() == [0, 256, 0, 256, 300, 300]
-    assert chunks.length.tolist() == [256, 44, 256, 44, 140, 140]
-    assert chunks.row.tolist() == [0, 256, 300, 556, 0, 140]
-
-
 HUGE = 2**63 - 1
 # Rules, and the kinds of their tables: dims, and what is in them.
 HOSTILE = [

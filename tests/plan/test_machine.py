@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from cp_inductor.errors import InvalidArgument, InvalidText
+from cp_inductor.inspect.targets import GPUS
 from cp_inductor.plan import plan_attention
-from cp_inductor.plan.machine import DEVICES, LINKS, Device, Level, Machine, known_machine
+from cp_inductor.plan.machine import DEVICES, Machine, known_machine
+from cp_inductor.tiles.kernel_table import KERNELS
 
 NODES = Machine.parse("8xh100:nvlink4 x 8:ib400")
 
@@ -26,12 +26,6 @@ NODES = Machine.parse("8xh100:nvlink4 x 8:ib400")
 def test_text_is_read_as_it_was_written(text: str) -> None:
     assert Machine.parse(text).format() == text
     assert Machine.parse(text.replace(" x ", "  x ")) == Machine.parse(text)
-
-
-def test_the_default_is_one_level() -> None:
-    assert Machine.parse("gpu:ib400") == Machine()
-    assert Machine().num_nodes(4096) == 1
-    assert (DEVICES["gpu"], LINKS["ib400"]) == (Device(), Level())
 
 
 def test_nodes() -> None:
@@ -73,12 +67,6 @@ def test_ranks_of_a_mesh_axis(ranks: list[int], levels: list[tuple[int, str]]) -
 def test_what_is_no_machine_is_refused(text: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Machine.parse(text)
-
-
-def test_parts_keep_their_numbers_without_a_known_name() -> None:
-    level = replace(LINKS["eth10"], bytes_per_s=3.0, name="string")
-    again = Machine.parse(Machine((level,)).format()).levels[0]
-    assert (again.bytes_per_s, again.latency_s) == (3.0, level.latency_s)
 
 
 @pytest.mark.parametrize(
@@ -126,3 +114,25 @@ def test_ranks_that_share_cores_may_have_unequal_work() -> None:
     sizes["seq_len"] = 1 << 15
     long = plan_attention(machine=shared.format(2), itemsize=4, **sizes)  # type: ignore[arg-type]
     assert long.balance < 1.03
+
+
+# TFLOP/s of dense bfloat16, from NVIDIA's data sheets.
+SPECIFIED = {"a100": 312, "h100": 989, "h200": 989, "b200": 2250}
+
+
+def test_rates_are_of_these_chips_and_kernels() -> None:
+    rows = [row for row in KERNELS.values() if row.device == "cuda"]
+    names = {row.plain.switch.name for row in rows} | {row.under_rule.name for row in rows}
+    assert {*DEVICES} - {"gpu", "cpu"} == GPUS.keys() == SPECIFIED.keys()
+    for chip in GPUS:
+        of_chip = dict(DEVICES[chip].rates)
+        assert of_chip.keys() <= names | {"FA3", "FA4"}
+        for rate in of_chip.values():
+            assert 0.2 * SPECIFIED[chip] < rate.forward / 1e12 < 0.8 * SPECIFIED[chip]
+            assert 0.8 < rate.backward / rate.forward < 0.9
+            assert rate.source
+
+
+def test_a_kernel_that_nobody_measured_has_none() -> None:
+    assert DEVICES["b200"].rate_of("flash") is None
+    assert DEVICES["gpu"].rate_of("flash") is None

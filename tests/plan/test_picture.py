@@ -14,8 +14,7 @@ from cp_inductor.errors import InvalidArgument
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import plan_attention
 from cp_inductor.plan.batch import BatchPlan, plan_batch
-from cp_inductor.plan.colors import colors_of
-from cp_inductor.plan.picture import Area, panels_of
+from cp_inductor.plan.picture import Area, colors_of, panels_of
 
 
 def area(one: Area) -> float:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
@@ -47,7 +48,8 @@ def check(
 ) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-    whole = make_qkv(seq_len, batch=1, num_heads=6, num_kv_heads=6, dtype=dtype)
+    num_kv_heads = 6 if "heads" in plan.get("strategy", "") else 2
+    whole = make_qkv(seq_len, batch=1, num_heads=6, num_kv_heads=num_kv_heads, dtype=dtype)
     expected = attend_with_grads(*whole, is_causal=is_causal)
     if is_distributed:
         options: dict[str, Any] = plan
@@ -60,6 +62,9 @@ def check(
     run = torch.compile(function, backend=backend, fullgraph=True, options=options, dynamic=False)
     found = with_grads(run, given)
     assert_shards_close(found, expected, dtype, f"{plan} {seq_len}")
+    if not plan:
+        with torch.no_grad():
+            torch.testing.assert_close(run(*given[:3]), found[0])
 
 
 def check_plans(backend: str, is_distributed: bool, parities: tuple[int, ...]) -> None:
@@ -103,6 +108,22 @@ def test_through_inductor(dtype: torch.dtype) -> None:
     check(plan, "cp_inductor", 1021, is_distributed=True, dtype=dtype)
     if dtype == torch.float32:
         check({"strategy": "heads"}, "cp_inductor", 1000, is_distributed=False)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_two_nodes_of_two_ranks() -> None:
+    """What crosses is passed on."""
+    plan = {"machine": "2xcpu:tcp x 2:eth10", "strategy": "nodes2+blocks", "stages": 2}
+    check(plan, "cp_aot_eager", 133, is_distributed=True)
+
+
+@on_ranks(2)
+def test_disabled_computes_the_same() -> None:
+    with cp_inductor.config.patch(enabled=False):
+        for is_distributed in (True, False):
+            check({}, "cp_aot_eager", 10, is_distributed=is_distributed)
+    assert "starts" not in counters["cp_inductor"]
 
 
 # The graphs, of any rank

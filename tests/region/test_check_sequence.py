@@ -16,11 +16,8 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
-from cp_inductor.sequence.rules.table import RULES
-from cp_inductor.sequence.types import Shards, regroup
 from cp_inductor.torch_private.inductor import is_input_of_forward
 from tests.support.ranks import forget_compiles, on_ranks, world_mesh
 
@@ -85,23 +82,6 @@ def test_who_knows_better(mesh: DeviceMesh) -> None:
     assert [found.verdict for found in report.attentions] == ["rewritten"]
     report = cp_inductor.explain(run, x, mesh=mesh, options={"check_sequence": False})
     assert [found.verdict for found in report.attentions] == ["rewritten"]
-
-
-def test_a_region_is_checked_and_bodies_in_it(mesh: DeviceMesh) -> None:
-    model = Model()
-
-    def run(x: Tensor, *, is_checkpointed: bool) -> Tensor:
-        if is_checkpointed:
-            return checkpoint(lambda y: model.attend(y.cumsum(1)), x, use_reentrant=False)
-        return model.attend(x.cumsum(1))
-
-    for is_checkpointed in (False, True):
-        x = torch.randn(BATCH, 2 * LENGTH, WIDTH)
-        with (
-            cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]),
-            pytest.raises(cp_inductor.SequenceMixed, match="cumsum"),
-        ):
-            torch.compile(run, backend="cp_aot_eager")(x, is_checkpointed=is_checkpointed)
 
 
 def documents_of(positions: Tensor) -> Tensor:
@@ -432,26 +412,6 @@ def test_a_sharding_that_is_given_up_on_purpose(mesh: DeviceMesh) -> None:
 
 
 # The pieces.
-
-
-def test_views() -> None:
-    assert regroup((2, 6, 32), Shards(1, 6), (12, 32)) == [Shards(0, 6, outer=2)]
-    assert regroup((12, 32), Shards(0, 6, outer=2), (2, 6, 4, 8)) == [Shards(1, 6)]
-    assert regroup((6, 2, 32), Shards(0, 6), (6, 64)) == [Shards(0, 6)]
-    assert regroup((2, 6, 32), Shards(1, 6), (2, 192)) == [Shards(1, 6, inner=32)]
-    assert regroup((2, 6, 32), Shards(1, 6), (4, 3, 32)) == []
-
-
-def test_a_single_token_may_be_in_several_dims() -> None:
-    likely, *others = regroup((2, 1, 32), Shards(1, 1), (2, 1, 1, 32))
-    assert likely.dim in (1, 2)
-    # Or among the entries of the dims before and behind.
-    assert {one.dim for one in (likely, *others)} == {0, 1, 2, 3}
-    assert {one.dim for one in likely.at([likely, *others]).places()} == {0, 1, 2, 3}
-
-
-def test_rules_are_of_ops() -> None:
-    assert all(isinstance(op, torch._ops.OpOverload) for op in RULES)
 
 
 def test_an_input_of_the_forward_is_no_name() -> None:

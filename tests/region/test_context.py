@@ -40,15 +40,12 @@ from tests.support.combinations import (
     unsharded,
 )
 from tests.support.comms import Counts
-from tests.support.graphs import attend_causal, recorded_capture
+from tests.support.graphs import attend_causal
 from tests.support.ranks import fake_rank, on_ranks, run_ranks
 from tests.support.reference import assert_close, attend_with_grads, check_shards, make_qkv, shard
 
 # Imported once and for all: a patch of torch.nn.functional would not reach it.
 from torch.nn.functional import scaled_dot_product_attention as imported_attention  # isort: skip
-
-
-ATTENTION = torch.ops.cp_inductor.attention.default
 
 
 # Buffers
@@ -128,15 +125,6 @@ def attend_local(query: Tensor) -> Tensor:
         out = F.scaled_dot_product_attention(query, query, query)
     assert counts.get_total_counts() == 0
     return out
-
-
-def test_a_buffer_that_a_backward_needs_is_missed(mesh: DeviceMesh) -> None:
-    labels, logits = torch.zeros(8), torch.rand(4, requires_grad=True)
-    region = cp_inductor.context_parallel(mesh, buffers=[labels], buffer_seq_dims=[0])
-    with region, cp_inductor.per_rank():
-        loss = (logits * labels).sum()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def test_a_buffer_that_is_written_to(mesh: DeviceMesh) -> None:
@@ -689,47 +677,6 @@ def test_a_mask_beside_a_length_that_is_a_symbol(mesh: DeviceMesh) -> None:
         words = "an attn_mask over the whole sequence, got one"
         with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
             run(query, part)
-
-
-def test_mask_of_the_whole_sequence_is_read(mesh: DeviceMesh) -> None:
-    def model(query: Tensor) -> Tensor:
-        place = torch.arange(8)
-        mask = (place[:, None] >= place) & (place[:, None] - place < 3)
-        return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
-
-    query = torch.rand(1, 2, 4, 8)
-    with (
-        recorded_capture() as graphs,
-        cp_inductor.context_parallel(mesh),
-        # Collectives move nothing here, and what is compiled is not to be run.
-        pytest.raises(RuntimeError, match="alltoall_base"),
-    ):
-        torch.compile(model, backend=AOT)(query)
-    (node,) = graphs[0].graph.find_nodes(op="call_function", target=ATTENTION)
-    assert "rule=(k-q<=0)&(-k+q-2<=0)" in node.args[4]
-    assert not graphs[0].graph.find_nodes(op="call_function", target=DTensor.from_local)
-
-
-@on_ranks(2)
-def test_eager_between_graphs_of_dtensors() -> None:
-    """Nothing but the tensors says that they are sharded."""
-    mesh = make_mesh(2, names=("cp",))
-    rank = dist.get_rank()
-    query = make_qkv(10)[0]
-
-    def model(query: Tensor) -> Tensor:
-        out = F.scaled_dot_product_attention(query.sin(), query, query, is_causal=True)
-        torch._dynamo.graph_break()
-        return F.scaled_dot_product_attention(out, query, out, is_causal=True)
-
-    expected = model(query)
-    sharded = distribute_tensor(query, mesh, [Shard(2)])
-    first = compiled(model, AOT)(sharded)
-    assert_rewritten(AOT)
-    with torch.compiler.set_stance("force_eager"):
-        second = compiled(model, AOT)(sharded)
-    for out in (first, second):
-        torch.testing.assert_close(out.to_local(), shard(expected, rank, 2))
 
 
 def test_groups_of_heads_that_ranks_part() -> None:

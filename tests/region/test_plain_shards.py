@@ -163,6 +163,12 @@ x * torch.from_numpy(np.linspace(0, 1, $n))[:, None]
 LOSSES_IN_EAGER = """
 m.loss(x, b.labels, reduction="sum") / (b.places > 3).sum().item()
 """
+# Sizes that data decides, which Python and compiled code read as plain numbers.
+SIZED = """
+m.loss(x, b.labels) * len(b.ids.unique())   m.loss(x, b.labels) * x[b.keep].shape[0]
+n = b.keep.nonzero().unbind(); m.loss(x, b.labels) * len(n)
+n = b.ids.to_sparse().values(); torch._dynamo.graph_break(); m.loss(x, b.labels) * n.nbytes
+"""
 PER_RANK = """
 with per_rank(): y = x + x.roll(1, 1); y   y = x.clone(); with per_rank(): y[:, 0] = m.cls; y
 """
@@ -201,6 +207,12 @@ def test_what_computes_each_token_by_itself_is_right() -> None:
 def test_what_is_not_known_to_is_refused_on_every_rank() -> None:
     programs = programs_of(REFUSED + IN_EAGER.lstrip(), REFUSED_LOSSES + LOSSES_IN_EAGER.lstrip())
     assert faults(programs, "REFUSED: SequenceMixed") == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["region", "region_aot"])
+def test_sizes_that_data_decides_are_refused_on_every_rank(way: str) -> None:
+    assert faults(programs_of("", SIZED, way), "REFUSED: SequenceMixed") == {}
 
 
 @pytest.mark.slow

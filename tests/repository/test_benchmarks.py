@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.peers import bytes_of
 from tests.support.processes import run_python
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(

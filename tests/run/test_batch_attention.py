@@ -153,36 +153,3 @@ def _run(case: tuple, nodes: str = "") -> dict[str, tuple[float, float]]:
         difference = float((got.detach().double() - mine).abs().max()) if mine.numel() else 0.0
         errors[part] = (difference / scale, TOLERANCE[dtype])
     return errors
-
-
-def test_lse_and_its_gradient() -> None:
-    """With heads in groups, as a sink reads it."""
-    for errors in run_ranks(3, _use_lse):
-        assert max(errors) <= 1e-12, errors
-
-
-def _use_lse() -> list[float]:
-    torch.manual_seed(5)
-    world_size, length, heads, kv_heads, rank = 3, 431, 8, 4, dist.get_rank()
-    shapes = [(2, heads, length, 8)] + [(2, kv_heads, length, 8)] * 2
-    whole = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    tables = [torch.stack([documents(length, kind, 2) for kind in ("long", "short")])]
-    allowed, _ = meaning_of(DOCUMENTS, (2, heads, length, length), tables)
-    query, key, value = whole
-    scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) / 8**0.5
-    scores = scores.masked_fill(~allowed, -float("inf"))
-    expected = scores.logsumexp(-1)
-    out = scores.softmax(-1) @ value.repeat_interleave(2, 1)
-    weights = torch.randn(2, heads, length, dtype=torch.float64)
-    wanted = torch.autograd.grad((out.sum(-1) * weights + expected.sin()).sum(), whole)
-    leaves = [shard(one.detach(), rank, world_size).requires_grad_() for one in whole]
-    name = dist.group.WORLD.group_name
-    sizes, numbers = plan_batch(
-        tables, DOCUMENTS, 2, length, length, heads, kv_heads, 2, torch.device("cpu"), name
-    )
-    this = Attention(PerBatch(DOCUMENTS, 2), ANY_RANK, None, "flash_cpu", name)
-    out, lse = attention(*leaves, [*tables, sizes, numbers], *this.arguments)
-    mine = shard(weights, rank, world_size)
-    grads = torch.autograd.grad((out.sum(-1) * mine + lse.sin()).sum(), leaves)
-    pairs = [(lse, expected), *zip(grads, wanted, strict=True)]
-    return [float((got - shard(want, rank, world_size)).abs().max()) for got, want in pairs]

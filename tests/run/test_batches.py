@@ -119,10 +119,6 @@ def test_capacities(length: int) -> None:
     assert length <= 64 or capacity - length < capacity / 5
 
 
-def test_how_many_capacities_there_are() -> None:
-    assert len({capacity_of(length) for length in range(256, 131073, 8)}) == 37
-
-
 def test_what_is_filled_with_what() -> None:
     batch = {
         "input_ids": torch.tensor([[5, 6, 7], [8, 9, 1]]),

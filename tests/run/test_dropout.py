@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -17,8 +16,6 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor.dtensor.axis import first_batch_and_head
-from cp_inductor.ops.attention import attention
-from cp_inductor.plan import Recipe, resolve
 from tests.support.combinations import AOT, EAGER, compiled, make_mesh
 from tests.support.random_attention import keep_of
 from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
@@ -113,10 +110,6 @@ def test_where_shards_begin() -> None:
                     assert head == (min(rank % 3, 2) if placements[1] == Shard(1) else 0)
 
 
-def test_a_plain_tensor_begins_at_0() -> None:
-    assert first_batch_and_head(torch.ones(2, 3, 4, 5)) == (0, 0)
-
-
 # --- How much, and by which seed ---
 
 
@@ -145,22 +138,8 @@ def test_how_much_is_dropped(dropout_p: float) -> None:
     assert ((other - (1 - dropout_p)) / deviation * centred).mean().abs() < 6 / kept.numel() ** 0.5
 
 
-def test_every_batch_entry_and_head_drops_its_own() -> None:
-    planes = keep_of(12345, (3, 4, 24, 24), 0.5).flatten(0, 1)
-    assert len(planes.flatten(1).unique(dim=0)) == 3 * 4
-
-
 def test_all_may_be_dropped() -> None:
     assert keep_of(1, (2, 4, 5, 7), 1.0).eq(0).all()
-
-
-@on_ranks(1)
-def test_finite_differences() -> None:
-    recipe = resolve(Recipe(1, 5, 5, 2, 2, 3, 8, "causal"), site="test").format()
-    how = (recipe, 0, None, "flash_cpu", dist.group.WORLD.group_name, 0.4, False)
-    leaves = [torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    seed = torch.tensor(5)
-    assert torch.autograd.gradcheck(lambda *qkv: attention(*qkv, [seed], *how)[0], leaves)
 
 
 def run_dropout(backend: str) -> list[Tensor]:

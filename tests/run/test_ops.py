@@ -18,7 +18,7 @@ import cp_inductor
 from cp_inductor.ops.attention import attention, attention_backward
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.plan.strategies import TABLE
-from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
+from cp_inductor.run.attention import Attention
 from cp_inductor.run.own_transfers import reads_shard
 from tests.support.graphs import attend_causal
 from tests.support.ranks import on_ranks, run_ranks, world_mesh
@@ -101,22 +101,6 @@ def test_what_is_kept_unasked_takes_the_place_of_the_shard(strategy: str, world_
         this = Attention(recipe, rank, None, "flash_cpu", "a group")
         assert reads_shard(this) == (recipe.keep == 0)
     assert (recipe.keep > 0) == (recipe.strategy in ("heads", "heads_own_forward"))
-
-
-def test_arguments_say_where_the_plan_is_from() -> None:
-    recipe = resolve(Recipe(2, 16, 16, 4, 2, 8, 4, "causal"), site="test")
-    of_batch = PerBatch("(k - q <= 0) & Eq(t0(b, k), t0(b, q))", 2)
-    for this in (
-        Attention(recipe, 1, None, "flash_cpu", "0", 0.5),
-        Attention(recipe, 0, 2.0, "flash_cuda", "0", kernel_options="{}"),
-        Attention(of_batch, ANY_RANK, None, "flash_cpu", "0"),
-    ):
-        assert Attention.of(*this.arguments) == this
-        assert this.is_per_batch == (this.source is of_batch)
-    with pytest.raises(AssertionError, match="no batch decides"):
-        Attention(of_batch, 0, None, "flash_cpu", "0")
-    with pytest.raises(AssertionError, match="another number of ranks"):
-        Attention(recipe, 2, None, "flash_cpu", "0")
 
 
 @on_ranks(2)
@@ -215,12 +199,3 @@ def test_eager_refusals() -> None:
                 run(*three)
             is_own = isinstance(raised.value, cp_inductor.UnsupportedStrategy)
             assert is_own == (run is not compiled)
-
-
-@on_ranks(2)
-def test_another_backend() -> None:
-    """aot_eager knows nothing of rings; it meets the op, whose kernel computes the same."""
-    leaves, grad_out, whole = sharded_leaves([Shard(2)], (2,))
-    run = torch.compile(attend_causal, backend="aot_eager", fullgraph=True)
-    expected = attend_with_grads(*whole, is_causal=True)
-    assert_all_close(with_grads(run, [*leaves, grad_out]), expected, torch.float32)

@@ -13,8 +13,6 @@ import re
 import textwrap
 from dataclasses import dataclass, field
 
-from torch.testing import FileCheck
-
 from cp_inductor.inspect.triton_kernels import kernel_sources
 
 START = "torch.ops._c10d_functional.all_to_all_single.default("
@@ -72,9 +70,9 @@ class Wrapper:
                 given = line[line.index(name) + len(name) :]
                 self.calls.append(Call(kind, result if rest else "", given, number))
                 return
-        kernel = re.match(r"(triton_\w+)\.run\((.*)\)", line)
+        kernel = re.match(r"(triton_\w+\.run|cpp_fused_\w+)\((.*)\)", line)
         if kernel:
-            self.calls.append(Call(kernel[1], "", kernel[2], number))
+            self.calls.append(Call(kernel[1].removesuffix(".run"), "", kernel[2], number))
         multiplication = re.match(r"extern_kernels\.(?:add|b|badd)?mm\((.*)\)", line)
         if multiplication:
             self.calls.append(Call("mm", "", multiplication[1], number))
@@ -101,7 +99,7 @@ class Wrapper:
     @property
     def kernels(self) -> list[Call]:
         """Return the calls of generated kernels."""
-        return [call for call in self.calls if call.kind.startswith("triton_")]
+        return [call for call in self.calls if call.kind.startswith(("triton_", "cpp_"))]
 
     def buffers(self, call: Call) -> set[str]:
         """Return the buffers that a call is given."""
@@ -139,13 +137,6 @@ class Wrapper:
         source = self.sources[kernel.kind]
         loads, stores = source.count(f"tl.load({pointer} "), source.count(f"tl.store({pointer} ")
         return loads, stores
-
-
-def check_order(code: str, *names: str) -> None:
-    check = FileCheck().check("def call(")
-    for name in names:
-        check = check.check(name)
-    check.run(code)
 
 
 def causal_flags(wrapper: Wrapper) -> list[bool]:

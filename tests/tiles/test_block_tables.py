@@ -10,13 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_inductor.mask.language import BATCH
@@ -25,9 +20,7 @@ from cp_inductor.tiles import block_tables, masked_tiles
 from cp_inductor.tiles.block_tables import make_block_table
 from cp_inductor.tiles.masked_tiles import block_table, masked_tile, masked_tile_backward
 from cp_inductor.tiles.tile_masks import Geometry, Indices, Runs
-from tests.support.graphs import lowered_graphs
 from tests.support.random_masks import cells_of_pairs
-from tests.support.ranks import fake_rank
 from tests.support.reference import TOLERANCE, assert_close, attend_with_grads, make_qkv
 
 LARGE = 1 << 62
@@ -158,20 +151,6 @@ def test_intervals_find_all_there_is(text: str, tables: list[Tensor], block: int
     cells = make_block_table(rule, indices)
     allowed = indices.evaluate(rule.allowed).expand(1, 1, LENGTH, LENGTH)
     assert torch.equal(cells, cells_of_pairs(allowed, block))
-
-
-def test_tables_are_traced_without_their_values() -> None:
-    ids = pick(NEAR, 2, 300).sort().values
-    rule = Rule.parse("(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)&(x1(b,k)-0.5<=0)")
-    geometry = geometry_of(((0, 300),), ((0, 200), (250, 300)))
-
-    def make(*tables: Tensor) -> Tensor:
-        return make_block_table(rule, indices_of(geometry, list(tables)))
-
-    tables = (ids, torch.rand(2, 300, generator=torch.Generator().manual_seed(0)))
-    traced = make_fx(make, tracing_mode="fake")(*(torch.zeros_like(t) for t in tables))
-    assert torch.equal(traced(*tables), make(*tables))
-    assert traced(*tables).shape == (2, 1, 3, 2)
 
 
 # --- Tiles against float64 --------------------------------------------------------------------
@@ -362,29 +341,6 @@ def test_no_tensor_grows_with_queries_times_keys(text: str) -> None:
 
 
 # --- Graphs -----------------------------------------------------------------------------------
-
-
-def two_layers(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
-    index = torch.arange(query.shape[2])
-    mask = (ids[:, :, None] == ids[:, None]) & (index <= index[:, None])
-    for _ in range(2):
-        query = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])
-    return query
-
-
-def test_layers_share_a_table() -> None:
-    with fake_rank(1, 2), implicit_replication():
-        mesh = init_device_mesh("cpu", (2,))
-        whole = make_qkv(512, batch=2, num_heads=4, head_dim=8)
-        leaves = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in whole[:3]]
-        ids = distribute_tensor(torch.zeros(2, 512, dtype=torch.long), mesh, [Shard(1)])
-        graphs = lowered_graphs(two_layers, *leaves, ids)
-    for name, op in (("forward", "masked_tile"), ("backward", "masked_tile_backward")):
-        targets = [node.target for node in graphs[name].graph.nodes]
-        tiles = targets.count(getattr(torch.ops.cp_inductor, op).default)
-        assert tiles > 0 and tiles == 2 * targets.count(
-            torch.ops.cp_inductor.block_table.default
-        ), name
 
 
 def test_constants_are_in_the_dtype_of_the_attention() -> None:

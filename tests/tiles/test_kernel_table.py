@@ -7,14 +7,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_inductor import UnsupportedKernel
-from cp_inductor.mask.language import CAUSAL
-from cp_inductor.mask.rule import Rule
 from cp_inductor.tiles import kernel_table
-from cp_inductor.tiles.aten_kernels import EfficientCUDA, FlashCPU
+from cp_inductor.tiles.aten_kernels import FlashCPU
 from cp_inductor.tiles.kernel_table import KERNELS, KernelRow, choose_kernel
-from cp_inductor.tiles.kernels import AnyScale
 from cp_inductor.tiles.masked_tiles import MaskedCPU
-from cp_inductor.tiles.tile_masks import Geometry, Indices
 
 
 def choose(dtype: torch.dtype, device: str, head_dim: int = 64, *, has_bias: bool = False) -> str:
@@ -49,20 +45,3 @@ def test_on_cuda_the_order_is_that_of_sdpa() -> None:
         with pytest.raises(UnsupportedKernel, match="memory-efficient attention disabled"):
             choose(torch.bfloat16, "cuda", has_bias=True)
     assert choose(torch.bfloat16, "cuda", has_bias=True) == "flash_cuda"
-
-
-def test_the_kernels_of_a_row_run_on_one_device() -> None:
-    for row in KERNELS.values():
-        assert row.plain.device == row.under_rule.device
-    assert KERNELS["flash_cuda"].plain.for_bias is EfficientCUDA
-
-
-def test_a_kernel_of_any_scale_can_do_what_its_kernel_can() -> None:
-    rule, like = Rule(CAUSAL), torch.zeros(1, 1, 128, 16)
-    runs = ((0, 128),)
-    geometry = Geometry((0, 1), runs, runs, runs)
-    indices = Indices(geometry, (), batch=1, dtype=like.dtype, device=like.device)
-    for row in KERNELS.values():
-        kernel = AnyScale(row.under_rule(rule, indices))
-        assert kernel.takes_delta == row.under_rule.takes_delta
-    assert {row.under_rule.takes_delta for row in KERNELS.values()} == {False, True}

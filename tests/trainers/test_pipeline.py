@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -91,3 +92,27 @@ def check_schedule(form: str, schedule: type[ScheduleGPipe | Schedule1F1B]) -> N
 def test_pipeline(form: str) -> None:
     for schedule in (ScheduleGPipe, Schedule1F1B):
         check_schedule(form, schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["eager", pytest.param("cp_aot_eager", marks=pytest.mark.long)])
+@on_ranks(4)
+def test_parallelized_stages(form: str) -> None:
+    """Stages that hand on whole activations, each of which its ranks cut."""
+    mesh = make_mesh(2, 2, names=("pp", "cp"))
+    loss, grads = unsharded()
+    place, pp = mesh["pp"].get_local_rank(), mesh["pp"]
+    part = (First, Last)[place](make_model())
+    cp_inductor.parallelize(part, mesh["cp"], outputs="whole", seq_dims={"x": 1})
+    run = compiled(part, form)
+    stage = PipelineStage(run, place, 2, torch.device("cpu"), group=pp.get_group())
+    pipeline = Schedule1F1B(stage, NUM_MICROBATCHES, loss_fn=mean_loss)
+    ids, positions, labels = make_batch()
+    losses: list[Tensor] = []
+    if place == 0:
+        pipeline.step(ids, positions)
+    else:
+        pipeline.step(target=labels, losses=losses)
+        torch.testing.assert_close(torch.stack(losses).mean().detach(), loss)
+    actual = {name: parameter.grad for name, parameter in part.named_parameters()}
+    assert_grads(actual, {name: grads[name] for name in actual})

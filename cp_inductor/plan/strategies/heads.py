@@ -12,25 +12,17 @@ from itertools import chain, zip_longest
 
 import numpy as np
 
-from cp_inductor.plan.assign_masked import tiles_of_cells
+from cp_inductor.plan.assign_cells import Pairs, tiles_of_cells
 from cp_inductor.plan.grid import Grid, Span
-from cp_inductor.plan.ir import Mask, Shape, Tile
-from cp_inductor.plan.strategies.strategy import Pairs, Strategy
+from cp_inductor.plan.ir import Shape, Tile
+from cp_inductor.plan.strategies.strategy import Strategy
 from cp_inductor.plan.tiles import Tiles, is_head_split
 
 
 def heads(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
     """Every rank computes the whole sequence for its heads, some heads in each stage."""
-    if isinstance(pairs, Mask):
-        everything = (Span(0, grid.num_chunks),)
-        tiles = [Tile(0, everything, everything, shape.all_heads, pairs)]
-    else:
-        tiles = [
-            tile
-            for own in map(grid.own, range(grid.world_size))
-            for rows, cells in [(np.arange(own.start, own.stop), pairs[own.start : own.stop])]
-            for tile in tiles_of_cells(grid, 0, shape.all_heads, rows, cells, cells)
-        ]
+    chunks = np.arange(grid.num_chunks)
+    tiles = tiles_of_cells(grid, 0, shape.all_heads, chunks, chunks, pairs.cells)
     return [
         [replace(tile, rank=rank, heads=own) for rank, own in enumerate(part) for tile in tiles]
         for part in parts_of(shape, grid.world_size, num_stages)
@@ -154,7 +146,7 @@ def in_groups(num_groups: int, rest: Strategy) -> Strategy:
         splits=lambda shape, world_size: can_split(shape, world_size, num_groups),
         num_stages=rest.num_stages,
         is_grouped=True,
-        is_fine=rest.is_fine,
+        fine=num_groups * rest.fine,
         min_chunks=rest.min_chunks,
         moves_queries=True,
     )

@@ -22,12 +22,12 @@ from dataclasses import replace
 import numpy as np
 
 from cp_inductor.mask.rule import Cell
-from cp_inductor.plan.assign_masked import tiles_of_cells
+from cp_inductor.plan.assign_cells import Pairs, own_chunks, tiles_of_cells
 from cp_inductor.plan.grid import Grid, Span
-from cp_inductor.plan.ir import Mask, Shape, Tile
+from cp_inductor.plan.ir import Shape, Tile
 from cp_inductor.plan.strategies.blocks import BLOCKS
 from cp_inductor.plan.strategies.heads import can_split, groups_of, heads, parts_of, shares_of
-from cp_inductor.plan.strategies.strategy import Pairs, Strategy
+from cp_inductor.plan.strategies.strategy import Strategy
 from cp_inductor.plan.tiles import Tiles, is_head_split, parts_of_equal_weight
 
 
@@ -40,7 +40,7 @@ def heads_own(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int, num_group
         num_groups: the number of ranks of the largest groups.
     """
     owners = range(grid.world_size)
-    own = [tile for owner in owners for tile in _row(grid, shape, pairs, owner, [grid.own(owner)])]
+    own = [tile for owner in owners for tile in _row(grid, shape, pairs, owner, [owner])]
     tiles: Tiles = [own, *([] for _ in range(num_stages))]
     for share in shares_of(shape, grid.world_size, num_groups):
         within = share.shape_within(shape)
@@ -60,9 +60,8 @@ def heads_own(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int, num_group
         for stage, (some, part) in enumerate(stages, 1):
             for owner in some:
                 first = owner // size * size
-                row = _row(
-                    grid, shape, pairs, owner, _others(grid, Span(first, first + size), owner)
-                )
+                others = [rank for rank in range(first, first + size) if rank != owner]
+                row = _row(grid, shape, pairs, owner, others)
                 tiles[stage] += [
                     replace(tile, rank=rank, heads=Span(start + span.start, start + span.stop))
                     for start in [share.heads.start]
@@ -72,41 +71,25 @@ def heads_own(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int, num_group
     return tiles
 
 
-def _weights(grid: Grid, pairs: Pairs) -> Sequence[int]:
-    """Return the weight of each rank's row, by which rows are dealt out to stages."""
-    if isinstance(pairs, Mask):
-        return [rank if pairs is Mask.CAUSAL else 1 for rank in range(grid.world_size)]
-    of_chunks = (pairs != Cell.EMPTY).sum(1)
-    return [int(part.sum()) for part in np.split(of_chunks, grid.world_size)]
+def _weights(grid: Grid, pairs: Pairs) -> np.ndarray:
+    """Return the cells of each rank's row that are not its own, by which rows go to stages."""
+    ranks = np.arange(grid.num_chunks) // grid.chunks_per_rank
+    is_far = (pairs.cells != Cell.EMPTY) & (ranks[:, None] != ranks)
+    return is_far.sum(1).reshape(grid.world_size, -1).sum(1)
 
 
-def _slices(weights: Sequence[int], num_slices: int) -> list[list[int]]:
+def _slices(weights: np.ndarray, num_slices: int) -> list[list[int]]:
     """Cut rows into runs of about equal weight; some may be empty."""
-    slice_of = parts_of_equal_weight(np.array(weights), num_slices)
+    slice_of = parts_of_equal_weight(weights, num_slices)
     return [np.flatnonzero(slice_of == index).tolist() for index in range(num_slices)]
 
 
-def _others(grid: Grid, ranks: Span, owner: int) -> list[Span]:
-    """Return the chunks of a run of ranks without those of one of them."""
-    own, first, last = grid.own(owner), grid.own(ranks.start), grid.own(ranks.stop - 1)
-    spans = Span(first.start, own.start), Span(own.stop, last.stop)
-    return [span for span in spans if len(span) > 0]
-
-
-def _row(grid: Grid, shape: Shape, pairs: Pairs, owner: int, keys: Sequence[Span]) -> list[Tile]:
-    """Return the tiles of an owner's queries and some keys: its own, or others'."""
-    own = grid.own(owner)
-    if isinstance(pairs, Mask):
-        if own in keys:
-            return [Tile(owner, (own,), (own,), shape.all_heads, pairs)]
-        seen = tuple(span for span in keys if pairs is Mask.FULL or span.stop <= own.start)
-        return [Tile(owner, (own,), seen, shape.all_heads, Mask.FULL)] if seen else []
-    everything = pairs[own.start : own.stop]
-    part = np.full_like(everything, Cell.EMPTY)
-    for span in keys:
-        part[:, span.start : span.stop] = everything[:, span.start : span.stop]
-    rows = np.arange(own.start, own.stop)
-    return tiles_of_cells(grid, owner, shape.all_heads, rows, part, everything)
+def _row(grid: Grid, shape: Shape, pairs: Pairs, owner: int, others: Sequence[int]) -> list[Tile]:
+    """Return the tiles of an owner's queries and the keys of others, or of itself."""
+    rows = own_chunks(grid, owner)
+    columns = np.concatenate([rows[:0], *(own_chunks(grid, other) for other in others)])
+    part = pairs.cells[np.ix_(rows, columns)]
+    return tiles_of_cells(grid, owner, shape.all_heads, rows, columns, part)
 
 
 def own_in_groups(num_groups: int) -> Strategy:
@@ -115,22 +98,22 @@ def own_in_groups(num_groups: int) -> Strategy:
     Args:
         num_groups: the number of ranks of a group; divides the world size.
     """
-    return _strategy(f"heads{num_groups}_own+blocks", lambda world_size: num_groups)
+    return _strategy(f"heads{num_groups}_own+blocks", lambda world_size: num_groups, num_groups)
 
 
-def _strategy(name: str, groups: Callable[[int], int]) -> Strategy:
+def _strategy(name: str, groups: Callable[[int], int], fine: int) -> Strategy:
     return Strategy(
         name=name,
         assign=lambda grid, shape, pairs, num_stages: heads_own(
             grid, shape, pairs, num_stages, groups(grid.world_size)
         ),
         splits=lambda shape, world_size: can_split(shape, world_size, groups(world_size)),
-        is_fine=True,
+        fine=fine,
         moves_queries=True,
     )
 
 
-HEADS_OWN = _strategy("heads_own", lambda world_size: world_size)
+HEADS_OWN = _strategy("heads_own", lambda world_size: world_size, 1)
 
 
 def _num_parts(grid: Grid, shape: Shape, num_stages: int) -> int:

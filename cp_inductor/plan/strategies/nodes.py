@@ -16,10 +16,11 @@ from functools import partial
 
 import numpy as np
 
+from cp_inductor.plan.assign_cells import Pairs
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Shape, Tile
 from cp_inductor.plan.strategies.heads import groups_of
-from cp_inductor.plan.strategies.strategy import Pairs, Strategy
+from cp_inductor.plan.strategies.strategy import Strategy
 from cp_inductor.plan.tiles import Tiles, is_head_split
 from cp_inductor.plan.transfers import fetch_by_way
 
@@ -73,7 +74,7 @@ def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
             and is_head_split(shape, num_nodes)
         ),
         is_grouped=True,
-        is_fine=rest.is_fine,
+        fine=num_nodes * rest.fine,
         min_chunks=rest.min_chunks,
         moves_queries=True,
     )

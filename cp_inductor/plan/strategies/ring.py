@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from cp_inductor.mask.rule import Cell
+from cp_inductor.plan.assign_cells import Pairs
 from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, Transfer
-from cp_inductor.plan.strategies.rows import own_rows
-from cp_inductor.plan.strategies.strategy import Pairs, Strategy
+from cp_inductor.plan.strategies.rows import ROWS, own_rows
+from cp_inductor.plan.strategies.strategy import Strategy
 from cp_inductor.plan.tiles import Tiles
+
+# A cell of which all pairs exist, or half of them, is a tile of that mask.
+_MASKS = {Cell.FULL: Mask.FULL, Cell.CAUSAL: Mask.CAUSAL}
 
 
 def ring(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
-    """The neighbour ring: stage i has the tile of own queries and the keys of rank - i.
-
-    Under a rule, own rows.
-    """
-    if not isinstance(pairs, Mask):
-        return own_rows(grid, shape, pairs, num_stages)
-    tiles: Tiles = [[] for _ in range(grid.world_size)]
-    for rank in range(grid.world_size):
-        own = (grid.own(rank),)
-        tiles[0].append(Tile(rank, own, own, shape.all_heads, pairs))
-        for step in range(1, grid.world_size):
-            if pairs is Mask.FULL or step <= rank:
-                keys = (grid.own((rank - step) % grid.world_size),)
-                tiles[step].append(Tile(rank, own, keys, shape.all_heads, Mask.FULL))
-    return tiles
+    """The neighbour ring: stage i has the tile of own queries and the keys of rank - i."""
+    own = [(grid.own(rank),) for rank in range(grid.world_size)]
+    first = [spans[0].start for spans in own]
+    of_ranks = pairs.cells[np.ix_(first, first)].tolist()
+    return [
+        [
+            Tile(rank, own[rank], own[rank - step], shape.all_heads, _MASKS[row[rank - step]])
+            for rank, row in enumerate(of_ranks)
+            if row[rank - step]
+        ]
+        for step in range(grid.world_size)
+    ]
 
 
 def fetch_from_neighbours(grid: Grid, shape: Shape, tiles: Tiles) -> list[tuple[Transfer, ...]]:
@@ -46,7 +50,8 @@ RING = Strategy(
     name="ring",
     assign=ring,
     fetch=fetch_from_neighbours,
-    num_stages=lambda world_size, mask: None if mask is Mask.PARTIAL else max(1, world_size - 1),
+    under_rules=ROWS,
+    num_stages=lambda world_size, mask: max(1, world_size - 1),
     is_of_auto=False,
     min_chunks=1,
 )

@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
+from cp_inductor.plan.assign_cells import Pairs
 from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Mask, Shape, Transfer
 from cp_inductor.plan.tiles import Tiles
 from cp_inductor.plan.transfers import fetch_directly
 
-# Which pairs exist: FULL or CAUSAL, or, under a rule, `Cell` of (query chunks, key chunks).
-Pairs = Mask | np.ndarray
 Assign = Callable[[Grid, Shape, Pairs, int], Tiles]
 # (grid, shape, tiles) -> what is fetched before the tiles of each stage.
 Fetch = Callable[[Grid, Shape, Tiles], list[tuple[Transfer, ...]]]
@@ -32,6 +29,7 @@ class Strategy:
         assign_backward: the same -> tiles of the backward, as many stages as of the forward, if
             they are others.
         fetch: tiles -> fetches.
+        under_rules: the strategy that takes its place under a mask that is neither full nor causal.
         returns: results go back the way their inputs came, from rank to rank, not straight home.
         num_stages: (ranks, mask) -> the number of stages, if there is no choice; else None.
         splits: (shape, ranks) -> whether it can split the heads of this shape over them.
@@ -41,7 +39,7 @@ class Strategy:
         is_of_auto: "auto" considers it.
         is_groupable: groups of ranks may split the heads around it, as in "heads4+blocks".
         is_grouped: it is such a strategy.
-        is_fine: many chunks per rank balance a causal mask; otherwise pieces do, or nothing does.
+        fine: many chunks for so many ranks balance a causal mask; 0 if pieces do, or nothing does.
         min_chunks: per rank.
         moves_queries: a rank may compute queries of another, and would need their rows of a mask
             tensor.
@@ -51,6 +49,7 @@ class Strategy:
     assign: Assign
     assign_backward: Assign | None = None
     fetch: Fetch = fetch_directly
+    under_rules: Strategy | None = None
     returns: bool = False
     num_stages: Callable[[int, Mask], int | None] = lambda world_size, mask: None
     splits: Callable[[Shape, int], bool] = lambda shape, world_size: True
@@ -58,6 +57,6 @@ class Strategy:
     is_of_auto: bool = True
     is_groupable: bool = False
     is_grouped: bool = False
-    is_fine: bool = False
+    fine: int = 0
     min_chunks: int = 2
     moves_queries: bool = False

@@ -20,6 +20,9 @@ from cp_inductor.sequence.types import Same, Sum, Type
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
+# Of indices that keep the entries where they are True.
+MASKS = (torch.bool, torch.uint8)
+
 
 @rule(aten.cat, aten.stack)
 def join(call: OpCall) -> list[Type]:
@@ -90,7 +93,7 @@ def index(call: OpCall) -> list[Type]:
     """Look up entries along some dims, for all indices that are broadcast to one shape."""
     indices = [place for place in enumerate(call.bound["indices"]) if place[1] is not None]
     tensors, places = [tensor for _, tensor in indices], [place for place, _ in indices]
-    if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors):
+    if any(tensor.dtype in MASKS for tensor in tensors):
         raise Mixes(f"{call.op} by a mask, which keeps another number of tokens on each rank")
     widest = max(tensors, key=lambda tensor: tensor.ndim)
     is_adjacent = places == list(range(places[0], places[-1] + 1))

@@ -1,0 +1,242 @@
+"""Assign tiles: the cells that each rank computes, in stages, and tiles of them.
+
+    keys ->     0 1 2 3 4 5 6 7        a sliding window: c causal, f full, p partial, nothing else
+    queries 0   c                      exists, is computed, or is fetched
+            1   f c
+            2   p f c
+            3     p f c
+
+The mask classifies the grid of chunks once. A strategy gives each rank rows and columns of the
+grid, whose cells it computes; squares on the diagonal stay with their owners. The cells of a rank
+in a stage become few tiles: triangles with the kernel's own causal flag, rectangles without a mask,
+and rectangles with a mask, in which some cells may be empty if that saves a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from cp_inductor.kept import lru_cache
+from cp_inductor.mask.rule import Cell, Rule
+from cp_inductor.plan.grid import Grid, Span, join_spans, lengths_of
+from cp_inductor.plan.ir import Mask, Shape, Tile
+from cp_inductor.plan.tiles import Tiles, parts_of_equal_weight
+
+# Rows of cells join to one tile under a mask as long as cells that hold pairs are at least this
+# share of it. From LONG_CHUNK_TOKENS on, empty cells cost more than another call, so more is asked.
+# `benchmarks/masks.py` judges the values.
+MIN_FILLED = 0.6
+MIN_FILLED_LONG = 0.8
+LONG_CHUNK_TOKENS = 512
+# Full cells join a tile under a mask, and so save a call, if they are at most so many times as many
+# as its partial ones.
+MAX_FULL_PER_PARTIAL = 2
+
+# The query chunks and the key chunks whose cells a rank computes, in the order of stages.
+Area = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Which pairs exist; equal only to itself, so that what was made of it can be kept.
+
+    Attributes:
+        cells: a `Cell` for each two chunks, (query chunks, key chunks).
+    """
+
+    cells: np.ndarray
+
+
+@lru_cache(maxsize=4)
+def pairs_of(grid: Grid, mask: Mask, rule: str) -> Pairs:
+    """Return which pairs exist.
+
+    Args:
+        grid: of the chunks.
+        mask: of the attention.
+        rule: which pairs exist, if the mask is partial.
+    """
+    cells = np.full((grid.num_chunks, grid.num_chunks), Cell.FULL, np.int8)
+    if mask is Mask.CAUSAL:
+        cells = np.tril(cells)
+        np.fill_diagonal(cells, Cell.CAUSAL)
+    elif mask is Mask.PARTIAL:
+        bounds = []
+        for of_keys in (False, True):
+            starts = np.cumsum([0, *lengths_of(grid, of_keys=of_keys)])
+            bounds.append((starts[:-1].astype(float), starts[1:] - 1.0))
+        cells = Rule.parse(rule).cells(*bounds).astype(np.int8)
+    cells.flags.writeable = False
+    return Pairs(cells)
+
+
+def chunks_before(grid: Grid, rank: int) -> np.ndarray:
+    """Return all chunks, from the nearest before a rank's own ones on, so that owners take turns.
+
+    Were all to begin with the same owner, it would have to send to all ranks at once.
+    """
+    return np.roll(np.arange(grid.num_chunks), -grid.own(rank).start)[::-1]
+
+
+def own_chunks(grid: Grid, rank: int) -> np.ndarray:
+    """Return the chunks that a rank holds."""
+    own = grid.own(rank)
+    return np.arange(own.start, own.stop)
+
+
+def stage_areas(
+    grid: Grid,
+    shape: Shape,
+    pairs: Pairs,
+    areas: Sequence[Area],
+    num_stages: int,
+    *,
+    by_keys: bool,
+    together: int = 1,
+) -> Tiles:
+    """Make tiles of the cells of each rank's area, in stages.
+
+    Cells of a rank's own queries and own keys are in stage 0, which needs nothing from others, and
+    those of other ranks stay with these. The rest is cut along the keys, or the queries, into
+    stages with equally many cells, in the order in which the area has them. So many chunks stay
+    together.
+    """
+    tiles: Tiles = [[] for _ in range(num_stages + 1)]
+
+    def far(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        size, everything = grid.chunks_per_rank, pairs.cells[np.ix_(rows, columns)]
+        is_square = rows[:, None] // size == columns[None] // size
+        return np.where(is_square, Cell.EMPTY, everything), everything
+
+    for rank, (rows, columns) in enumerate(areas):
+        own, heads = own_chunks(grid, rank), shape.all_heads
+        tiles[0] += tiles_of_cells(grid, rank, heads, own, own, pairs.cells[np.ix_(own, own)])
+        weights = np.count_nonzero(far(rows, columns)[0], axis=0 if by_keys else 1)
+        weights = weights.reshape(-1, together).sum(1)
+        stage_of = np.repeat(parts_of_equal_weight(weights, num_stages), together)
+        for stage in range(num_stages):
+            here = stage_of == stage
+            part = (rows, columns[here]) if by_keys else (rows[here], columns)
+            part = np.sort(part[0]), np.sort(part[1])
+            tiles[stage + 1] += tiles_of_cells(grid, rank, heads, *part, *far(*part))
+    return tiles
+
+
+def _min_filled(grid: Grid) -> float:
+    is_long = grid.num_tokens(Span(0, 1), of_keys=True) >= LONG_CHUNK_TOKENS
+    return MIN_FILLED_LONG if is_long else MIN_FILLED
+
+
+def tiles_of_cells(
+    grid: Grid,
+    rank: int,
+    heads: Span,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    cells: np.ndarray,
+    everything: np.ndarray | None = None,
+) -> list[Tile]:
+    """Make tiles of cells.
+
+    Args:
+        grid: of the chunks.
+        rank: that computes them.
+        heads: of the tiles.
+        rows: the query chunk of each row.
+        columns: the key chunk of each column.
+        cells: (rows, columns), the cells to compute.
+        everything: these and those that are computed elsewhere, if there are such.
+    """
+    found: list[Tile] = []
+
+    def add(queries: Sequence[Span], keys: np.ndarray, mask: Mask) -> None:
+        found.append(Tile(rank, tuple(queries), _spans(keys), heads, mask))
+
+    if (cells == Cell.CAUSAL).any():
+        cells = cells.copy()
+        for first, last in _triangles(rows, columns, cells):
+            chunks = rows[first:last]
+            add(_spans(chunks), chunks, Mask.CAUSAL)
+            cells[first:last, np.isin(columns, chunks)] = Cell.EMPTY
+    # What is left of triangles is under a mask as any other.
+    has_partial = (cells == Cell.PARTIAL) | (cells == Cell.CAUSAL)
+    num_partial = has_partial.sum(1)
+    is_joined = (cells == Cell.FULL).sum(1) <= MAX_FULL_PER_PARTIAL * num_partial
+    partial = has_partial | ((cells == Cell.FULL) & (is_joined & (num_partial > 0))[:, None])
+    full = (cells == Cell.FULL) & ~partial
+    for queries, keys in _equal_rows(rows, full):
+        add(queries, columns[keys], Mask.FULL)
+    if num_partial.any():
+        elsewhere = ((cells if everything is None else everything) != Cell.EMPTY) & ~partial
+        for first, last, keys in _similar_rows(partial, elsewhere, _min_filled(grid)):
+            add(_spans(rows[first:last]), columns[keys], Mask.PARTIAL)
+    return found
+
+
+def _triangles(
+    rows: np.ndarray, columns: np.ndarray, cells: np.ndarray
+) -> Iterator[tuple[int, int]]:
+    """Yield runs of rows that are exactly causal against their own chunks.
+
+    Rows that have other cells under a mask are left out.
+    """
+    at = np.searchsorted(columns, rows).clip(max=len(columns) - 1)
+    square = np.where((columns[at] == rows)[None], cells[:, at], Cell.PARTIAL)
+    is_alone = ~(cells == Cell.PARTIAL).any(1) & (square.diagonal() == Cell.CAUSAL)
+    # Below the diagonal all pairs exist, and above it none: which rows before one are wrong?
+    is_wrong = np.tril((square != Cell.FULL) | (square.T != Cell.EMPTY), -1)
+    last_wrong = np.where(is_wrong.any(1), len(rows) - 1 - is_wrong[:, ::-1].argmax(1), -1)
+    first = 0
+    while first < len(rows):
+        last = first
+        while last < len(rows) and rows[last] == rows[first] + last - first:
+            if not is_alone[last] or last_wrong[last] >= first:
+                break
+            last += 1
+        if last > first:
+            yield first, last
+        first = max(last, first + 1)
+
+
+def _equal_rows(
+    rows: np.ndarray, wanted: np.ndarray
+) -> Iterator[tuple[tuple[Span, ...], np.ndarray]]:
+    """Yield the chunks of rows that have the same keys, and where these are."""
+    starts = [0, *(np.flatnonzero((wanted[1:] != wanted[:-1]).any(1)) + 1).tolist(), len(rows)]
+    alike: dict[bytes, list[tuple[int, int]]] = {}
+    for first, last in pairwise(starts):
+        if first < last and wanted[first].any():
+            alike.setdefault(wanted[first].tobytes(), []).append((first, last))
+    for runs in alike.values():
+        spans = join_spans(span for first, last in runs for span in _spans(rows[first:last]))
+        yield spans, np.flatnonzero(wanted[runs[0][0]])
+
+
+def _similar_rows(
+    wanted: np.ndarray, taken: np.ndarray, min_filled: float
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yield runs of rows and the keys of any of them, as long as few of these cells are empty."""
+    first = 0
+    while first < len(wanted):
+        keys, filled, last = wanted[first].copy(), int(wanted[first].sum()), first + 1
+        while filled and last < len(wanted):
+            more = keys | wanted[last]
+            area = int(more.sum()) * (last + 1 - first)
+            now = filled + int(wanted[last].sum())
+            if now < min_filled * area or (taken[first : last + 1] & more).any():
+                break
+            keys, filled, last = more, now, last + 1
+        if filled:
+            yield first, last, np.flatnonzero(keys)
+        first = last
+
+
+def _spans(chunks: Sequence[int] | np.ndarray) -> tuple[Span, ...]:
+    """Join adjacent chunks, in order, to spans."""
+    chunks = np.asarray(chunks)
+    breaks = np.flatnonzero(np.diff(chunks) != 1) + 1
+    return tuple(Span(int(run[0]), int(run[-1]) + 1) for run in np.split(chunks, breaks))

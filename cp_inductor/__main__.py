@@ -236,11 +236,7 @@ def _add_estimate(commands: Any) -> None:
 
 
 def _add_world(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser)
     parser.add_argument("--rank", type=int, default=0)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         help="module:function or file.py:function, where function(mesh) or function() returns"
@@ -248,20 +244,18 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--world-size", type=size, required=True, help="number of ranks")
     parser.add_argument("--target", default="cuda:sm_90", help="cpu, h200, cuda:sm_90, ...")
-    parser.add_argument("--mesh-shape", type=_numbers, help="such as 2,4; by default one axis")
-    parser.add_argument("--mesh-names", type=_words, help="such as dp,cp")
+    parser.add_argument(
+        "--mesh-shape",
+        type=lambda text: tuple(map(int, text.split(","))),
+        help="such as 2,4; by default one axis",
+    )
+    parser.add_argument(
+        "--mesh-names", type=lambda text: tuple(text.split(",")), help="such as dp,cp"
+    )
     parser.add_argument("--inference", action="store_true", help="compile without gradients")
     parser.add_argument("--strategy", help="as for the command plan")
     parser.add_argument("--stages", type=int)
     _add_machine(parser)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
 
 
 def _doctor(args: argparse.Namespace) -> tuple[str, bool]:
@@ -365,7 +359,14 @@ def _code(args: argparse.Namespace) -> tuple[str, bool]:
             (args.output / f"rank{args.rank}_{kind}.py").write_text(text)
     if args.kernels:
         kernels = [k for k in compiled.compile_kernels() if args.graph in (None, k.graph)]
-        return (json.dumps([k.to_dict() for k in kernels]) if args.json else _table(kernels)), True
+        lines = [f"{'registers':>9} {'spills B':>8} {'shared B':>8}  kernel"]
+        lines += [
+            f"{k.registers:>9} {k.spill_bytes:>8} {k.shared_bytes:>8}  {k.graph} {k.name}"
+            f" [{k.config}]"
+            for k in kernels
+        ]
+        data = [k.to_dict() for k in kernels]
+        return json.dumps(data) if args.json else "\n".join(lines), True
     if args.json:
         return json.dumps(code), True
     if args.output is not None:
@@ -399,11 +400,6 @@ def _estimate(args: argparse.Namespace) -> tuple[str, bool]:
     return json.dumps(found.to_dict()) if args.json else str(found), found.is_fine
 
 
-def _options_of(args: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(args, name) for name in ("strategy", "stages", "machine")}
-    return {name: value for name, value in given.items() if value is not None}
-
-
 def _check_rank(args: argparse.Namespace) -> None:
     """Refuse a rank outside the world."""
     check_count("--world-size", args.world_size, 1, MAX_WORLD_SIZE, site=args.command)
@@ -427,19 +423,11 @@ def _example(args: argparse.Namespace) -> Iterator[tuple[Any, dict[str, Any]]]:
         placer = Placer(mesh)
         tensors, like = placer.call(loaded.args, loaded.kwargs or {})
         options = placer.options(dict(loaded.options or {}), loaded.model, like)
-        options |= _options_of(args)
+        flags = {name: getattr(args, name) for name in ("strategy", "stages", "machine")}
+        options |= {name: value for name, value in flags.items() if value is not None}
         within = nullcontext() if like is None else implicit_replication()
         with within, failures_named(args.model):
             yield Example(placer.model(loaded.model, like), *tensors), options
-
-
-def _table(kernels: Sequence[Any]) -> str:
-    lines = [f"{'registers':>9} {'spills B':>8} {'shared B':>8}  kernel"]
-    lines += [
-        f"{k.registers:>9} {k.spill_bytes:>8} {k.shared_bytes:>8}  {k.graph} {k.name} [{k.config}]"
-        for k in kernels
-    ]
-    return "\n".join(lines)
 
 
 @contextmanager
@@ -461,17 +449,13 @@ def _progress(num_steps: int) -> Iterator[Callable[[str], None]]:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _machine(args: argparse.Namespace) -> Machine:
+def _plan(args: argparse.Namespace) -> tuple[str, bool]:
+    _check_rank(args)
     if args.machine == CALIBRATED:
         from cp_inductor.dtensor.machines import machine_text
 
         args.machine = machine_text(CALIBRATED, site="--machine")
-    return Machine.parse(args.machine, site="--machine") if args.machine else Machine()
-
-
-def _plan(args: argparse.Namespace) -> tuple[str, bool]:
-    _check_rank(args)
-    machine = _machine(args)
+    machine = Machine.parse(args.machine, site="--machine") if args.machine else Machine()
     with garbage_kept(), _progress(5) as say:
         say(f"choosing a plan for {args.world_size} ranks")
         plan = plan_attention(

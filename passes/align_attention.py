@@ -30,10 +30,11 @@ import torch
 from torch import fx
 
 from cp_inductor.dtensor.axis import attention_placements, is_sequence_sharded
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
 from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.passes.attentions import CAPTURED
-from cp_inductor.passes.insert_call import insert_call, local_of_shard
+from cp_inductor.passes.insert_call import insert_call
 from cp_inductor.region.flex_calls import FLEX
 from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -54,17 +55,15 @@ def align_attention(gm: fx.GraphModule, *, has_axis: bool) -> None:
     for graph in graphs_of(gm):
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target in CAPTURED and not is_left_alone(node):
-                call = _bound(node)
+                is_flex = node.target is FLEX
+                call: dict[str, Any] = (
+                    dict(zip(SIDES, node.args, strict=False))
+                    if is_flex
+                    else bind_arguments(OP, node.args, node.kwargs)
+                )
                 if all(isinstance(call[side], fx.Node) for side in SIDES):
                     _align(node, call, has_axis)
     gm.recompile()
-
-
-def _bound(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of an SDPA, or the tensors of a flex_attention, by name."""
-    if node.target is FLEX:
-        return dict(zip(SIDES, node.args, strict=False))
-    return bind_arguments(OP, node.args, node.kwargs)
 
 
 def _align(node: fx.Node, call: dict[str, Any], has_axis: bool) -> None:
@@ -163,7 +162,7 @@ def _align_head_dims(node: fx.Node, call: dict[str, Any]) -> None:
     with node.graph.inserting_after(node):
         part = node.graph.call_function(torch.narrow, (node, -1, 0, of_value))
     part.meta = {**node.meta, "example_value": out}
-    with torch.no_grad(), fake_mode_of(local_of_shard(out)):
+    with torch.no_grad(), fake_mode_of(held_by_rank(out)):
         node.meta["example_value"] = torch.nn.functional.pad(out, [0, widest - of_value])
     for user in users:
         user.replace_input_with(node, part)

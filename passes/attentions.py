@@ -13,8 +13,8 @@ from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.mask.reader.lengths import as_number
 from cp_inductor.region.flex_calls import FLEX
+from cp_inductor.region.modes import OPAQUE_ATTENTION
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.varlen import VARLEN_OPS
 
 # As Dynamo captures the call, and as `inline_multi_head` leaves it.
 SDPA = frozenset(
@@ -27,12 +27,6 @@ SDPA = frozenset(
 
 # What becomes a site.
 CAPTURED = SDPA | {FLEX}
-
-# Attention that Dynamo captures whole, and that would run over the local shard alone.
-OPAQUE_ATTENTION = VARLEN_OPS | {
-    torch._transformer_encoder_layer_fwd,
-    torch._native_multi_head_attention,
-}
 
 # What SDPA comes down to, called by name. DTensor's handlers compute it, plain shards have none.
 KERNELS_OF_SDPA = frozenset(

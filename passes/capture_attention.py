@@ -32,19 +32,20 @@ from typing import Any, cast
 import torch
 from sympy import Expr
 from torch import SymInt, fx
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from cp_inductor.batches.prepare import Known, remember
 from cp_inductor.dtensor.axis import from_local_like, local_part, roles_of, seed_of_shard
 from cp_inductor.dtensor.recipe import lengths_at_run_time
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.graph.derive_tables import derive_tables
-from cp_inductor.graph.nodes import place_of
+from cp_inductor.graph.nodes import graphs_of, place_of, recompile_all
 from cp_inductor.graph.subgraphs import Calls, bodies_of, bring_in, calls_of, drop_unused_inputs
 from cp_inductor.mask.reader.writes import Writes
 from cp_inductor.ops.attention import FORWARD, attention_of
 from cp_inductor.ops.plan_batch import PLAN_BATCH
 from cp_inductor.ops.rules_of_lengths import remember_mask
-from cp_inductor.passes.insert_call import insert_call, local_of_shard
+from cp_inductor.passes.insert_call import insert_call
 from cp_inductor.passes.sites import Site
 from cp_inductor.region.flex_bias import Reads, bias_of_scores
 from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, has_natural_lse
@@ -59,7 +60,13 @@ def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
     """Rewrite every site in place."""
     calls = calls_of(gm)
     writes = Writes(gm.graph)
-    written = {node for site in sites for node in _saved_by(site) if writes.has(node, besides=())}
+    # The nodes whose local tensors the op saves for its backward, if they are DTensors.
+    saved = [
+        (site.query, site.key, site.value, *_results(site), *site.mask.tables)
+        for site in sites
+        if site.is_distributed
+    ]
+    written = {node for nodes in saved for node in nodes if writes.has(node, besides=())}
     captured: dict[fx.Node, fx.Node] = {}
     for site in sites:
         # What another attention made is made anew by the time.
@@ -67,17 +74,9 @@ def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
         was_written = written | {captured[node] for node in written if node in captured}
         site = replace(site, **{side: captured.get(node, node) for side, node in sides.items()})
         captured |= _capture(site, calls, was_written)
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            module.graph.lint()
-            module.recompile()
-
-
-def _saved_by(site: Site) -> list[fx.Node]:
-    """Return the nodes whose local tensors the op saves for its backward, if they are DTensors."""
-    if not site.is_distributed:
-        return []
-    return [site.query, site.key, site.value, *_results(site), *site.mask.tables]
+    for graph in graphs_of(gm):
+        graph.lint()
+    recompile_all(gm)
 
 
 def _results(site: Site) -> list[fx.Node]:
@@ -124,7 +123,11 @@ def _replace(site: Site, old: fx.Node, result: fx.Node, is_written: bool) -> fx.
         user.replace_all_uses_with(local)
         old.graph.erase_node(user)
     if site.is_distributed and (old.users or not local_users):
-        local = _as_before(site, old, insert_call(site.node, from_local_like, local, site.query))
+        local = insert_call(site.node, from_local_like, local, site.query)
+        before, after = old.meta["example_value"], local.meta["example_value"]
+        if before.placements != after.placements:  # later code relies on those before
+            wanted = before.device_mesh, list(before.placements)
+            local = insert_call(site.node, "redistribute", local, *wanted)
     old.replace_all_uses_with(local)
     return local
 
@@ -132,7 +135,7 @@ def _replace(site: Site, old: fx.Node, result: fx.Node, is_written: bool) -> fx.
 def _local_users(site: Site, result: fx.Node) -> list[fx.Node]:
     """Return the users of a result that only take this rank's part of it."""
     before = result.meta["example_value"]
-    if not site.is_distributed or before.placements != _placements(site.query):
+    if not site.is_distributed or before.placements != site.query.meta["example_value"].placements:
         return []
     return [
         user
@@ -142,11 +145,6 @@ def _local_users(site: Site, result: fx.Node) -> list[fx.Node]:
         and len(user.args) == 1
         and not user.kwargs
     ]
-
-
-def _placements(node: fx.Node) -> Sequence[Placement]:
-    placements: Sequence[Placement] = node.meta["example_value"].placements
-    return placements
 
 
 def _copied(site: Site, node: fx.Node, is_written: bool) -> fx.Node:
@@ -183,7 +181,7 @@ def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> lis
     """Insert the plan of a batch: its sizes and its numbers."""
     assert site.plan_options is not None
     batch, num_heads, *_ = query.meta["example_value"].shape
-    num_kv_heads = local_of_shard(site.key.meta["example_value"]).shape[1]
+    num_kv_heads = held_by_rank(site.key.meta["example_value"]).shape[1]
     lengths = lengths_at_run_time(
         site.plan_options,
         site.axis,
@@ -280,14 +278,6 @@ def _expanded(site: Site, bias: fx.Node, indices: Sequence[Expr]) -> fx.Node:
     if list(bias.meta["example_value"].shape) == sizes:
         return bias
     return insert_call(site.node, "expand", bias, *sizes)
-
-
-def _as_before(site: Site, result: fx.Node, out: fx.Node) -> fx.Node:
-    """Place a result as the model's own attention did, because later code relies on that."""
-    before, after = result.meta["example_value"], out.meta["example_value"]
-    if before.placements == after.placements:
-        return out
-    return insert_call(site.node, "redistribute", out, before.device_mesh, list(before.placements))
 
 
 def _erase_unused(nodes: Sequence[fx.Node], site: Site) -> None:

@@ -18,6 +18,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.axis import SequenceAxis
+from cp_inductor.dtensor.wrap import is_whole
 from cp_inductor.errors import SequenceWarning, UnsupportedAttention
 from cp_inductor.kept import cache
 from cp_inductor.region.marks import regions_of
@@ -48,18 +49,9 @@ def check_mesh(
         if has_attention and not is_mesh_named and _is_of_whole_tensors(gm):
             _warn_of_no_shards()
         return
-    _refuse_graph_break(gm)
-    if axis.rank == 0 and not is_capturing_whole():  # for all ranks
-        _warn_of_fallback()
-
-
-def _refuse_graph_break(gm: fx.GraphModule) -> None:
-    """Refuse a graph that ends at a graph break.
-
-    Python code that Dynamo runs between two graphs would attend within the local shard.
-    """
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
+        # Python code that Dynamo runs between two graphs would attend within the local shard.
         raise UnsupportedAttention(
             site='options={"mesh": ...}',
             expected="a model that Dynamo captures as one graph",
@@ -67,6 +59,8 @@ def _refuse_graph_break(gm: fx.GraphModule) -> None:
             remedy="compile with fullgraph=True and remove the break, or pass DTensors to the"
             " model",
         )
+    if axis.rank == 0 and not is_capturing_whole():  # for all ranks
+        _warn_of_fallback()
 
 
 def _is_of_whole_tensors(gm: fx.GraphModule) -> bool:
@@ -76,11 +70,9 @@ def _is_of_whole_tensors(gm: fx.GraphModule) -> bool:
     if are_gradients_reduced():  # over ranks that each have batches of their own
         return False
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
-    return not regions_of(gm) and not any(_is_in_parts(value) for value in values)
-
-
-def _is_in_parts(value: object) -> bool:
-    return isinstance(value, DTensor) and any(not one.is_replicate() for one in value.placements)
+    return not regions_of(gm) and not any(
+        isinstance(value, DTensor) and not is_whole(value) for value in values
+    )
 
 
 @cache

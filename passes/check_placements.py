@@ -13,13 +13,12 @@ Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 from torch import fx, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.errors import SequenceWarning
-from cp_inductor.graph.nodes import graphs_of, source_line
+from cp_inductor.graph.nodes import graphs_of, name_of
 from cp_inductor.graph.subgraphs import Calls, calls_of, method_of, source_of
 from cp_inductor.passes.attentions import CAPTURED
 from cp_inductor.region.marks import is_left_alone
@@ -51,7 +50,13 @@ def _placements(node: object) -> tuple[object, ...]:
 
 def _first_loss(query: fx.Node, axis: int, calls: Calls) -> fx.Node | None:
     """Return the op ahead of a query that gave up its sharding on an axis; None if none did."""
-    for node in _ancestors(query, calls):
+    stack, seen = [query], set[fx.Node]()
+    while stack:
+        node = source_of(stack.pop(), calls)
+        if node in seen:
+            continue
+        seen.add(node)
+        stack += node.all_input_nodes
         if node.target in ON_PURPOSE or method_of(node) in ON_PURPOSE:
             continue
         placements = _placements(node)
@@ -65,21 +70,11 @@ def _first_loss(query: fx.Node, axis: int, calls: Calls) -> fx.Node | None:
     return None
 
 
-def _ancestors(node: fx.Node, calls: Calls) -> Iterator[fx.Node]:
-    stack, seen = [node], set[fx.Node]()
-    while stack:
-        node = source_of(stack.pop(), calls)
-        if node not in seen:
-            seen.add(node)
-            yield node
-            stack += node.all_input_nodes
-
-
 def _warn(attention: fx.Node, op: fx.Node, axis: int) -> None:
     given = next(placements for source in op.all_input_nodes if (placements := _placements(source)))
     warnings.warn(
-        f"{attention.name} ({source_line(attention)}): every rank computes attention over the"
-        f" whole sequence, because {op.name} ({source_line(op)}) turned {given} into"
+        f"{name_of(attention)}: every rank computes attention over the"
+        f" whole sequence, because {name_of(op)} turned {given} into"
         f" {_placements(op)}. Call {op.name} before the sequence is sharded, or redistribute"
         " its result",
         SequenceWarning,

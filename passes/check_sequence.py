@@ -44,15 +44,15 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.axis import SequenceAxis, is_sequence_sharded, whole_of_shard
 from cp_inductor.dtensor.limits import dim_of
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import InvalidArgument, SequenceMixed
-from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.graph.nodes import graphs_of, name_of
 from cp_inductor.graph.subgraphs import method_of
-from cp_inductor.passes.follow_graph import Followed, follow_graph, name_of
+from cp_inductor.passes.follow_graph import Followed, follow_graph
 from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
 from cp_inductor.passes.sites import Site
-from cp_inductor.region.marks import groups_of_regions, is_per_rank
+from cp_inductor.region.marks import MARK, groups_of_regions, is_per_rank
 from cp_inductor.region.regions import typers_of_program
-from cp_inductor.region.traced import MARK
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels
 from cp_inductor.sequence.eager import EagerTyper
 from cp_inductor.sequence.follow import shards_at, warn_of_sums
@@ -87,7 +87,15 @@ def check_sequence(
         InvalidArgument: no input has a name in `seq_dims`.
         SequenceMixed: an attention, or a result outside of a region, depends on what mixes tokens.
     """
-    sites = [site for site in sites if site.axis.world_size > 1 and _is_of_shards(site)]
+    sites = [
+        site
+        for site in sites
+        if site.axis.world_size > 1
+        and (
+            site.query.target is DTensor.from_local
+            or not is_sequence_sharded(site.query.meta["example_value"])
+        )
+    ]
     groups = [site.axis.group_name for site in sites]
     groups += [typer.group_name for typer in typers_of_program()]
     groups += [name for name in groups_of_regions(gm) if group_of(name).size() > 1]
@@ -166,13 +174,6 @@ def _with_guesses(
     )
 
 
-def _is_of_shards(site: Site) -> bool:
-    """Whether an attention is over plain shards, or over DTensors that only wrap plain shards."""
-    return site.query.target is DTensor.from_local or not is_sequence_sharded(
-        site.query.meta["example_value"]
-    )
-
-
 def _count_all_labels(gm: fx.GraphModule, group_name: str) -> None:
     """Let means over labels compare how many count on each rank."""
     for graph in graphs_of(gm):
@@ -216,9 +217,7 @@ def _uneven_lengths(sites: Sequence[Site]) -> frozenset[int]:
 
 def _length(node: fx.Node) -> int:
     """Return how many tokens of a query, key or value this rank has."""
-    value = node.meta["example_value"]
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return numbers(local.shape)[SEQUENCE_DIM]
+    return numbers(held_by_rank(node.meta["example_value"]).shape)[SEQUENCE_DIM]
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +248,11 @@ def _inputs(
     names = {node: name for node, name, _ in graph_inputs(gm.graph)}
     given = {n: n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")}
     sizes = {n: numbers(v.shape) if isinstance(v, Tensor) else [] for n, v in given.items()}
-    of_modules = {n for n, v in given.items() if _is_of_module(v, names.get(n, ""))}
+    of_modules = {
+        n
+        for n, v in given.items()
+        if isinstance(v, nn.Parameter) or names.get(n, "L[")[:2] not in ("L[", "G[")
+    }
     lengths = {_length(node) for site in sites for node in (site.query, site.key)}
     if not sites:
         lengths = {
@@ -263,7 +266,8 @@ def _inputs(
         usual = [i for i in _PLACES.get(len(sizes[node]), (1,)) if sizes[node][i : i + 1]]
         is_free = not lengths.intersection(sizes[node]) if sites else not sizes[node]
         if argument in seq_dims:
-            dims[node] = _named_dim(argument, seq_dims[argument], value)
+            named, site = seq_dims[argument], f"options={{'seq_dims': ...}}, {argument}"
+            dims[node] = None if named is None else dim_of(value, named, site=site)
         elif node in of_modules or is_free:
             dims[node] = None
         elif node in attended:
@@ -286,10 +290,6 @@ def _inputs(
         )
         for node, value in given.items()
     ]
-
-
-def _is_of_module(value: object, name: str) -> bool:
-    return isinstance(value, nn.Parameter) or (name != "" and name[:2] not in ("L[", "G["))
 
 
 def _tells_length(value: object) -> bool:
@@ -317,12 +317,6 @@ def _refuse_other_names(gm: fx.GraphModule, seq_dims: Mapping[str, int | None]) 
             got=", ".join(map(repr, others)),
             remedy="name inputs as the model's forward does",
         )
-
-
-def _named_dim(argument: str, dim: int | None, value: object) -> int | None:
-    """Return a dim that an option names, counted from the first."""
-    site = f"options={{'seq_dims': ...}}, {argument}"
-    return None if dim is None else dim_of(value, dim, site=site)
 
 
 def _mark_shards(gm: fx.GraphModule, inputs: Sequence[_Input]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cp_inductor.graph.nodes import recompile_all
 from cp_inductor.graph.subgraphs import calls_of, drop_unused_inputs
 from cp_inductor.mask.reader.writes import is_in_place
 from cp_inductor.passes.sites import Site
@@ -47,9 +48,7 @@ def drop_block_masks(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
             _erase_unread([node for node in dropped if node.graph is graph])
         # The BlockMask of all layers is an input of a checkpointed one.
         dropped = [node for graph in graphs for node in drop_unused_inputs(graph, calls)]
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            module.recompile()
+    recompile_all(gm)
 
 
 def _erase_unread(dropped: Sequence[fx.Node]) -> None:

@@ -48,12 +48,10 @@ from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, is_of_pairs
 from cp_inductor.mask.reader.lengths import lengths_as
 from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.reader.trace import Trace
-from cp_inductor.mask.rows import can_be_on_rows
 from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.attentions import (
     CAPTURED,
     KERNELS_OF_SDPA,
-    OPAQUE_ATTENTION,
     bind_sdpa,
 )
 from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_mask
@@ -61,6 +59,7 @@ from cp_inductor.passes.sites import Site, Verdict
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.marks import is_left_alone, region_of_query, regions_of
+from cp_inductor.region.modes import OPAQUE_ATTENTION
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS, choose_kernel, why_kernel
@@ -155,7 +154,12 @@ def find_attention(
         if not is_kernel and node.target not in OPAQUE_ATTENTION:
             continue
         is_of_shards = axis is not None or node.graph in regions
-        is_distributed = _reads_sharded_sequence(node)
+        # Among what is read there is a DTensor (B, H, S, D) that shards S.
+        values = [source.meta.get("example_value") for source in node.all_input_nodes]
+        is_distributed = any(
+            isinstance(value, DTensor) and value.ndim == 4 and is_sequence_sharded(value)
+            for value in values
+        )
         is_handled = is_kernel and is_distributed
         if (is_of_shards or is_distributed) and not is_handled:
             yield f"{node.name} ({place_of(node)})", _refuse_opaque(node)
@@ -190,15 +194,6 @@ def groups_of_sequence(gm: fx.GraphModule, axis: SequenceAxis | None) -> list[st
         for name in sequence_groups(source.meta.get("example_value"))
     }
     return sorted({axis.group_name for axis in axes} | of_tensors)
-
-
-def _reads_sharded_sequence(node: fx.Node) -> bool:
-    """Whether among what is read there is a DTensor (B, H, S, D) that shards S."""
-    values = [source.meta.get("example_value") for source in node.all_input_nodes]
-    return any(
-        isinstance(value, Tensor) and value.ndim == 4 and is_sequence_sharded(value)
-        for value in values
-    )
 
 
 def _refuse_opaque(node: fx.Node) -> UnsupportedAttention:
@@ -323,7 +318,7 @@ def _is_planned_at_run_time(
         "dropout": call.dropout_p > 0,
         "a bias with a gradient, or one that is made as a tensor": mask.has_bias
         or mask.is_bias_made,
-        "a mask that is a tensor of queries and keys": not can_be_on_rows(mask.rule),
+        "a mask that is a tensor of queries and keys": mask.rule.reads_pairs,
         of_kernel: of_kernel is not None,
         f"strategy={plan_options.strategy!r}": plan_options.strategy != "auto",
     }
@@ -409,10 +404,7 @@ def _read_mask(
             got=f"one of {mask.ndim} dims",
             remedy="broadcast it to (batch, heads, S, T)",
         )
-    if isinstance(query, DTensor) and any(
-        isinstance(placement, Shard) and placement.dim == SEQUENCE_DIM
-        for placement in query.placements
-    ):
+    if is_sequence_sharded(query):
         recognized = masks.read(call.mask, numbers)
         if not recognized.rule.bias or query.dtype != call.dtype:  # autocast would round it
             return recognized

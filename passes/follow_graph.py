@@ -22,13 +22,13 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import SequenceMixed
-from cp_inductor.graph.nodes import source_line
+from cp_inductor.graph.nodes import name_of
 from cp_inductor.graph.subgraphs import method_of
 from cp_inductor.passes.attentions import CAPTURED
 from cp_inductor.region.flex_calls import FLEX
-from cp_inductor.region.marks import is_left_alone, is_per_rank
-from cp_inductor.region.traced import MARK
+from cp_inductor.region.marks import MARK, is_left_alone, is_per_rank
 from cp_inductor.sequence.count_labels import count_labels
 from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer
 from cp_inductor.sequence.rules.call import numbers
@@ -75,7 +75,7 @@ def follow_graph(
         SequenceMixed: an attention, or a tensor that the model keeps, depends on what mixes tokens.
     """
     like = next(value for value in values if isinstance(value, Tensor))
-    local = like.to_local() if isinstance(like, DTensor) else like
+    local = held_by_rank(like)
     with (
         torch._C.DisableTorchFunction(),
         torch.enable_grad(),
@@ -90,11 +90,6 @@ def follow_graph(
         returned = _Follower(gm, typer, entered, sites).run(*given)
         typer.refuse_kept([tensor for tensor, one in typed if isinstance(one, Same)])
     return Followed(typer, given, returned)
-
-
-def name_of(node: fx.Node) -> str:
-    """Return the name and source line of a node."""
-    return f"{node.name} ({source_line(node)})"
 
 
 class GraphTyper(Typer):

@@ -34,7 +34,7 @@ from cp_inductor.sequence.count_labels import range_over_ranks
 from cp_inductor.sequence.eager import EagerTyper
 from cp_inductor.sequence.follow import REMEDY, warn_of_sums
 from cp_inductor.sequence.rules.call import numbers
-from cp_inductor.sequence.types import Mixed, Same, Shards, Type
+from cp_inductor.sequence.types import Mixed, Same, Shards, Type, conditions
 from cp_inductor.trust.agreement import tell_refusal
 
 # Returns the type of an input, given its place.
@@ -85,7 +85,9 @@ class GraphTypes:
             SequenceMixed: an attention, or a tensor that the model keeps, depends on what mixes
                 tokens.
         """
-        if list(map(_is_tensor, values)) != list(map(_is_tensor, self.values)):
+        pairs = zip(values, self.values, strict=False)
+        is_alike = all(isinstance(x, Tensor) == isinstance(y, Tensor) for x, y in pairs)
+        if len(values) != len(self.values) or not is_alike:
             return  # DDP has cut the graph up
         with torch._C.DisableTorchFunction():
             for typer in typers_of_program():
@@ -101,8 +103,7 @@ class GraphTypes:
 
         @wraps(run)
         def call(*args: Any) -> Any:
-            if len(args) > len(places):
-                args = tuple(args[place] for place in places)
+            args = _at_places(args, places)
             with torch._C.DisableTorchFunction():
                 judged = {typer: self._judge(typer, args, places) for typer in typers_of_program()}
             with ExitStack() as stack:
@@ -128,7 +129,8 @@ class GraphTypes:
             return None
         given = {place: self.type_of(typer, place, value) for place, value in tensors.items()}
         key = tuple(
-            (place, one, tensors[place].shape, *_conditions(one)) for place, one in given.items()
+            (place, found, tensors[place].shape, *conditions(found))
+            for place, found in given.items()
         )
         if key not in self.known:
             types: list[Type] = [Same()] * len(self.values)
@@ -179,8 +181,7 @@ class AlikeLengths:
 
         @wraps(run)
         def call(*args: Any) -> Any:
-            if len(args) > len(places):
-                args = tuple(args[place] for place in places)
+            args = _at_places(args, places)
             shards = [
                 (v, self.dims[p]) for p, v in zip(places, args, strict=True) if p in self.dims
             ]
@@ -194,13 +195,8 @@ class AlikeLengths:
         return call
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _conditions(given: Type) -> tuple[bool, ...]:
-    """Return what types that are equal may differ in."""
-    return (given.is_even, given.is_counted) if isinstance(given, Shards) else ()
+def _at_places(args: tuple[Any, ...], places: Sequence[int]) -> tuple[Any, ...]:
+    return tuple(args[place] for place in places) if len(args) > len(places) else args
 
 
 def _tell(typer: EagerTyper, values: Sequence[Any], found: Sequence[_Sized | None]) -> None:

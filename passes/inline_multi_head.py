@@ -19,7 +19,6 @@ Assumes: a graph from Dynamo with `example_value`s.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, fx
@@ -27,7 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.graph.nodes import source_line
+from cp_inductor.graph.nodes import name_of
+from cp_inductor.passes.insert_call import insert_graph
 from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.tracing import trace_pre_dispatch
 
@@ -51,27 +51,19 @@ def inline_multi_head(graphs: Iterable[fx.Graph], of_shards: Container[fx.Graph]
     wanted = []
     for node in calls:
         needs_weights = node.kwargs.get("need_weights", True)
-        if _is_distributed(node):
+        if any(isinstance(arg.meta["example_value"], DTensor) for arg in node.all_input_nodes):
             wanted += [] if needs_weights else [node]
         elif node.graph in of_shards:
-            _check_no_weights(node)
+            if needs_weights:
+                raise UnsupportedAttention(
+                    site=name_of(node),
+                    expected="need_weights=False",
+                    got="need_weights=True, which uses no attention kernel",
+                    remedy="pass need_weights=False to nn.MultiheadAttention",
+                )
             wanted.append(node)
     for node in wanted:
         _inline(node)
-
-
-def _is_distributed(node: fx.Node) -> bool:
-    return any(isinstance(arg.meta["example_value"], DTensor) for arg in node.all_input_nodes)
-
-
-def _check_no_weights(node: fx.Node) -> None:
-    if node.kwargs.get("need_weights", True):
-        raise UnsupportedAttention(
-            site=f"{node.name} ({source_line(node)})",
-            expected="need_weights=False",
-            got="need_weights=True, which uses no attention kernel",
-            remedy="pass need_weights=False to nn.MultiheadAttention",
-        )
 
 
 def _inline(node: fx.Node) -> None:
@@ -86,13 +78,9 @@ def _inline(node: fx.Node) -> None:
         return F.multi_head_attention_forward(*args, **kwargs)[0]
 
     traced = trace_pre_dispatch(run, [leaf.meta["example_value"] for leaf in inputs])
-    placeholders = traced.graph.find_nodes(op="placeholder")
-    copies: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
-    with node.graph.inserting_before(node):
-        out = cast(fx.Node, node.graph.graph_copy(traced.graph, copies))
+    out, copies = insert_graph(traced, inputs, before=node)
     for original, copy in copies.items():
-        if original.op != "placeholder":
-            copy.meta = {**node.meta, "example_value": original.meta.get("val")}
+        copy.meta = {**node.meta, "example_value": original.meta.get("val")}
     for user in list(node.users):
         # The result is (out, None). Dynamo knows the None for what it is and takes the out alone.
         assert user.args[1] == 0

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.graph.nodes import source_line
-from cp_inductor.passes.insert_call import insert_call
+from cp_inductor.graph.nodes import name_of
+from cp_inductor.passes.insert_call import free_name, insert_call
 from cp_inductor.region.flex_calls import FLEX, LSE, OF_VARLEN, OUT
 from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -67,7 +67,7 @@ def _is_sharded(query: fx.Node) -> bool:
 
 
 def _check(node: fx.Node, call: dict[str, Any]) -> None:
-    site = f"{node.name} ({source_line(node)})"
+    site = name_of(node)
     for name in ("seqused_k", "block_table"):
         if call[name] is not None:
             raise UnsupportedAttention(
@@ -93,7 +93,11 @@ def _window(call: dict[str, Any]) -> tuple[int, int]:
 
 def _inline(node: fx.Node, call: dict[str, Any]) -> None:
     with node.graph.inserting_before(node):
-        sides = [_heads_first(node, call[name]) for name in ("query", "key", "value")]
+        # (T, H, D) => (1, H, T, D)
+        sides = [
+            insert_call(node, "unsqueeze", insert_call(node, "transpose", call[name], 0, 1), 0)
+            for name in ("query", "key", "value")
+        ]
         query, key = (side.meta["example_value"] for side in sides[:2])
         starts = call["cu_seq_q"]
         docs_q = insert_call(node, document_numbers, starts, query.shape[2])
@@ -118,18 +122,13 @@ def _result(node: fx.Node, flex: fx.Node, place: Any) -> fx.Node:
     """Return what takes the place of one of the results of varlen_attn."""
     if place not in (OUT, LSE):
         raise UnsupportedAttention(
-            site=f"{node.name} ({source_line(node)})",
+            site=name_of(node),
             expected="the output of varlen_attn, and its lse if wanted",
             got="the state of the generator, of which nothing is drawn",
             remedy="call torch.nn.attention.varlen.varlen_attn",
         )
     taken = insert_call(node, "squeeze", insert_call(node, getitem, flex, place), 0)
     return insert_call(node, "transpose", taken, 0, 1) if place == OUT else taken
-
-
-def _heads_first(node: fx.Node, tensor: fx.Node) -> fx.Node:
-    """(T, H, D) => (1, H, T, D)."""
-    return insert_call(node, "unsqueeze", insert_call(node, "transpose", tensor, 0, 1), 0)
 
 
 def _unchanged(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -154,7 +153,6 @@ def _body(node: fx.Node, function: Callable[..., Any]) -> fx.Node:
     """Return a node that stands for a function, as a body of the graph."""
     root = node.graph.owning_module
     assert root is not None
-    names = (f"cp_inductor_mod_{number}" for number in range(len(root._modules) + 1))
-    name = next(name for name in names if not hasattr(root, name))
+    name = free_name(root, "cp_inductor_mod")
     setattr(root, name, fx.symbolic_trace(function))
     return node.graph.get_attr(name)

@@ -1,15 +1,18 @@
-"""Insert calls into a Dynamo graph, each with its value on fake tensors, for passes to come."""
+"""Insert calls into a Dynamo graph, each with its value on fake tensors; and graphs into graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
-from cp_inductor.region.flex_calls import body_at
+from cp_inductor.dtensor.wrap import held_by_rank
+from cp_inductor.graph.nodes import call_target
+from cp_inductor.graph.subgraphs import body_at
 from cp_inductor.torch_private.tracing import fake_mode_of, tensors_in, unbacked_ignored
 
 # What the nodes of one place in the user's model share.
@@ -29,22 +32,30 @@ def insert_call(
     values: Any = fx.map_arg(args, _value)
     kind = "call_method" if isinstance(target, str) else "call_function"
     node = like.graph.create_node(kind, target, args, kwargs)
+    node.meta = {key: like.meta[key] for key in OF_PLACE if key in like.meta}
     near = [other.meta.get("example_value") for other in (like, *like.all_input_nodes)]
-    local = local_of_shard(tensors_in(near)[0])
+    local = held_by_rank(tensors_in(near)[0])
     # How many numbers a plan has is not known; the symbol of this value is nobody's.
     with torch.no_grad(), fake_mode_of(local), unbacked_ignored(local):
-        if isinstance(target, str):
-            value = getattr(values[0], target)(*values[1:], **kwargs)
-        else:
-            value = target(*values, **kwargs)
-    node.meta = {key: like.meta[key] for key in OF_PLACE if key in like.meta}
-    node.meta["example_value"] = value
+        node.meta["example_value"] = call_target(node, values, kwargs)
     return node
 
 
-def local_of_shard(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def insert_graph(
+    traced: fx.GraphModule, inputs: Sequence[Any], before: fx.Node
+) -> tuple[Any, dict[fx.Node, fx.Node]]:
+    """Copy a graph, with inputs in the place of its own; return its output, and what it copied."""
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    copies: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
+    with before.graph.inserting_before(before):
+        outputs = before.graph.graph_copy(traced.graph, copies)
+    return outputs, {old: new for old, new in copies.items() if old.op != "placeholder"}
+
+
+def free_name(module: nn.Module, prefix: str) -> str:
+    """Return the first of `prefix_0`, `prefix_1`, ... that a module has no attribute of."""
+    names = (f"{prefix}_{number}" for number in count())
+    return next(name for name in names if not hasattr(module, name))
 
 
 def _value(node: fx.Node) -> Any:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from cp_inductor.graph.collectives import START, STARTS
-from cp_inductor.graph.nodes import source_line
+from cp_inductor.graph.nodes import modules_of, source_line
 from cp_inductor.ops.attention import (
     BACKWARD,
     FORWARD,
@@ -34,6 +34,7 @@ from cp_inductor.ops.attention import (
     run_backward,
     run_forward,
 )
+from cp_inductor.passes.insert_call import free_name, insert_graph
 from cp_inductor.passes.nodes import (
     BYTES_KEY,
     EXCHANGE_KEY,
@@ -42,7 +43,7 @@ from cp_inductor.passes.nodes import (
     computes_numbers,
 )
 from cp_inductor.passes.share_pieces import share_pieces
-from cp_inductor.plan import Plan, backward_plan, forward_plan
+from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.tiles.tile_ops import TILE_OPS
@@ -89,20 +90,19 @@ def lower_attention(
         The number of expanded ops.
     """
     num_lowered = 0
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            nodes = [node for node in module.graph.nodes if node.target in EXPANSIONS]
-            if note_tables:
-                _note_tables([node for node in nodes if node.target is FORWARD])
-            traced: dict[Any, fx.GraphModule] = {}
-            how_often = Counter(map(_key, nodes))
-            for node in nodes:
-                _lower(node, decompositions, traced, is_repeated=how_often[_key(node)] > 1)
-            if nodes:
-                _share_numbers(module.graph)
-                module.graph.lint()
-                module.recompile()
-            num_lowered += len(nodes)
+    for module in modules_of(gm):
+        nodes = [node for node in module.graph.nodes if node.target in EXPANSIONS]
+        if note_tables:
+            _note_tables([node for node in nodes if node.target is FORWARD])
+        traced: dict[Any, fx.GraphModule] = {}
+        counts = Counter(map(_key, nodes))
+        for node in nodes:
+            _lower(node, decompositions, traced, is_repeated=counts[_key(node)] > 1)
+        if nodes:
+            _share_numbers(module.graph)
+            module.graph.lint()
+            module.recompile()
+        num_lowered += len(nodes)
     return num_lowered
 
 
@@ -149,7 +149,9 @@ def _lower(
     inputs, used, key = _inputs_of(node), _used_of(node), _key(node)
     if key not in known:
         known[key] = _trace(node.target, this, inputs, used, decompositions)
-        if is_repeated and _is_dear(this):
+        # A template computes all tiles under a mask: such an expansion is long.
+        is_long = this.is_per_batch and KERNELS[this.kernel].under_rule.needs_graph
+        if is_repeated and is_long:
             share_pieces(known[key])
         _adopt_subgraphs(known[key], node.graph)
     outputs = _inline(known[key], node, inputs)
@@ -158,11 +160,6 @@ def _lower(
         user.replace_all_uses_with(outputs[index])
         node.graph.erase_node(user)
     node.graph.erase_node(node)
-
-
-def _is_dear(this: Attention) -> bool:
-    """Whether an expansion is long: all tiles under a mask, which a template computes."""
-    return this.is_per_batch and KERNELS[this.kernel].under_rule.needs_graph
 
 
 def _trace(
@@ -181,7 +178,12 @@ def _trace(
     traced = trace_fake(run, values, decompositions)
     if not this.is_per_batch:
         plan = (forward_plan if op is FORWARD else backward_plan)(this.recipe)
-        _note_bytes(traced.graph, plan, batch=size_hint(values[0].shape[0]))
+        # What the busiest rank moves, so that all ranks estimate starts alike.
+        starts = traced.graph.find_nodes(op="call_function", target=START)
+        assert len(starts) == len(plan.exchange_bytes), "a rank starts what its plan does not have"
+        batch = size_hint(values[0].shape[0])
+        for start, num_bytes in zip(starts, plan.exchange_bytes, strict=True):
+            start.meta[BYTES_KEY] = batch * num_bytes
     for key, targets in ((EXCHANGE_KEY, STARTS), (TILE_KEY, TILE_OPS)):
         nodes = [node for node in traced.graph.nodes if node.target in targets]
         for number, numbered in enumerate(nodes, 1):
@@ -209,7 +211,11 @@ def _key(node: fx.Node) -> Any:
 
 def _inputs_of(node: fx.Node) -> tuple[fx.Node, ...]:
     # Some are lists: extras, and what the forward kept.
-    inputs = _flatten(node.args[: NUM_TENSORS[node.target]])
+    inputs: tuple[Any, ...] = tuple(
+        leaf
+        for arg in node.args[: NUM_TENSORS[node.target]]
+        for leaf in (arg if isinstance(arg, (list, tuple)) else [arg])
+    )
     assert all(isinstance(arg, fx.Node) for arg in inputs)
     return inputs
 
@@ -232,14 +238,6 @@ def _layouts(inputs: Sequence[fx.Node]) -> tuple[Any, ...]:
         which = node if is_integer else inputs.index(node)
         found.append((layout, value.dtype, value.device, which))
     return tuple(found)
-
-
-def _note_bytes(graph: fx.Graph, plan: Plan, *, batch: int) -> None:
-    """Note on starts what the busiest rank moves, so that all ranks estimate them alike."""
-    starts = graph.find_nodes(op="call_function", target=START)
-    assert len(starts) == len(plan.exchange_bytes), "a rank starts what its plan does not have"
-    for start, num_bytes in zip(starts, plan.exchange_bytes, strict=True):
-        start.meta[BYTES_KEY] = batch * num_bytes
 
 
 def _share_numbers(graph: fx.Graph) -> None:
@@ -265,22 +263,12 @@ def _as_key(value: Any) -> Any:
     return tuple(map(_as_key, value)) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
-def _flatten(args: Sequence[Any]) -> tuple[fx.Node, ...]:
-    return tuple(
-        leaf for arg in args for leaf in (arg if isinstance(arg, (list, tuple)) else [arg])
-    )
-
-
 def _inline(traced: fx.GraphModule, node: fx.Node, inputs: Sequence[fx.Node]) -> list[fx.Node]:
     """Copy a traced graph before `node`, and return the nodes of its outputs."""
-    placeholders = traced.graph.find_nodes(op="placeholder")
-    copies: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
-    with node.graph.inserting_before(node):
-        outputs = node.graph.graph_copy(traced.graph, copies)
+    outputs, copies = insert_graph(traced, inputs, before=node)
     for original, copy in copies.items():
-        if original.op != "placeholder":
-            own = {key: original.meta[key] for key in OWN_META if key in original.meta}
-            copy.meta = {**_meta_of_site(node), **own, IS_OURS: True}
+        own = {key: original.meta[key] for key in OWN_META if key in original.meta}
+        copy.meta = {**_meta_of_site(node), **own, IS_OURS: True}
     assert isinstance(outputs, (list, tuple))
     return list(outputs)
 
@@ -290,9 +278,7 @@ def _adopt_subgraphs(traced: fx.GraphModule, graph: fx.Graph) -> None:
     module = graph.owning_module
     assert module is not None
     for node in traced.graph.find_nodes(op="get_attr"):
-        number = 0
-        while hasattr(module, name := f"tile_{node.target}_{number}"):
-            number += 1
+        name = free_name(module, f"tile_{node.target}")
         setattr(module, name, getattr(traced, node.target))
         node.target = name
         for user in list(node.users):

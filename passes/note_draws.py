@@ -30,10 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.rules.draws import note_drawn
-from cp_inductor.graph.nodes import graphs_of, source_line
+from cp_inductor.graph.nodes import graphs_of, name_of, recompile_all
 from cp_inductor.graph.subgraphs import bodies_of, method_of
 from cp_inductor.kept import cache
-from cp_inductor.torch_private.tracing import without_vmap
+from cp_inductor.torch_private.dtensor import local_of
+from cp_inductor.torch_private.tracing import memory_of, tensors_in
 from cp_inductor.trust.graph_agreement import NOTE_DRAW
 
 # Attention draws by a seed, which the ranks compare. Recurrent layers draw as dropout between
@@ -50,9 +51,7 @@ def note_draws(gm: fx.GraphModule) -> None:
         if any(_is_distributed(node) for node in graph.nodes):
             _note_in(graph, numbers)
     if next(numbers):
-        for module in gm.modules():
-            if isinstance(module, fx.GraphModule):
-                module.recompile()
+        recompile_all(gm)
 
 
 def has_notes(gm: fx.GraphModule) -> bool:
@@ -69,7 +68,7 @@ def _note_in(graph: fx.Graph, numbers: Iterator[int]) -> None:
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
-        sources = [source for source in node.all_input_nodes if drawn.is_drawn(source)]
+        sources = [source for source in node.all_input_nodes if drawn.has(source)]
         beside = [source for source in node.all_input_nodes if _is_distributed(source)]
         if beside:
             mesh = beside[0].meta["example_value"].device_mesh
@@ -89,8 +88,8 @@ class _Drawn:
         self.storages: set[int] = set()
         self.nodes: set[fx.Node] = set()
 
-    def is_drawn(self, node: fx.Node) -> bool:
-        return node in self.nodes or any(key in self.storages for key in _storages(node))
+    def has(self, node: fx.Node) -> bool:
+        return node in self.nodes or not self.storages.isdisjoint(_storages(node))
 
     def add(self, node: fx.Node) -> None:
         """Note a node that draws, or reads what is drawn."""
@@ -105,12 +104,10 @@ class _Drawn:
 
 def _storages(node: fx.Node) -> list[int]:
     """Return the memory of a node's plain tensors."""
-    value = node.meta.get("example_value")
-    values = value if isinstance(value, (tuple, list)) else (value,)
     return [
-        without_vmap(one).untyped_storage()._cdata
-        for one in values
-        if isinstance(one, Tensor) and not isinstance(one, DTensor) and one.layout == torch.strided
+        memory_of(tensor)
+        for tensor in tensors_in(node.meta.get("example_value"))
+        if not isinstance(tensor, DTensor) and tensor.layout == torch.strided
     ]
 
 
@@ -122,15 +119,11 @@ def _is_distributed(node: fx.Node) -> bool:
 def _is_draw(node: fx.Node) -> bool:
     target = node.target if node.op == "call_function" else method_of(node)
     if isinstance(target, torch._ops.OpOverload):
-        return _is_seeded(target)
+        return torch.Tag.nondeterministic_seeded in target.tags
     if isinstance(target, torch._ops.HigherOrderOperator) and node.graph.owning_module is not None:
         bodies = bodies_of(node, node.graph.owning_module)
         return any(_is_draw(inner) for body in bodies for inner in body.graph.nodes)
     return target in _functions_that_draw()
-
-
-def _is_seeded(op: torch._ops.OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 @cache
@@ -147,7 +140,8 @@ def _draws(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return False
-    return any(_is_seeded(getattr(packet, overload)) for overload in packet.overloads())
+    ops = (getattr(packet, overload) for overload in packet.overloads())
+    return any(torch.Tag.nondeterministic_seeded in op.tags for op in ops)
 
 
 def _note_plain(node: fx.Node, source: fx.Node, mesh: DeviceMesh, numbers: Iterator[int]) -> None:
@@ -155,8 +149,7 @@ def _note_plain(node: fx.Node, source: fx.Node, mesh: DeviceMesh, numbers: Itera
     noted = source
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1 and isinstance(source.meta.get("example_value"), Tensor):
-            site = f"{source.name} ({source_line(source)})"
-            place = (next(numbers), site, mesh.get_group(axis).group_name)
+            place = (next(numbers), name_of(source), mesh.get_group(axis).group_name)
             with node.graph.inserting_before(node):
                 noted = node.graph.call_function(NOTE_DRAW, (noted, *place))
             noted.meta = dict(source.meta)
@@ -170,9 +163,8 @@ def _note_distributed(node: fx.Node, numbers: Iterator[int]) -> None:
     equals = enumerate(value.placements)
     if not any(p.is_replicate() and mesh.size(axis) > 1 for axis, p in equals):
         return
-    site = f"{node.name} ({source_line(node)})"
     with node.graph.inserting_after(node):
-        noted = node.graph.call_function(note_drawn, (node, next(numbers), site))
+        noted = node.graph.call_function(note_drawn, (node, next(numbers), name_of(node)))
     noted.meta = dict(node.meta)
     places = {other: place for place, other in enumerate(node.graph.nodes)}
     for old in (node, *_written(node)):
@@ -181,10 +173,9 @@ def _note_distributed(node: fx.Node, numbers: Iterator[int]) -> None:
 
 def _written(node: fx.Node) -> list[fx.Node]:
     """Return the DTensor that a node draws into, if it makes none of its own."""
-    drawn = node.meta["example_value"].to_local().untyped_storage()._cdata
+    drawn = memory_of(local_of(node.meta["example_value"]))
     return [
         source
         for source in node.all_input_nodes
-        if _is_distributed(source)
-        and source.meta["example_value"].to_local().untyped_storage()._cdata == drawn
+        if _is_distributed(source) and memory_of(local_of(source.meta["example_value"])) == drawn
     ]

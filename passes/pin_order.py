@@ -37,15 +37,11 @@ def number_nodes(graph: fx.Graph) -> None:
             continue
         node.meta[META_KEY] = number
         if is_collective(node) and node.target is not WAIT:
-            _mark_inputs(node, number)
+            # What it sends, and what that is made of: DDP divides gradients first.
+            for source in node.all_input_nodes:
+                for sent in (source, *source.all_input_nodes):
+                    sent.meta[READ_BY] = number
         number += 1
-
-
-def _mark_inputs(start: fx.Node, number: int) -> None:
-    """Record what a start sends, and what that is made of: DDP divides gradients first."""
-    for source in start.all_input_nodes:
-        for node in (source, *source.all_input_nodes):
-            node.meta[READ_BY] = number
 
 
 def pin_order(graph: fx.Graph) -> None:

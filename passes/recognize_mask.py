@@ -31,17 +31,12 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.torch_private.sizes import Multiple, number_of, solve
 
 
-def recognize_mask(mask: fx.Node) -> Recognized:
-    """Return what a mask is.
+def read_mask(mask: fx.Node) -> tuple[Recognized, Trace]:
+    """Return what a mask is, and the trace that it was read from.
 
     Args:
         mask: bool, or added to the scores; of up to 4 dims that broadcast to (B, H, S, T).
     """
-    return read_mask(mask)[0]
-
-
-def read_mask(mask: fx.Node) -> tuple[Recognized, Trace]:
-    """Return what a mask is, and the trace that it was read from."""
     trace = trace_mask(mask)
     recognized = _recognize(trace)
     example = mask.meta["example_value"]

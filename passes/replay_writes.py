@@ -42,8 +42,9 @@ from cp_inductor.dtensor.rules.writes import (
     replicated_numbers,
     writes_as_dtensor,
 )
+from cp_inductor.dtensor.wrap import is_whole
 from cp_inductor.errors import UnsupportedWrite
-from cp_inductor.graph.nodes import graphs_of, source_line
+from cp_inductor.graph.nodes import call_target, graphs_of, name_of, recompile_all
 from cp_inductor.torch_private.dtensor import local_of
 from cp_inductor.torch_private.tracing import (
     fake_copy,
@@ -71,9 +72,7 @@ def replay_writes(gm: fx.GraphModule) -> None:
         if any(map(_may_write, graph.nodes)):
             is_changed |= _Replay(graph, _Aliases(graph)).run()
     if is_changed:
-        for module in gm.modules():
-            if isinstance(module, fx.GraphModule):
-                module.recompile()
+        recompile_all(gm)
 
 
 def _dtensors_of(node: fx.Node) -> list[DTensor]:
@@ -94,7 +93,7 @@ def _is_cut(node: fx.Node) -> bool:
     value = node.meta["example_value"]
     if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is None:
         return False
-    return not all(placement.is_replicate() for placement in value.placements)
+    return not is_whole(value)
 
 
 @dataclass(eq=False)
@@ -198,11 +197,8 @@ class _Aliases:
 
 def _call(node: fx.Node, value_of: Callable[[fx.Node], Any], given: Any = None) -> Any:
     """Call what a node calls, on its arguments or others, of which values are taken."""
-    args, kwargs = _map(given or (node.args, node.kwargs), value_of)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return Tensor.detach(*args) if node.target is get_data else node.target(*args, **kwargs)
+    args, kwargs = fx.map_arg(given or (node.args, node.kwargs), value_of)
+    return Tensor.detach(*args) if node.target is get_data else call_target(node, args, kwargs)
 
 
 class _Replay:
@@ -234,26 +230,30 @@ class _Replay:
             if write is not None and self._is_lost(node, write):
                 self._replace(node, write.families)
                 replaced.append(node)
-        old = {view for node in replaced for view in self._views_of(node)}
+        # Views of what a node writes to may have been computed for nothing.
+        old = {
+            view
+            for node in replaced
+            for family in self.aliases.writes[node].families
+            for view in family.views
+            if view not in self.aliases.writes
+        }
         for node in sorted(old.union(replaced), key=self.places.__getitem__, reverse=True):
             if not node.users:
                 self.graph.erase_node(node)
         return bool(replaced)
 
-    def _views_of(self, node: fx.Node) -> list[fx.Node]:
-        """Return the views of what a node writes to, which may have been computed for nothing."""
-        families = self.aliases.writes[node].families
-        return [
-            one for family in families for one in family.views if one not in self.aliases.writes
-        ]
-
     def _now(self, value: Any) -> Any:
-        return _map(value, lambda node: self.current.get(node, node))
+        return fx.map_arg(value, lambda node: self.current.get(node, node))
 
     def _is_lost(self, node: fx.Node, write: _Write) -> bool:
         """Whether DTensor does not write as one process does."""
+        bases_memory = {
+            family.base: [memory_of(local_of(value)) for value in _dtensors_of(family.base)]
+            for family in write.families
+        }
         copies = any(
-            not _is_memory_of(value, family.base)
+            memory_of(local_of(value)) not in bases_memory[family.base]
             for family in write.families
             for view in family.views
             if self.places[view] < self.places[node] and self._is_read(view, self.places[node])
@@ -309,16 +309,13 @@ class _Replay:
             env.update((base, env[base].clone()) for base in bases)
             for step in steps:
                 same = self.aliases.same.get(step)
-                env[step] = env[same] if same else self._call(step, env)
-            self._call(node, env)
+                env[step] = env[same] if same else _call(step, env.__getitem__, self.given[step])
+            _call(node, env.__getitem__, self.given[node])
             return [env[base] for base in bases]
 
         traced = trace_fake(functionalize(compute), fakes, _DECOMPOSITIONS, like=self.aliases.like)
         traced.graph.eliminate_dead_code()
         return self._inline(traced, [self._now(one) for one in inputs], node)
-
-    def _call(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
-        return _call(node, env.__getitem__, self.given[node])
 
     def _steps_to(self, node: fx.Node, families: list[_Family]) -> list[fx.Node]:
         """Return the views of families from which a node is computed, in order."""
@@ -343,7 +340,7 @@ class _Replay:
             elif one.op == "call_function":
                 if torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ()):
                     raise _refusal(node, f"{one.target}, which draws random numbers")
-                args, kwargs = _map((one.args, one.kwargs), env.__getitem__)
+                args, kwargs = fx.map_arg((one.args, one.kwargs), env.__getitem__)
                 if one.target is aten.lift_fresh_copy.default:
                     env[one] = args[0]
                     continue
@@ -371,11 +368,11 @@ class _Replay:
         """Whether autograd sees that a node writes to these tensors: not through `detach`."""
         if not any(map(_is_differentiated, bases)):
             return True
-        written = [one for one in _nodes_in(self.given[node]) if self._is_in(one, bases)]
-        return any(map(_is_differentiated, written))
-
-    def _is_in(self, node: fx.Node, bases: Sequence[fx.Node]) -> bool:
-        return any(family.base in bases for family in self.aliases.families_of(node))
+        return any(
+            _is_differentiated(written)
+            for written in _nodes_in(self.given[node])
+            if any(family.base in bases for family in self.aliases.families_of(written))
+        )
 
     @contextmanager
     def _tracking(self, is_tracked: bool) -> Iterator[None]:
@@ -411,13 +408,9 @@ class _Replay:
         return node
 
 
-def _map(value: Any, replace: Callable[[fx.Node], Any]) -> Any:
-    return fx.map_arg(value, replace)
-
-
 def _nodes_in(value: Any) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
-    _map(value, found.setdefault)
+    fx.map_arg(value, found.setdefault)
     return list(found)
 
 
@@ -426,11 +419,6 @@ def _is_differentiated(node: fx.Node) -> bool:
         return any(value.requires_grad for value in _dtensors_of(node))
     except RuntimeError:  # a view that was made under no_grad, of what has been written to
         return False
-
-
-def _is_memory_of(value: DTensor, base: fx.Node) -> bool:
-    memory = memory_of(local_of(value))
-    return any(memory_of(local_of(one)) == memory for one in _dtensors_of(base))
 
 
 def _runs(node: fx.Node) -> bool:
@@ -448,7 +436,7 @@ def _runs(node: fx.Node) -> bool:
 
 def _refusal(node: fx.Node, got: str) -> UnsupportedWrite:
     return UnsupportedWrite(
-        site=f"{node.name} ({source_line(node)})",
+        site=name_of(node),
         expected="a write in place that can be computed on the whole of a sharded DTensor",
         got=got,
         remedy="compute a new tensor instead, as torch.where or torch.cat do",

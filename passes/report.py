@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -44,7 +46,10 @@ def report_site(site: Site) -> None:
         count("sites_planned_at_run_time")
         return
     recipe = site.attention.recipe
-    num_bytes = _bytes_sent(site)
+    # What this rank sends per run, forward and, if any, backward. Dynamic lengths count with their
+    # values in the call being compiled.
+    plans = [forward_plan(recipe)] + [backward_plan(recipe)] * torch.is_grad_enabled()
+    num_bytes = site.batch * sum(plan.bytes_sent(axis.rank) for plan in plans)
     count("bytes_sent", num_bytes)
     log.info(
         "%s: %s on %s, rank %d of %d, %s in %d stages, %s, %.1f%% of pairs skipped,"
@@ -61,16 +66,6 @@ def report_site(site: Site) -> None:
         log.debug(
             "%s %s\n%s", site.name, plan.direction.value, format_program(plan, site.axis.rank)
         )
-
-
-def _bytes_sent(site: Site) -> int:
-    """Return the bytes that this rank sends per run of a site, forward and, if any, backward.
-
-    Dynamic lengths count with their values in the call being compiled.
-    """
-    recipe, rank = site.attention.recipe, site.axis.rank
-    plans = [forward_plan(recipe)] + [backward_plan(recipe)] * torch.is_grad_enabled()
-    return site.batch * sum(plan.bytes_sent(rank) for plan in plans)
 
 
 def _warn_of_pairs(site: Site) -> None:
@@ -158,16 +153,9 @@ class GraphLog:
         for moment, text in (("before", self.before), ("after", self._text())):
             name = f"cp_inductor_{self.kind}_graph_{moment}"
             log.debug("%s\n%s", name, text)
-            _trace_artifact(name, text)
+            metadata: Any = partial(dict, name=name, encoding="string")
+            trace_structured("artifact", metadata, payload_fn=partial(str, text))
 
     def _text(self) -> str:
         text: str = self.gm.print_readable(print_output=False, include_stride=True)
         return text
-
-
-def _trace_artifact(name: str, text: str) -> None:
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": "string"},
-        payload_fn=lambda: text,
-    )

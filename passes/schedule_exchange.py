@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import prod
 from operator import getitem
 from typing import Any
 
@@ -41,6 +42,7 @@ from cp_inductor.tiles.tile_ops import BACKWARD_TILE_OPS, FLEX_OPS
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.inductor import is_input_of_forward
 from cp_inductor.torch_private.sizes import size_hint
+from cp_inductor.torch_private.tracing import tensors_in
 from cp_inductor.trust.graph_agreement import NOTE_TABLES
 
 # Nobody knows a link so well: each exchange is given more compute than it needs by estimate.
@@ -240,33 +242,29 @@ class _Effects:
     """Nodes that keep their order without a data dependency: random numbers, notes, and writes."""
 
     def __init__(self) -> None:
-        self.barrier: int | None = None
-        self.random: int | None = None
-        self.note: int | None = None
+        # The last instruction of each kind, in a set.
+        self.barrier, self.random, self.note = set[int](), set[int](), set[int]()
 
     def before(self, index: int, node: fx.Node) -> set[int]:
         """Return the instructions that a node must stay behind."""
-        found = {place for place in (self.barrier,) if place is not None}
-        target = node.target
+        found, target = set(self.barrier), node.target
         if node.op != "call_function":
             return found
         if target is NOTE_TABLES:
             # They keep their order, and nothing waits for them.
-            found |= {place for place in (self.note,) if place is not None}
-            self.note = index
+            found, self.note = found | self.note, {index}
             return found
         if isinstance(target, torch._ops.OpOverload):
             if torch.Tag.nondeterministic_seeded in target.tags:
-                found |= {place for place in (self.random,) if place is not None}
-                self.random = index
+                found, self.random = found | self.random, {index}
             is_barrier = target._schema.is_mutable and target is not WAIT
         else:
             is_subgraph = isinstance(target, torch._ops.HigherOrderOperator)
             is_barrier = is_subgraph and target not in FLEX_OPS and TILES_KEY not in node.meta
         is_barrier |= target is WAIT and _start_of(node) is None
         if is_barrier:
-            found |= set(range(self.barrier or 0, index))
-            self.barrier = index
+            found |= set(range(max(self.barrier, default=0), index))
+            self.barrier = {index}
         return found
 
 
@@ -275,21 +273,17 @@ def _value(node: fx.Node) -> Any:
 
 
 def _device(node: fx.Node) -> torch.device:
-    tensors = [leaf for leaf in pytree.tree_leaves(_value(node)) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(_value(node))
     return tensors[0].device if tensors else torch.device("cpu")
 
 
 def num_bytes_of(node: fx.Node) -> int:
     """Return the bytes of a node's tensors."""
-    tensors = [leaf for leaf in pytree.tree_leaves(_value(node)) if isinstance(leaf, Tensor)]
-    return sum(_numel(tensor) * tensor.element_size() for tensor in tensors)
+    return sum(_numel(tensor) * tensor.element_size() for tensor in tensors_in(_value(node)))
 
 
 def _numel(tensor: Tensor) -> int:
-    number = 1
-    for size in tensor.shape:
-        number *= size_hint(size)
-    return number
+    return prod(map(size_hint, tensor.shape))
 
 
 def looks_through(node: fx.Node) -> bool:

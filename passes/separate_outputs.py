@@ -19,36 +19,32 @@ from __future__ import annotations
 
 from collections import Counter
 
-from torch import Tensor, fx
+from torch import fx
 from torch.distributed.tensor import DTensor
 
-from cp_inductor.torch_private.tracing import fake_mode_of
+from cp_inductor.passes.insert_call import insert_call
 
 
 def separate_outputs(gm: fx.GraphModule) -> None:
     """Copy the views among outputs that share memory, in place."""
     (output,) = gm.graph.find_nodes(op="output")
-    returned = [node for node in output.all_input_nodes if _is_of_graph(node)]
-    shared = Counter(id(_base_of(node.meta["example_value"])) for node in returned)
-    views = [node for node in returned if _is_view_of(node.meta["example_value"], shared)]
+    values = {
+        node: node.meta["example_value"]
+        for node in output.all_input_nodes
+        if node.op != "placeholder" and isinstance(node.meta.get("example_value"), DTensor)
+    }
+    sharing = Counter(
+        id(value if value._base is None else value._base) for value in values.values()
+    )
+    views = {
+        node: value
+        for node, value in values.items()
+        if value._base is not None and sharing[id(value._base)] > 1
+    }
     with gm.graph.inserting_before(output):
-        for node in views:
-            value = node.meta["example_value"]
-            own = gm.graph.call_method("clone", (node,))
-            with fake_mode_of(value.to_local()):
-                own.meta["example_value"] = value.clone()
+        for node, value in views.items():
+            own = insert_call(node, "clone", node)
+            own.meta["example_value"].requires_grad_(value.requires_grad)
             output.replace_input_with(node, own)
     if views:
         gm.recompile()
-
-
-def _is_of_graph(node: fx.Node) -> bool:
-    return node.op != "placeholder" and isinstance(node.meta.get("example_value"), DTensor)
-
-
-def _base_of(value: Tensor) -> Tensor:
-    return value if value._base is None else value._base
-
-
-def _is_view_of(value: Tensor, shared: Counter[int]) -> bool:
-    return value._base is not None and shared[id(value._base)] > 1

@@ -71,7 +71,14 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
     rest = {name: value for name, value in rest.items() if name in unscheduled}
     is_mesh_named = "mesh" in rest
     mesh = rest.pop("mesh", None)
-    axis = None if mesh is None else _axis_of_option(mesh)
+    if not isinstance(mesh, DeviceMesh | None):
+        raise UnsupportedPlacement(
+            site='options={"mesh": ...}',
+            expected="a DeviceMesh",
+            got=repr(mesh),
+            remedy="build one with torch.distributed.device_mesh.init_device_mesh",
+        )
+    axis = None if mesh is None else axis_of_mesh(mesh, site='options={"mesh": ...}')
     check_agreement = bool(config.check_agreement)
     is_checked = bool(rest.pop("check_sequence", config.check_sequence))
     seq_dims = _seq_dims(rest.pop("seq_dims", None) or {})
@@ -116,14 +123,3 @@ def _check_is_inductors(name: str) -> None:
             if near
             else "correct its name, or leave it out",
         )
-
-
-def _axis_of_option(mesh: object) -> SequenceAxis:
-    if not isinstance(mesh, DeviceMesh):
-        raise UnsupportedPlacement(
-            site='options={"mesh": ...}',
-            expected="a DeviceMesh",
-            got=repr(mesh),
-            remedy="build one with torch.distributed.device_mesh.init_device_mesh",
-        )
-    return axis_of_mesh(mesh, site='options={"mesh": ...}')

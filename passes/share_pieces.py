@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from cp_inductor.graph.collectives import is_collective
+from cp_inductor.passes.insert_call import free_name
 from cp_inductor.passes.nodes import TILES_KEY, computes_numbers, is_view
 from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.sizes import size_expression
@@ -72,7 +73,7 @@ def _cut(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
     read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
     given = [node for node in read if node not in inside and node.op != "get_attr"]
     given = list(dict.fromkeys(sizes + given))
-    piece, name = _piece_of(gm, nodes, given, results), _free_name(gm)
+    piece, name = _piece_of(gm, nodes, given, results), free_name(gm, "piece")
     setattr(gm, name, piece)
 
     at = nodes[-1]
@@ -109,13 +110,6 @@ def _views(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _free_name(gm: fx.GraphModule) -> str:
-    number = 0
-    while hasattr(gm, name := f"piece_{number}"):
-        number += 1
-    return name
-
-
 def _sizes_read(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node] | None:
     """Return nodes of the symbols in the sizes of a piece, which its function has to be given.
 
@@ -149,11 +143,10 @@ def _sizes_read(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node] | No
 
 def _sizes(node: fx.Node) -> list[torch.SymInt]:
     value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    found: list[Any] = []
-    for one in values:
-        found += (*one.shape, *one.stride()) if isinstance(one, Tensor) else (one,)
-    return [size for size in found if isinstance(size, torch.SymInt)]
+    sizes: list[Any] = []
+    for part in value if isinstance(value, (tuple, list)) else (value,):
+        sizes += (*part.shape, *part.stride()) if isinstance(part, Tensor) else (part,)
+    return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
 def _piece_of(

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.dtensor.recipe import PlanOptions
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
 from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.passes.recognize_mask import MaskOfLengths
@@ -61,8 +62,7 @@ class Site:
     @property
     def batch(self) -> int:
         """The number of batch entries on this rank, in the call being compiled."""
-        query = self.query.meta["example_value"]
-        return size_hint((query.to_local() if self.is_distributed else query).shape[0])
+        return size_hint(held_by_rank(self.query.meta["example_value"]).shape[0])
 
 
 # What becomes of an attention: it is rewritten, refused, or not over a sharded sequence.

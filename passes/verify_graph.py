@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from cp_inductor.graph.collectives import STARTS, WAIT, is_start
+from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.passes.lower_attention import EXPANSIONS
 from cp_inductor.passes.nodes import EXCHANGE_KEY
 
@@ -28,14 +29,13 @@ def verify_graph(gm: fx.GraphModule) -> list[str]:
         Names of the nodes that start collectives, in order.
     """
     starts = []
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            module.graph.lint()
-            for node in module.graph.nodes:
-                _verify_node(node)
-            own = [node for node in module.graph.nodes if is_start(node)]
-            _verify_starts([node.meta[EXCHANGE_KEY] for node in own if EXCHANGE_KEY in node.meta])
-            starts += [node.name for node in own]
+    for graph in graphs_of(gm):
+        graph.lint()
+        for node in graph.nodes:
+            _verify_node(node)
+        own = [node for node in graph.nodes if is_start(node)]
+        _verify_starts([node.meta[EXCHANGE_KEY] for node in own if EXCHANGE_KEY in node.meta])
+        starts += [node.name for node in own]
     return starts
 
 

@@ -15,8 +15,9 @@ Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_val
 from __future__ import annotations
 
 from torch import fx
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
+from cp_inductor.dtensor.rules.partials import is_partial
 from cp_inductor.passes.insert_call import insert_call
 
 
@@ -26,7 +27,11 @@ def whole_scalars(gm: fx.GraphModule) -> None:
     returned = [node for node in output.all_input_nodes if _is_part(node.meta.get("example_value"))]
     with gm.graph.inserting_before(output):
         for node in returned:
-            output.replace_input_with(node, _summed(node))
+            part: DTensor = node.meta["example_value"]
+            placements = [Replicate()] * part.device_mesh.ndim
+            whole = insert_call(node, "redistribute", node, part.device_mesh, placements)
+            whole.meta["example_value"].requires_grad_(part.requires_grad)
+            output.replace_input_with(node, whole)
     if returned:
         gm.recompile()
 
@@ -34,12 +39,4 @@ def whole_scalars(gm: fx.GraphModule) -> None:
 def _is_part(value: object) -> bool:
     if not isinstance(value, DTensor) or value.ndim or value.device_mesh.get_coordinate() is None:
         return False
-    return any(isinstance(placement, Partial) for placement in value.placements)
-
-
-def _summed(node: fx.Node) -> fx.Node:
-    part: DTensor = node.meta["example_value"]
-    placements = [Replicate()] * part.device_mesh.ndim
-    whole = insert_call(node, "redistribute", node, part.device_mesh, placements)
-    whole.meta["example_value"].requires_grad_(part.requires_grad)
-    return whole
+    return is_partial(value)

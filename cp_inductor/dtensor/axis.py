@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from cp_inductor.dtensor.limits import check_mesh
+from cp_inductor.dtensor.wrap import wrap_shard, wrap_whole
 from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.mask.language import BATCH, HEAD, QUERY, is_of_pairs
 from cp_inductor.plan.grid import shard_lengths
@@ -209,8 +210,7 @@ def local_part(tensor: Tensor, like: Tensor, roles: str) -> Tensor:
     assert isinstance(like, DTensor)
     mesh = like.device_mesh
     if not isinstance(tensor, DTensor):
-        whole = [Replicate()] * mesh.ndim
-        tensor = DTensor.from_local(tensor, mesh, whole, run_check=False)
+        tensor = wrap_whole(tensor, mesh)
     role_of_dim = {BATCH_DIM: "b", HEADS_DIM: "h", SEQUENCE_DIM: "q"}
     placements: list[Placement] = []
     for placement in like.placements:
@@ -252,9 +252,8 @@ def seed_of_shard(seed: Tensor, like: Tensor) -> Tensor:
         seed: () int64, the same on every rank.
         like: the query (B, H, S, D), a DTensor.
     """
-    batch, head = first_batch_and_head(like)
-    offset: Any = batch * BATCH_STRIDE + head
-    own: Tensor = seed + offset
+    first: Any = first_batch_and_head(like)
+    own: Tensor = seed + (first[0] * BATCH_STRIDE + first[1])
     return own
 
 
@@ -273,19 +272,7 @@ def from_local_like(local: Tensor, like: DTensor) -> DTensor:
         for axis, placement in enumerate(placements)
     ):
         return DTensor.from_local(local, mesh, placements, run_check=False)
-    stride = global_stride(local, shape)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
-
-
-def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a whole tensor whose dims are in the memory order of its shard."""
-    stride, length = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):
-        stride[dim] = length
-        length *= shape[dim]
-    return tuple(stride)
+    return wrap_shard(local, mesh, placements, shape)
 
 
 def is_sequence_sharded(tensor: Tensor) -> bool:
@@ -335,13 +322,12 @@ def _on_one_mesh(tensors: dict[str, Tensor], *, site: str) -> list[DTensor]:
 
 
 def _describe(tensors: dict[str, Tensor]) -> str:
-    return ", ".join(f"{name} {_describe_one(tensor)}" for name, tensor in tensors.items())
-
-
-def _describe_one(tensor: Tensor) -> str:
-    if not isinstance(tensor, DTensor):
-        return "a plain tensor"
-    return f"{tensor.placements} on mesh {tensor.device_mesh.mesh_dim_names}"
+    return ", ".join(
+        f"{name} {tensor.placements} on mesh {tensor.device_mesh.mesh_dim_names}"
+        if isinstance(tensor, DTensor)
+        else f"{name} a plain tensor"
+        for name, tensor in tensors.items()
+    )
 
 
 def _axis(mesh: DeviceMesh, axis: int, *, site: str) -> SequenceAxis:

@@ -79,27 +79,13 @@ def balanced(
 
 
 @dataclass(frozen=True, slots=True)
-class _Documents:
-    """The documents of a batch, one behind the other.
-
-    Attributes:
-        lengths: of each, in tokens.
-        labelled: whether each has a token to learn from; true where the batch has no labels.
-        fields: name and tokens (B S, ...) of each tensor of the batch that has tokens.
-    """
-
-    lengths: tuple[int, ...] = ()
-    labelled: tuple[bool, ...] = ()
-    fields: tuple[tuple[str, Tensor], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class _Said:
     """What a replica tells the others of its batch.
 
     Attributes:
         has_batch: or it has had the last one.
-        lengths, labelled: of its documents.
+        lengths: of its documents, one behind the other, in tokens.
+        labelled: whether each has a token to learn from; true where the batch has no labels.
         kinds: names and dtypes of what moves.
         refusal: why its documents cannot move: expected, got, remedy.
     """
@@ -126,13 +112,11 @@ class _Replicas:
 
     def exchange(self, source: Iterator[Mapping[str, Any]]) -> dict[str, Any] | None:
         """Return this replica's batch after documents were handed over; None behind the last."""
-        batch, documents, said, failed = None, _Documents(), _Said(has_batch=False), None
+        batch, fields, said, failed = None, dict[str, Tensor](), _Said(has_batch=False), None
         try:
             batch = next(source, None)
             if batch is not None:
-                documents = _documents_of(batch)
-                kinds = tuple((name, str(tensor.dtype)) for name, tensor in documents.fields)
-                said = _Said(True, documents.lengths, documents.labelled, kinds)
+                said, fields = _documents_of(batch)
         except InvalidArgument as error:
             said = _Said(True, refusal=(error.expected, error.got, error.remedy))
         except Exception as error:  # of the loader; the others would wait
@@ -150,7 +134,7 @@ class _Replicas:
         goes = assign(lengths, labelled, self.even_length, self.max_tokens)
         if goes is None:
             return pad_packed(batch)
-        moved = {name: self._move(tensor, lengths, goes) for name, tensor in documents.fields}
+        moved = {name: self._move(tensor, lengths, goes) for name, tensor in fields.items()}
         own = torch.tensor([n for row in _of(self.rank, lengths, goes) for n in row])
         for name in moved.keys() & set(NUMBERED):
             numbers = torch.arange(len(own)).repeat_interleave(own)
@@ -232,8 +216,8 @@ def assign(
     return goes if is_better and len(learns) == len(world) else None
 
 
-def _documents_of(batch: Mapping[str, Any]) -> _Documents:
-    """Tell the documents of a batch apart.
+def _documents_of(batch: Mapping[str, Any]) -> tuple[_Said, dict[str, Tensor]]:
+    """Tell the documents of a batch apart; return its tensors that have tokens as well, (B S, ...).
 
     Raises:
         InvalidArgument: as in `pad_packed`, or a label is predicted from another document.
@@ -272,8 +256,9 @@ def _documents_of(batch: Mapping[str, Any]) -> _Documents:
     lengths = [end - start for start, end in pairwise(starts)]
     labels = flat.get("shift_labels", flat.get("labels"))
     learnt = torch.ones(len(begins)) if labels is None else labels.cpu() != IGNORED_LABEL
-    labelled = [bool(of_one.any()) for of_one in learnt.split(lengths)]
-    return _Documents(tuple(lengths), tuple(labelled), tuple(flat.items()))
+    labelled = tuple(bool(document.any()) for document in learnt.split(lengths))
+    kinds = tuple((name, str(tensor.dtype)) for name, tensor in flat.items())
+    return _Said(True, tuple(lengths), labelled, kinds), flat
 
 
 def loss_weight(batch: Mapping[str, Any], replicas: DeviceMesh) -> float:

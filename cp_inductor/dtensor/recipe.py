@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from cp_inductor import config
 from cp_inductor.dtensor.axis import SequenceAxis, whole_of_shard
 from cp_inductor.dtensor.machines import machine_of, machine_text
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import UnevenSequence, UnsupportedStrategy
 from cp_inductor.flags import AUTO, PLANS
 from cp_inductor.plan import Grid, Machine, Payload, Recipe, forward_plan, resolve
@@ -82,14 +83,12 @@ class PlanOptions:
         Raises:
             InvalidArgument: a number is impossible.
         """
-        found = ("device", "capability", "lengths", "can_keep")
-        names = [f.name for f in fields(PlanOptions) if f.name not in found]
-        flags = {name: getattr(config, name) for name in names if name != "seq_len"}
-        own = {name: value for name, value in options.items() if name in names}
+        no_options = ("device", "capability", "lengths", "can_keep")
+        names = [field.name for field in fields(PlanOptions) if field.name not in no_options]
+        own = {name: options.get(name, getattr(config, name, None)) for name in names}
+        own["machine"] = machine_text(own["machine"], site="options and flags")
         rest = {name: value for name, value in options.items() if name not in names}
-        known = flags | own
-        known["machine"] = machine_text(known["machine"], site="options and flags")
-        return PlanOptions(**known), rest
+        return PlanOptions(**own), rest
 
     @property
     def priced_by(self) -> str:
@@ -140,8 +139,8 @@ def make_recipe(
         world_size=axis.world_size,
         query_length=query_length,
         key_length=key_length,
-        num_heads=_local_heads(query),
-        num_kv_heads=_local_heads(key),
+        num_heads=size_hint(held_by_rank(query).shape[1]),
+        num_kv_heads=size_hint(held_by_rank(key).shape[1]),
         head_dim=size_hint(query.shape[-1]),
         itemsize=dtype.itemsize,
         rule=rule,
@@ -153,7 +152,8 @@ def make_recipe(
     recipe = resolve(recipe, site=site, machine=plan_options.machine_of(axis, query))
     if not plan_options.can_keep or not torch.is_grad_enabled():
         return replace(recipe, keep=0)
-    return _keep(recipe, plan_options.keep_bytes, batch=_local_batch(query))
+    batch = size_hint(held_by_rank(query).shape[0])
+    return _keep(recipe, plan_options.keep_bytes, batch=batch)
 
 
 def whole_lengths(
@@ -173,31 +173,21 @@ def lengths_at_run_time(
 
     Dynamic lengths stay so, and need not divide by the ranks.
     """
-    found = []
+    lengths = []
     for name, tensor in (("query", query), ("key", key)):
         length = tensor.shape[SEQUENCE_DIM]
         if not isinstance(length, SymInt):
             length = _whole_length(tensor, name, axis, plan_options, site)
         elif not isinstance(tensor, DTensor):
             length = length * axis.world_size
-        found.append(length)
-    return found[0], found[1]
+        lengths.append(length)
+    return lengths[0], lengths[1]
 
 
 def shape_on_rank(query: Tensor, key: Tensor, dtype: torch.dtype) -> Shape:
     """Return the heads that this rank has, of one batch entry, as they are computed and moved."""
-    head_dim = size_hint(query.shape[-1])
-    return Shape(1, _local_heads(query), _local_heads(key), head_dim, dtype.itemsize)
-
-
-def _local_heads(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return size_hint(local.shape[1])
-
-
-def _local_batch(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return size_hint(local.shape[0])
+    num_heads, num_kv_heads = (size_hint(held_by_rank(side).shape[1]) for side in (query, key))
+    return Shape(1, num_heads, num_kv_heads, size_hint(query.shape[-1]), dtype.itemsize)
 
 
 def _whole_length(

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor.dtensor.limits import check_mesh, dim_of, refuse_empty
 from cp_inductor.dtensor.rules.loss import correct_losses_along
+from cp_inductor.dtensor.wrap import whole_tensor, wrap_whole
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.trust.agreement import note_batch
 
@@ -50,8 +51,7 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1) -> DTensor:
     if not torch.compiler.is_compiling():
         correct_losses_along(mesh, str(mesh.get_group().group_name))
         note_batch(str(mesh.get_group().group_name), tensor)
-    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
-    return whole.redistribute(mesh, [Shard(dim)])
+    return wrap_whole(tensor, mesh).redistribute(mesh, [Shard(dim)])
 
 
 def unshard(tensor: DTensor, dim: int = 1) -> Tensor:
@@ -76,7 +76,5 @@ def unshard(tensor: DTensor, dim: int = 1) -> Tensor:
             got="a plain tensor",
             remedy="use context_parallel_unshard(mesh, [tensor], [dim]) for plain shards",
         )
-    mesh = tensor.device_mesh
-    check_mesh(mesh, site="unshard")
-    whole: Tensor = tensor.redistribute(mesh, [Replicate()]).to_local()
-    return whole
+    check_mesh(tensor.device_mesh, site="unshard")
+    return whole_tensor(tensor)

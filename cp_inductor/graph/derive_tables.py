@@ -104,40 +104,24 @@ def derive_tables(
     if not inputs or len(copies) < len(needed):
         return None
     function.output([copies[node] for node in tables])
-    like = tuple(
-        (size, value.dtype)
-        for value in inputs.values()
-        if (size := _multiples(value.shape)) is not None
-    )
-    derived = Derived(tuple(inputs), like, function)
-    fakes = fakes_of_shapes([(_hints(value.shape), value.dtype) for value in inputs.values()])
-    is_right = len(like) == len(inputs) and _makes(
-        derived, dict(zip(inputs, fakes, strict=True)), [_hints(one) for one in shapes]
-    )
-    return derived if is_right else None
-
-
-def _multiples(shape: Sequence[int | torch.SymInt]) -> tuple[int | Multiple, ...] | None:
-    """Return a shape as numbers and multiples of symbols; None if some of it is something else."""
-    sizes = [int(size) if is_number(size) else Multiple.of(size) for size in shape]
-    return None if None in sizes else tuple(size for size in sizes if size is not None)
-
-
-def _hints(shape: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
-    return tuple(map(size_hint, shape))
-
-
-def _makes(
-    derived: Derived, batch: Mapping[str, Tensor], shapes: Sequence[tuple[int, ...]]
-) -> bool:
-    """Whether tables can be computed of a batch of fakes, and are plain tensors of these shapes."""
-    with fake_mode_of(next(iter(batch.values()))):
+    like: list[Any] = []
+    for value in inputs.values():
+        sizes = [int(size) if is_number(size) else Multiple.of(size) for size in value.shape]
+        if None in sizes:
+            return None
+        like.append((tuple(sizes), value.dtype))
+    derived = Derived(tuple(inputs), tuple(like), function)
+    fakes = fakes_of_shapes([([*map(size_hint, v.shape)], v.dtype) for v in inputs.values()])
+    with fake_mode_of(fakes[0]):
         try:
-            found = derived(batch)
+            made = derived(dict(zip(inputs, fakes, strict=True)))
         except Exception:  # a model may call anything, which may raise anything
-            return False
-    is_plain = not any(isinstance(one, DTensor) for one in found)
-    return is_plain and [tuple(one.shape) for one in found] == list(shapes)
+            return None
+    is_plain = not any(isinstance(made_table, DTensor) for made_table in made)
+    is_right = [tuple(table.shape) for table in made] == [
+        tuple(map(size_hint, shape)) for shape in shapes
+    ]
+    return derived if is_plain and is_right else None
 
 
 def _name_of(placeholder: fx.Node) -> str | None:

@@ -1,10 +1,11 @@
-"""Questions about any graph: its bodies, and which line of the program a node comes from."""
+"""Walk and change any graph: its bodies, what a node calls, which line it comes from."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.nn.attention
 from torch import fx
@@ -13,11 +14,33 @@ from torch import fx
 INSIDE = (Path(__file__).parents[1], Path(torch.nn.attention.__file__).parent)
 
 
+def modules_of(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """Yield a module and every graph module below it."""
+    yield from (module for module in gm.modules() if isinstance(module, fx.GraphModule))
+
+
 def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
     """Yield the graph of a module and of every graph module below it."""
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            yield module.graph
+    yield from (module.graph for module in modules_of(gm))
+
+
+def recompile_all(gm: fx.GraphModule) -> None:
+    """Have a module and every graph module below it run the graphs that they have now."""
+    for module in modules_of(gm):
+        module.recompile()
+
+
+def call_target(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call the function or the method that a node calls, on values."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target), node.op
+    return node.target(*args, **kwargs)
+
+
+def name_of(node: fx.Node) -> str:
+    """Return `sdpa (model.py:41)`."""
+    return f"{node.name} ({source_line(node)})"
 
 
 def source_line(node: fx.Node) -> str:

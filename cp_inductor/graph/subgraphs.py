@@ -16,6 +16,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from cp_inductor.graph.nodes import modules_of
+
 # The graph of a body => the one node that calls it.
 Calls = Mapping[fx.Graph, fx.Node]
 
@@ -23,9 +25,7 @@ Calls = Mapping[fx.Graph, fx.Node]
 def calls_of(gm: fx.GraphModule) -> Calls:
     """Return the calls of all bodies within a graph module, at any depth."""
     calls: dict[fx.Graph, list[fx.Node]] = {}
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
+    for module in modules_of(gm):
         for node in module.graph.nodes:
             body = _body_of(node, module)
             if body is not None:
@@ -42,7 +42,7 @@ def _body_of(node: fx.Node, module: fx.GraphModule) -> fx.GraphModule | None:
         isinstance(operand, fx.Node) and operand.op == "get_attr" for operand in operands
     ):
         return None
-    body = reduce(getattr, str(attribute.target).split("."), module)
+    body = _value_of(attribute, module)
     if not isinstance(body, fx.GraphModule):
         return None
     is_one_by_one = len(body.graph.find_nodes(op="placeholder")) == len(operands)
@@ -51,12 +51,20 @@ def _body_of(node: fx.Node, module: fx.GraphModule) -> fx.GraphModule | None:
 
 def bodies_of(node: fx.Node, module: fx.GraphModule) -> list[fx.GraphModule]:
     """Return the bodies that a node of a module takes as operands."""
-    bodies = [
-        reduce(getattr, str(source.target).split("."), module)
-        for source in node.all_input_nodes
-        if source.op == "get_attr"
-    ]
-    return [body for body in bodies if isinstance(body, fx.GraphModule)]
+    attributes = [source for source in node.all_input_nodes if source.op == "get_attr"]
+    values = (_value_of(attribute, module) for attribute in attributes)
+    return [value for value in values if isinstance(value, fx.GraphModule)]
+
+
+def _value_of(attribute: fx.Node, module: fx.GraphModule | None) -> Any:
+    return reduce(getattr, str(attribute.target).split("."), module)
+
+
+def body_at(attribute: fx.Node) -> fx.GraphModule:
+    """Return the function that a `get_attr` node stands for."""
+    body = _value_of(attribute, attribute.graph.owning_module)
+    assert isinstance(body, fx.GraphModule)
+    return body
 
 
 def copy_graphs(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:

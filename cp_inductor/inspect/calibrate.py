@@ -203,13 +203,15 @@ class _Measurement:
         at_once = self.node_size * alone[-1] / max(together, 1e-9)
         if self.kind == "cpu":
             at_once = min(at_once, float(os.cpu_count() or at_once))
+        source = torch.ones(1 << 22, device=self.device)
+        copy_s = self.of_first(self.least(lambda: torch.add(source, 1.0), by_all=False))
         usual = DEVICES["cpu" if self.kind == "cpu" else chip_of_this_process()]
         return replace(
             usual,
             flops_per_s=flops_per_s,
             launch_s=launch_s / 2,  # forward and backward
             causal_keys=(2 * share - 1) * num_keys,
-            bytes_per_s=self.memory_bytes_per_s(),
+            bytes_per_s=2 * source.nbytes / max(copy_s, 1e-9),
             matmul_flops_per_s=self.matmul_flops_per_s(),
             # All but a tenth is as good as all.
             at_once=0.0 if at_once > 0.9 * self.node_size else max(1.0, at_once),
@@ -274,11 +276,6 @@ class _Measurement:
             torch.autograd.grad(out, inputs, torch.ones_like(out))
 
         return run, 2 * sum(NUM_MATMULS.values()) * HEADS * HEAD_DIM * float(tokens) ** 2
-
-    def memory_bytes_per_s(self) -> float:
-        source = torch.ones(1 << 22, device=self.device)
-        seconds = self.of_first(self.least(lambda: torch.add(source, 1.0), by_all=False))
-        return 2 * source.nbytes / max(seconds, 1e-9)
 
     def matmul_flops_per_s(self) -> float:
         """Return the rate of a linear layer: its output, and both of its gradients."""

@@ -35,7 +35,7 @@ from cp_inductor.inspect.compile_for import (
 from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.triton_kernels import CompiledKernel, compile_kernels
 from cp_inductor.inspect.world import Placer, pretended_world
-from cp_inductor.passes.settings import Settings, read_settings
+from cp_inductor.passes.settings import read_settings
 from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.dynamo import compile_state_kept
 
@@ -166,16 +166,18 @@ def cross_compile_here(
     Args, Returns and Raises are as in `cross_compile`; arguments are used as they are.
     """
     settings = settings_for(target, read_settings(options), mode)
-    generated = _Generated(target)
-    backend = partial(generated.compile, settings=settings, mode=mode)
-    compiled = torch.compile(
-        fresh_function(model), backend=backend, fullgraph=True, dynamic=dynamic
-    )
-    with compile_state_kept(), suppress(Done):
-        compiled(*args, **kwargs)
-    return CrossCompiled(
-        dist.get_rank(), dist.get_world_size(), target.name, generated.graphs, generated.code
-    )
+    graphs: dict[str, fx.GraphModule] = {}
+    code: dict[str, str] = {}
+
+    def keep(kind: str, gm: fx.GraphModule, text: str, constants: object) -> Any:
+        graphs[kind], code[kind] = gm, text
+        return stop
+
+    def generate(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        compile_for(target, gm, example_inputs, settings, mode, load=keep)
+
+    trace_and_stop(model, generate, args, kwargs, dynamic=dynamic)
+    return CrossCompiled(dist.get_rank(), dist.get_world_size(), target.name, graphs, code)
 
 
 def count_tiles(graph: fx.GraphModule) -> str:
@@ -189,33 +191,42 @@ class Done(Exception):
     """Raised in place of running the compiled model, when its code has been generated."""
 
 
-class _Generated:
-    """Collects the graphs and the code of one compile."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.graphs: dict[str, fx.GraphModule] = {}
-        self.code: dict[str, str] = {}
-
-    def compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, settings: Settings, mode: Any
-    ) -> Callable[..., Any]:
-        """Act as torch.compile's backend: generate code, and return a function that raises Done."""
-        with errors_unwrapped():
-            compile_for(self.target, gm, example_inputs, settings, mode, load=self._keep)
-        return _stop
-
-    def _keep(self, kind: str, gm: fx.GraphModule, code: str, constants: object) -> Any:
-        self.graphs[kind] = gm
-        self.code[kind] = code
-        return _stop
-
-
-def _stop(*args: Any) -> None:
+def stop(*args: Any) -> None:
+    """Run nothing, in place of a compiled graph."""
     raise Done
 
 
-def fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
+def trace_and_stop(
+    model: Callable[..., Any],
+    take: Callable[[fx.GraphModule, Sequence[Any]], None],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    dynamic: bool | None = None,
+) -> None:
+    """Have Dynamo trace a call of a model whole, give the graph to `take`, and run nothing."""
+    backend = partial(_give_and_stop, take)
+    compiled = torch.compile(
+        _fresh_function(model), backend=backend, fullgraph=True, dynamic=dynamic
+    )
+    with compile_state_kept(), suppress(Done):
+        compiled(*args, **kwargs)
+
+
+def _give_and_stop(
+    take: Callable[[fx.GraphModule, Sequence[Any]], None],
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+) -> Callable[..., Any]:
+    with errors_unwrapped():
+        take(gm, example_inputs)
+    return stop
+
+
+trace_for(_give_and_stop)
+
+
+def _fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
     """Return a new function that calls a model, so that Dynamo has no state about it.
 
     Dynamo caches compiled code by code object, and remembers the sizes of earlier calls by name.
@@ -226,6 +237,3 @@ def fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
 
     run.__code__ = run.__code__.replace(co_name=f"run_{uuid4().hex}")
     return run
-
-
-trace_for(_Generated.compile)

@@ -64,19 +64,8 @@ class Check:
 
 def examine() -> tuple[Check, ...]:
     """Check torch, its inside, triton, the backends, code, caches, compilers and the group."""
-    return tuple(_examine())
-
-
-def _examine() -> Iterator[Check]:
-    yield _torch()
-    yield from _private()
-    yield _generated_code()
-    yield _triton()
-    yield _backends()
-    yield _cache()
-    yield _compiler()
-    yield _group()
-    yield _devices()
+    checks = (_generated_code, _triton, _backends, _cache, _compiler, _group, _devices)
+    return (_torch(), *_private(), *(check() for check in checks))
 
 
 def _torch() -> Check:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,15 +25,15 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Placement
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor.backend.compile import kind_of
-from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import InvalidArgument, UnsupportedTarget
 from cp_inductor.flags import AUTO
 from cp_inductor.inspect.compile_for import lower_for, settings_for, target_for_code
-from cp_inductor.inspect.cross_compile import Done, fresh_function
+from cp_inductor.inspect.cross_compile import stop, trace_and_stop
 from cp_inductor.inspect.layers import (
     Layers,
     checkpoint_layers,
@@ -50,7 +50,6 @@ from cp_inductor.passes.settings import read_settings
 from cp_inductor.plan import Machine
 from cp_inductor.plan.checks import check_count
 from cp_inductor.plan.machine import known_machine
-from cp_inductor.torch_private.dynamo import compile_state_kept
 
 MIB, GIB = 2**20, 2**30
 
@@ -401,17 +400,12 @@ def _price(
 
     def keep(gm: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Callable[..., Any]:
         graphs[kind_of(how)] = gm
-        return _stop
+        return stop
 
-    def lower(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with errors_unwrapped():
-            lower_for(target, gm, inputs, settings, None, inner_compile=keep)
-        return _stop
+    def lower(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        lower_for(target, gm, inputs, settings, None, inner_compile=keep)
 
-    trace_for(lower)
-    compiled = torch.compile(fresh_function(model), backend=lower, fullgraph=True)
-    with compile_state_kept(), suppress(Done):
-        compiled(*args, **kwargs)
+    trace_and_stop(model, lower, args, kwargs)
     how: dict[str, Any] = {"sums_gradients": states.sharding == "none"}
     if "forward" in graphs:
         how["free"] = shared_with_inputs(graphs["forward"])
@@ -421,10 +415,6 @@ def _price(
 
 def _capacity(target: Target) -> int:
     return 0 if target.gpu is None else target.gpu.total_memory
-
-
-def _stop(*args: Any) -> None:
-    raise Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +434,7 @@ class _Weights:
 
     @staticmethod
     def of(model: nn.Module, layers: Layers | None) -> _Weights:
-        local = {id(one): _local(one) for one in model.parameters()}
+        local = {id(one): held_by_rank(one) for one in model.parameters()}
         total = sum(one.nbytes for one in local.values())
         count = sum(one.numel() for one in local.values())
         inside = 0
@@ -468,10 +458,6 @@ class _Weights:
         """
         moved = 3 * self.layer_bytes * (world_size - 1) / world_size
         return max(0.0, moved / machine.levels[-1].bytes_per_s - layer_s)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _memory(

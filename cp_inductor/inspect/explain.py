@@ -17,38 +17,35 @@ Only Dynamo runs, on tensors without data; nothing is computed and nothing is se
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn import attention as torchs
 
-from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.dtensor.recipe import lengths_at_run_time, make_recipe
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
-from cp_inductor.inspect.cross_compile import CrossCompiled, Done, fresh_function
+from cp_inductor.inspect.cross_compile import CrossCompiled, trace_and_stop
 from cp_inductor.inspect.scans import ScanReport, find_scans
 from cp_inductor.inspect.targets import Target
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.language import CAUSAL, FULL
 from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.pipeline import judge
-from cp_inductor.passes.settings import Settings, read_settings
+from cp_inductor.passes.settings import read_settings
 from cp_inductor.passes.sites import Site
 from cp_inductor.plan import Machine, Plan, backward_plan, forward_plan
 from cp_inductor.plan.machine import DEVICES, Rate
 from cp_inductor.plan.simulate import predict_timeline
 from cp_inductor.tiles.aten_kernels import FlashCUDA
 from cp_inductor.tiles.kernel_table import KERNELS
-from cp_inductor.torch_private.dynamo import compile_state_kept, graph_break_reason
+from cp_inductor.torch_private.dynamo import graph_break_reason
 from cp_inductor.torch_private.sizes import size_hint
 
 
@@ -251,20 +248,16 @@ def explain(
         settings = replace(settings, plan_options=plan_options)
     found: list[AttentionReport] = []
     scans: list[ScanReport] = []
-    backend = partial(
-        _explain_graph,
-        settings=settings,
-        found=found,
-        scans=scans,
-        chip="" if chip is None else chip.chip,
-    )
+    named_chip = "" if chip is None else chip.chip
+
+    def report(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        scans.extend(find_scans(gm))  # before the graph is searched, which changes it
+        found.extend(_report(*verdict, named_chip) for verdict in judge(gm, settings))
+
     model = getattr(model, "_orig_mod", model)
     about = {"model": getattr(model, "__qualname__", type(model).__name__), "target": target or ""}
-    model = fresh_function(model)
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
     try:
-        with compile_state_kept(), suppress(Done):
-            compiled(*args, **kwargs)
+        trace_and_stop(model, report, args, kwargs, dynamic=False)
     except Exception as error:
         # Dynamo adds the source line to an error's text, over several lines.
         named = str(error).partition("\n")[0] if isinstance(error, CPError) else None
@@ -276,26 +269,6 @@ def explain(
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     about["world"] = "; ".join([_count(ranks, "rank"), *sorted(axes)])
     return Report(tuple(found), scans=tuple(scans), about=about)
-
-
-def _explain_graph(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    settings: Settings,
-    found: list[AttentionReport],
-    scans: list[ScanReport],
-    chip: str,
-) -> Callable[..., Any]:
-    """Act as torch.compile's backend: add to the reports, and return a function that stops."""
-    scans += find_scans(gm)  # before the graph is searched, which changes it
-    with errors_unwrapped():
-        found += [_report(*named, chip) for named in judge(gm, settings)]
-
-    def stop(*args: Any) -> None:
-        raise Done
-
-    return stop
 
 
 def _report(name: str, verdict: Site | CPError | None, chip: str) -> AttentionReport:
@@ -351,8 +324,8 @@ def _facts(site: Site) -> dict[str, Any]:
         "query_length": size_hint(lengths[0]),
         "key_length": size_hint(lengths[1]),
         "batch": site.batch,
-        "num_heads": _num_heads(query),
-        "num_kv_heads": _num_heads(key),
+        "num_heads": size_hint(held_by_rank(query).shape[1]),
+        "num_kv_heads": size_hint(held_by_rank(key).shape[1]),
         "head_dim": size_hint(query.shape[-1]),
         "dtype": str(site.dtype).removeprefix("torch."),
         "kernel": this.kernel,
@@ -385,12 +358,6 @@ def _rate(site: Site, chip: str) -> Rate | None:
     return DEVICES[chip].rate_of(name) if chip in DEVICES else None
 
 
-def _num_heads(tensor: Tensor) -> int:
-    """Return how many heads this rank has."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return size_hint(local.shape[1])
-
-
 def _of_plan(plan: Plan, rank: int, batch: int, machine: Machine) -> PassReport:
     ranks = range(plan.grid.world_size)
     tiles = [tile for each in ranks for stage in plan.program(each) for tile in stage.tiles]
@@ -408,6 +375,3 @@ def _of_plan(plan: Plan, rank: int, batch: int, machine: Machine) -> PassReport:
         predicted_s=timeline.total_s,
         exposed_s=timeline.exposed_s,
     )
-
-
-trace_for(_explain_graph)

@@ -8,8 +8,9 @@ What a program costs is then known for any number of layers from the programs of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -67,14 +68,7 @@ def keep_layers(model: nn.Module, layers: Layers, count: int) -> None:
 def checkpoint_layers(model: nn.Module, layers: Layers) -> None:
     """Have every layer computed again in the backward, in place."""
     for layer in layers_of(model, layers):
-        layer.forward = _checkpointed(layer.forward)
-
-
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return run
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def _repeats(layers: list[nn.Module], period: int) -> bool:

@@ -12,7 +12,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,12 @@ def load_example(name: str, mesh: DeviceMesh) -> Example:
         CannotLoad: the function does not exist, or raises, or does not return a model and its
             arguments.
     """
-    with _mistakes_named(name):
+    with _named(
+        name,
+        lambda error: f"{type(error).__name__}: {error} ({_line_of(error)})",
+        expected="code that builds a model and its arguments",
+        remedy="call the function in a program of its own to see the whole traceback",
+    ):
         function = _find(name)
         built = function(mesh) if inspect.signature(function).parameters else function()
     parts = built if isinstance(built, tuple) else (built,)
@@ -78,50 +83,53 @@ def load_example(name: str, mesh: DeviceMesh) -> Example:
 
 
 @contextmanager
-def _mistakes_named(name: str) -> Iterator[None]:
-    """Raise what the user's code raises as one line, with the line of code."""
+def _named(
+    name: str, reason_of: Callable[[Exception], str | None], *, expected: str, remedy: str
+) -> Iterator[None]:
+    """Raise what the user's code raises as one line; what there is no reason for, as it is."""
     try:
         yield
     except CPError:
         raise
     except Exception as error:
-        *_, place = traceback.extract_tb(error.__traceback__)
-        raise CannotLoad(
-            site=name,
-            expected="code that builds a model and its arguments",
-            got=f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})",
-            remedy="call the function in a program of its own to see the whole traceback",
-        ) from error
+        reason = reason_of(error)
+        if reason is None:
+            raise
+        raise CannotLoad(site=name, expected=expected, got=reason, remedy=remedy) from error
 
 
-@contextmanager
-def failures_named(name: str) -> Iterator[None]:
+def _line_of(error: Exception) -> str:
+    *_, place = traceback.extract_tb(error.__traceback__)
+    return f"{place.filename}:{place.lineno}"
+
+
+def failures_named(name: str) -> AbstractContextManager[None]:
     """Raise as one line why Dynamo did not capture the model that a user named.
 
     Raises:
         CannotLoad: it did not; what it calls or is called with is at fault, and not the library.
     """
-    try:
-        yield
-    except CPError:
-        raise
-    except Exception as error:
-        reason = graph_break_reason(error)
-        if reason is None:
-            raise
-        raise CannotLoad(
-            site=name,
-            expected="a model that runs on its arguments and is captured whole",
-            got=reason,
-            remedy="call it on plain tensors first; then with torch.compile(fullgraph=True)",
-        ) from error
+    return _named(
+        name,
+        graph_break_reason,
+        expected="a model that runs on its arguments and is captured whole",
+        remedy="call it on plain tensors first; then with torch.compile(fullgraph=True)",
+    )
 
 
 def _find(name: str) -> Callable[..., Any]:
     module_name, colon, function_name = name.rpartition(":")
     try:
         if not colon:
-            raise AttributeError(f"no function; there are {_functions_of(_import(name))}")
+            module = _import(name)
+            functions = ", ".join(
+                name
+                for name, value in vars(module).items()
+                if inspect.isfunction(value)
+                and value.__module__ == module.__name__
+                and name[0] != "_"
+            )
+            raise AttributeError(f"no function; there are {functions or 'none'}")
         module = _import(module_name)
         found: Callable[..., Any] = getattr(module, function_name)
     except (ImportError, AttributeError, FileNotFoundError, ValueError) as error:
@@ -132,16 +140,6 @@ def _find(name: str) -> Callable[..., Any]:
             remedy="name a function that can be imported from here",
         ) from None
     return found
-
-
-def _functions_of(module: Any) -> str:
-    """Return the names of the functions that a module defines itself."""
-    found = [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__
-    ]
-    return ", ".join(name for name in found if name[0] != "_") or "none"
 
 
 def _import(name: str) -> Any:

@@ -47,7 +47,9 @@ def fakes_without_devices() -> Iterator[None]:
 
     aten = torch.ops.aten
     methods = {
-        "contiguous": _contiguous,
+        "contiguous": lambda tensor, memory_format=torch.contiguous_format: aten.contiguous(
+            tensor, memory_format=memory_format
+        ),
         "copy_": lambda tensor, source, non_blocking=False: aten.copy_(
             tensor, source, non_blocking
         ),
@@ -75,11 +77,6 @@ class _DevicesReplaced(TorchFunctionMode):
             torch.device, lambda _: self.device, (args, kwargs or {})
         )
         return func(*args, **kwargs)
-
-
-def _contiguous(tensor: Tensor, memory_format: Any = torch.contiguous_format) -> Tensor:
-    result: Tensor = torch.ops.aten.contiguous(tensor, memory_format=memory_format)
-    return result
 
 
 def _index(tensor: Tensor, index: Any) -> Tensor:
@@ -251,46 +248,22 @@ def pretend_gpu(properties: Any) -> Iterator[None]:
 def _device_interface(properties: Any) -> type:
     from torch._dynamo.device_interface import DeviceInterface
 
-    class Pretended(DeviceInterface):
-        class Worker(DeviceInterface.Worker):
-            @staticmethod
-            def set_device(device: int) -> None:
-                pass
+    def stand_in(base: type, answers: dict[str, Callable[..., Any]], **members: Any) -> type:
+        methods = {name: staticmethod(answer) for name, answer in answers.items()}
+        return type("Pretended", (base,), {**methods, **members})
 
-            @staticmethod
-            def current_device() -> int:
-                return 0
-
-            @staticmethod
-            def get_device_properties(device: Any = None) -> Any:
-                return properties
-
-        @staticmethod
-        def current_device() -> int:
-            return 0
-
-        @staticmethod
-        def device_count() -> int:
-            return 1
-
-        @staticmethod
-        def is_available() -> bool:
-            return True
-
-        @staticmethod
-        def get_raw_stream(device_idx: int) -> int:
-            return 0
-
-        @staticmethod
-        def get_compute_capability(device: Any = None) -> int:
-            return 10 * int(properties.major) + int(properties.minor)
-
-        @staticmethod
-        def is_bf16_supported(including_emulation: bool = False) -> bool:
-            return bool(properties.major >= 8)
-
-        @staticmethod
-        def is_triton_capable(device: Any = None) -> bool:
-            return True
-
-    return Pretended
+    worker: dict[str, Callable[..., Any]] = {
+        "set_device": lambda device: None,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device=None: properties,
+    }
+    interface: dict[str, Callable[..., Any]] = {
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "is_available": lambda: True,
+        "get_raw_stream": lambda device_idx: 0,
+        "get_compute_capability": lambda device=None: 10 * properties.major + properties.minor,
+        "is_bf16_supported": lambda including_emulation=False: properties.major >= 8,
+        "is_triton_capable": lambda device=None: True,
+    }
+    return stand_in(DeviceInterface, interface, Worker=stand_in(DeviceInterface.Worker, worker))

@@ -240,12 +240,12 @@ class _Priced(Description):
             for i in ends:
                 alive.pop(i, None)
         ranked = sorted(at_peak.items(), key=lambda pair: -pair[1])[:8]
-        return most, tuple((self._called(index), size) for index, size in ranked if size)
-
-    def _called(self, index: int) -> str:
-        node = self.nodes[index if index >= 0 else -1 - index]
-        prefix = "inside " * (index < 0)
-        return prefix + (node.name if node.op == "placeholder" else str(node.target))
+        largest = []
+        for index, size in ranked:
+            node = self.nodes[index if index >= 0 else -1 - index]
+            name = node.name if node.op == "placeholder" else str(node.target)
+            largest.append(("inside " * (index < 0) + name, size))
+        return most, tuple((name, size) for name, size in largest if size)
 
     def _bytes_held(self, node: fx.Node) -> int:
         is_free = node.name in self.free or node.target is INVOKE_SUBGRAPH

@@ -27,6 +27,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 from cp_inductor.errors import UnsupportedTarget
 from cp_inductor.inspect.targets import Target
+from cp_inductor.passes.insert_call import insert_graph
 from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -96,17 +97,15 @@ class _OnGPU(fx.Interpreter):
         return value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.device, _on_gpu, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(
+            torch.device, lambda device: CUDA if device.type == "cpu" else device, (args, kwargs)
+        )
         kernel = _LOCAL_ATTENTION.get(target)
         return (
             super().call_function(target, args, kwargs)
             if kernel is None
             else kernel(self.target, target, args, kwargs)
         )
-
-
-def _on_gpu(device: torch.device) -> torch.device:
-    return CUDA if device.type == "cpu" else device
 
 
 def _attend(gpu: Target, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
@@ -149,13 +148,8 @@ _LOCAL_ATTENTION: Mapping[object, Callable[..., Any]] = {
 def _replace(graph: fx.Graph, traced: fx.GraphModule) -> None:
     """Replace the nodes between a graph's placeholders and its output by those of another graph."""
     output = graph.output_node()
-    placeholders = graph.find_nodes(op="placeholder")
     old = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    copies: dict[fx.Node, Any] = dict(
-        zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True)
-    )
-    with graph.inserting_before(output):
-        results = graph.graph_copy(traced.graph, copies)
+    results, _ = insert_graph(traced, graph.find_nodes(op="placeholder"), before=output)
     structure = pytree.tree_structure(output.args[0])
     output.args = (pytree.tree_unflatten(pytree.tree_leaves(results), structure),)
     for node in reversed(old):

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
+from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.modules.along_sequence import GATHERS
 
 
@@ -71,16 +72,13 @@ def find_scans(gm: fx.GraphModule) -> list[ScanReport]:
 
 def _exchanges(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, int, float]]:
     """Yield each node that receives parts, how many ranks there are, and the share of others."""
-    for inner in gm.modules():
-        if not isinstance(inner, fx.GraphModule):
+    for node in (node for graph in graphs_of(gm) for node in graph.nodes):
+        if GATHERS not in node.meta.get("custom", {}):
             continue
-        for node in inner.graph.nodes:
-            if GATHERS not in node.meta.get("custom", {}):
-                continue
-            if isinstance(node.meta.get("example_value"), DTensor):
-                world_size = node.meta["example_value"].shape[0]
-                yield node, world_size, 1 - 1 / world_size
-            elif node.target is torch.ops._c10d_functional.all_to_all_single:
-                parts: Any = node.args[1]
-                is_from_all = len(set(parts)) == 1  # and not from the rank before alone
-                yield node, len(parts), 1 - 1 / len(parts) if is_from_all else 1.0
+        if isinstance(node.meta.get("example_value"), DTensor):
+            world_size = node.meta["example_value"].shape[0]
+            yield node, world_size, 1 - 1 / world_size
+        elif node.target is torch.ops._c10d_functional.all_to_all_single:
+            parts: Any = node.args[1]
+            is_from_all = len(set(parts)) == 1  # and not from the rank before alone
+            yield node, len(parts), 1 - 1 / len(parts) if is_from_all else 1.0

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import empty as distributed_empty
 
+from cp_inductor.dtensor.wrap import stride_of
 from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.inspect.pretend import stashed_process_groups
 from cp_inductor.modules.parallelize import adapt, options_of, parallelize_copy
@@ -56,26 +57,6 @@ def pretended_world(
         UnsupportedPlacement: the sizes of the mesh's axes do not multiply to world_size, or the
             axes lack names.
     """
-    shape, names = check_world(rank, world_size, mesh_shape, mesh_dim_names)
-    # Importing this module registers the "fake" backend.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    with stashed_process_groups():
-        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def check_world(
-    rank: int,
-    world_size: int,
-    mesh_shape: Sequence[int] | None,
-    mesh_dim_names: Sequence[str] | None,
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the shape of a mesh and the names of its axes, with defaults as in `pretended_world`.
-
-    Raises:
-        ProcessGroupError, UnsupportedPlacement: as there.
-    """
     shape = (world_size,) if mesh_shape is None else tuple(mesh_shape)
     names = AXIS_NAMES.get(len(shape)) if mesh_dim_names is None else tuple(mesh_dim_names)
     if not 0 <= rank < world_size:
@@ -99,7 +80,12 @@ def check_world(
             got=str(names),
             remedy="pass mesh_dim_names=",
         )
-    return shape, names
+    # Importing this module registers the "fake" backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with stashed_process_groups():
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +212,8 @@ def _empty_dtensor(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
         pieces = distributed_empty(whole.shape, device_mesh=mesh, placements=placements)
         shape = pieces.to_local().shape
     # Order the dims of the shard in memory as those of the whole tensor.
-    strides = whole.stride()
-    order = sorted(range(whole.ndim), key=lambda dim: (-strides[dim], dim))
-    stride, length = [0] * whole.ndim, 1
-    for dim in reversed(order):
-        stride[dim] = length
-        length *= max(shape[dim], 1)
+    stride = stride_of([max(size, 1) for size in shape], whole.stride())
     local = _empty(shape, stride, whole.dtype)
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=whole.shape, stride=strides
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )

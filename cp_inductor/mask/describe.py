@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import sympy
-from sympy import And, Expr, Not, Or
+from sympy import And, Not, Or
 from sympy.core.function import AppliedUndef
 
 from cp_inductor.mask.language import FULL, HEAD, KEY, QUERY, SCORE, Step
@@ -20,7 +20,9 @@ def describe(rule: Rule) -> str:
         parts = rule.allowed.args if isinstance(rule.allowed, And) else [rule.allowed]
         text = ", ".join(sorted(map(_describe_part, parts), key=lambda word: word != "causal"))
     if rule.bias:
-        text += ", ALiBi" if _is_alibi(rule.bias) else ", bias"
+        # ALiBi is (k - q) times a slope, which may depend on the head.
+        slope = sympy.cancel(rule.bias / (KEY - QUERY))
+        text += ", bias" if slope.free_symbols - {HEAD} else ", ALiBi"
     if rule.score != SCORE:
         text += f", score {rule.score}"
     return text
@@ -32,7 +34,9 @@ def _describe_part(part: Any) -> str:
     if isinstance(part, sympy.Le) and part.rhs == 0:
         constant, rest = part.lhs.as_coeff_Add()
         if rest == KEY - QUERY:
-            return f"causal, {-constant} ahead" if constant < 0 else _before(constant)
+            return "causal" + (
+                f", {abs(constant)} {'ahead' if constant < 0 else 'behind'}" * bool(constant)
+            )
         if rest == QUERY - KEY and constant < 0:
             return f"window {1 - constant}"
         if rest == QUERY - KEY:
@@ -58,13 +62,3 @@ def _describe_part(part: Any) -> str:
         if of_keys & of_queries:
             return "a mask tensor"
     return str(part)
-
-
-def _before(constant: Expr) -> str:
-    return "causal" if constant == 0 else f"causal, {constant} behind"
-
-
-def _is_alibi(bias: Expr) -> bool:
-    """Whether a bias is (k - q) times a slope, which may depend on the head."""
-    slope = sympy.cancel(bias / (KEY - QUERY))
-    return not slope.free_symbols - {HEAD}

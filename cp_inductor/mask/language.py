@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -55,9 +55,13 @@ class _Opaque(sympy.Function):
 
     Sympy rewrites its own functions: exp(x)*exp(y) becomes exp(x + y), which is rounded in another
     way than the program rounds.
+
+    Attributes:
+        compute: numbers -> the value there.
     """
 
     is_real = True
+    compute: Callable[..., float]
 
     @classmethod
     def eval(cls, *arguments: Expr) -> Expr | None:
@@ -68,21 +72,12 @@ class _Opaque(sympy.Function):
         except (ValueError, OverflowError, ZeroDivisionError):
             return None
 
-    @staticmethod
-    def compute(*numbers: float) -> float:
-        """Return the value at numbers."""
-        raise NotImplementedError
-
 
 class Tanh(_Opaque):
     """The hyperbolic tangent."""
 
     nargs = 1
-
-    @staticmethod
-    def compute(*numbers: float) -> float:
-        """Return the value at a number."""
-        return math.tanh(*numbers)
+    compute = staticmethod(math.tanh)
 
     def fdiff(self, argindex: int = 1) -> Expr:
         """Return the derivative."""
@@ -93,11 +88,7 @@ class Exp(_Opaque):
     """The exponential function."""
 
     nargs = 1
-
-    @staticmethod
-    def compute(*numbers: float) -> float:
-        """Return the value at a number."""
-        return math.exp(*numbers)
+    compute = staticmethod(math.exp)
 
     def fdiff(self, argindex: int = 1) -> Expr:
         """Return the derivative."""
@@ -108,11 +99,7 @@ class Sigmoid(_Opaque):
     """1 / (1 + exp(-x))."""
 
     nargs = 1
-
-    @staticmethod
-    def compute(*numbers: float) -> float:
-        """Return the value at a number."""
-        return 1 / (1 + math.exp(-numbers[0]))
+    compute = staticmethod(lambda x: 1 / (1 + math.exp(-x)))
 
     def fdiff(self, argindex: int = 1) -> Expr:
         """Return the derivative."""
@@ -123,11 +110,7 @@ class Power(_Opaque):
     """Power(x, y): x to the power of y, at least one of them a number."""
 
     nargs = 2
-
-    @staticmethod
-    def compute(*numbers: float) -> float:
-        """Return the value at two numbers."""
-        return math.pow(*numbers)
+    compute = staticmethod(math.pow)
 
     def fdiff(self, argindex: int = 1) -> Expr:
         """Return the derivative by the base, or by the exponent; the other is a number."""

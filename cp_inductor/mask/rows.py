@@ -25,7 +25,7 @@ from sympy import Expr
 from sympy.core.function import AppliedUndef
 
 from cp_inductor.kept import lru_cache
-from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, is_of_pairs, number_of, table
+from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, number_of, table
 from cp_inductor.mask.rule import Rule
 
 # The columns that every rule on rows has.
@@ -67,11 +67,6 @@ class RowRule:
     columns: tuple[Column, ...]
 
 
-def can_be_on_rows(rule: Rule) -> bool:
-    """Whether a rule can be written on rows: it reads no table that has a value for every pair."""
-    return not any(is_of_pairs(function.args) for function in rule.reads)
-
-
 @lru_cache(maxsize=256)
 def rule_of_rows(text: str, num_groups: int = 1) -> RowRule:
     """Return a rule, given as text, on rows.
@@ -84,7 +79,7 @@ def rule_of_rows(text: str, num_groups: int = 1) -> RowRule:
     say where they come from.
     """
     rule = Rule.parse(text)
-    assert can_be_on_rows(rule), text
+    assert not rule.reads_pairs, text
     assert num_groups == 1 or not rule.knows_heads, text
     on_row = {
         BATCH: sympy.floor(_ENTRY / num_groups),

@@ -33,8 +33,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_inductor.dtensor.rules.writes import replicated_like
-from cp_inductor.dtensor.wrap import wrap_parts
+from cp_inductor.dtensor.wrap import held_by_rank, is_whole, wrap_parts, wrap_whole
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.along_sequence import (
     SharedSequence,
@@ -84,13 +83,19 @@ class OnOwnTokens(OnWhole):
         with sharing(sequence):
             result = locally(self.compute, *args, **kwargs)
         if not has_asked(asked, f"{type(self).__module__}.{type(self).__qualname__}"):
-            _refuse_without_states(type(self).__name__)
+            raise UnsupportedPlacement(
+                site=type(self).__name__,
+                expected="a module that passes states or tokens along the sequence",
+                got="one whose forward called no known function, nor pass_states or tokens_before",
+                remedy="register the function that it calls with register_recurrence; if it treats"
+                " each token alone, leave its class out of parallelize(..., recurrent=)",
+            )
         whole = result if isinstance(result, tuple) else (result,)
         outs = (
             _wrapped(whole[0], tokens, given, type(self).__name__),
             *(
-                replicated_like(one, tokens) if isinstance(one, Tensor) else one
-                for one in whole[1:]
+                wrap_whole(part, tokens.device_mesh) if isinstance(part, Tensor) else part
+                for part in whole[1:]
             ),
         )
         return outs if isinstance(result, tuple) else outs[0]
@@ -168,18 +173,12 @@ def _warn_of_whole(site: str, ndim: int) -> None:
 
 def _is_part(leaf: Any, tokens: DTensor) -> bool:
     """Whether a tensor is of the tokens, or has nothing to do with them."""
-    return not isinstance(leaf, Tensor) or _is_of_tokens(leaf, tokens) or _is_apart(leaf)
-
-
-def _is_of_tokens(leaf: Tensor, tokens: DTensor) -> bool:
-    is_alike = leaf.ndim in (2, 3) and leaf.shape[TOKENS] == tokens.shape[TOKENS]
-    return is_alike and (leaf.shape[0] == tokens.shape[0] or leaf.shape[0] == 1)
-
-
-def _is_apart(leaf: Tensor) -> bool:
-    if isinstance(leaf, DTensor) and not all(place.is_replicate() for place in leaf.placements):
-        return False
-    return leaf.ndim < 2
+    if not isinstance(leaf, Tensor):
+        return True
+    if leaf.ndim < 2:
+        return not isinstance(leaf, DTensor) or is_whole(leaf)
+    is_alike = leaf.ndim < 4 and leaf.shape[TOKENS] == tokens.shape[TOKENS]
+    return is_alike and leaf.shape[0] in (1, tokens.shape[0])
 
 
 def _own(leaf: Any, tokens: DTensor) -> Any:
@@ -188,9 +187,9 @@ def _own(leaf: Any, tokens: DTensor) -> Any:
         return leaf
     mesh = tokens.device_mesh
     if leaf.ndim < 2:
-        return leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        return held_by_rank(leaf)
     if not isinstance(leaf, DTensor):
-        leaf = replicated_like(leaf, tokens)
+        leaf = wrap_whole(leaf, mesh)
     places = [
         place
         if place == Shard(TOKENS) or (place == Shard(0) and leaf.shape[0] > 1)
@@ -201,16 +200,6 @@ def _own(leaf: Any, tokens: DTensor) -> Any:
     if own.shape[TOKENS] == 0:
         own = F.pad(own, (0, 0) * (own.ndim - 2) + (0, 1))
     return own
-
-
-def _refuse_without_states(site: str) -> None:
-    raise UnsupportedPlacement(
-        site=site,
-        expected="a module that passes states or tokens along the sequence",
-        got="one whose forward called no known function, nor pass_states or tokens_before",
-        remedy="register the function that it calls with register_recurrence; if it treats each"
-        " token alone, leave its class out of parallelize(..., recurrent=)",
-    )
 
 
 def _wrapped(out: Any, tokens: DTensor, given: DTensor, site: str) -> Any:

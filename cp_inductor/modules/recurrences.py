@@ -127,7 +127,10 @@ def share_chunk_scan(function: Any, **given: Any) -> Any:
     # (B, S, H): what remains of the state before, when a token reads it.
     remaining = torch.exp(torch.cumsum(steps * rate.to(dtype), 1))
     if given.get("seq_idx") is not None:
-        remaining = remaining * _is_of_document_before(given["seq_idx"])[..., None]
+        numbers = given["seq_idx"]
+        # Tokens (B, S) of the document in which the rank before ends.
+        goes_on = (numbers != tokens_before(numbers, 1, 1)).cumsum(1) == 0
+        remaining = remaining * goes_on[..., None]
     before, after = pass_states(final, decay=remaining[:, -1, :, None, None], initial=initial)
 
     def read(remaining: Tensor, reads: Tensor, before: Tensor, gate: Tensor | None) -> Tensor:
@@ -138,11 +141,6 @@ def share_chunk_scan(function: Any, **given: Any) -> Any:
 
     out = out + _keeping_arguments(read, remaining, reads, before, given.get("z")).to(out.dtype)
     return (out, after) if is_final_asked else out
-
-
-def _is_of_document_before(numbers: Tensor) -> Tensor:
-    """Whether tokens (B, S) are of the document in which the rank before ends."""
-    return (numbers != tokens_before(numbers, 1, 1)).cumsum(1) == 0
 
 
 def share_selective_scan(function: Any, **given: Any) -> Any:

@@ -79,15 +79,12 @@ def _weights(graph: fx.Graph) -> Iterator[_Weight]:
     for node, name, value in graph_inputs(graph):
         if isinstance(value, DTensor) and isinstance(value, nn.Parameter):
             is_table = any(
-                user.target in (F.embedding, torch.embedding) and node in _table_of(user)
+                # F.embedding takes the table second, the op first.
+                user.target in (F.embedding, torch.embedding)
+                and node in (*user.args[:2], user.kwargs.get("weight"))
                 for user in node.users
             )
             yield _Weight(name, value, value.to_local().detach(), is_table)
-
-
-def _table_of(call: fx.Node) -> tuple[object, ...]:
-    """Return what may be an embedding table: F.embedding takes it second, the op first."""
-    return (*call.args[:2], call.kwargs.get("weight"))
 
 
 def _pairs(weights: Sequence[_Weight]) -> Iterator[tuple[_Weight, _Weight]]:

@@ -81,7 +81,7 @@ class _Routing(ReadsLocally):
         mesh, given = tokens.device_mesh, tokens.placements
         # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
         dims = 2 if tokens.ndim > 2 else 1
-        placements = [p if _shards_token(p, dims) else Shard(dims - 1) for p in given]
+        placements = [p if type(p) is Shard and p.dim < dims else Shard(dims - 1) for p in given]
         tokens = tokens.redistribute(mesh, placements)
         local = tokens.to_local()
         here = computing()
@@ -213,10 +213,6 @@ class _WithZeros(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         zeros = (torch.zeros(shape, dtype=d, device=where) for shape, d, where in ctx.like)
         return grad, *zeros
-
-
-def _shards_token(placement: Placement, dims: int) -> bool:
-    return type(placement) is Shard and placement.dim < dims
 
 
 def _flat(out: Any, local: Tensor, tokens: DTensor) -> Any:

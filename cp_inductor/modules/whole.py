@@ -115,14 +115,10 @@ class OnWhole(ReadsLocally):
         return pytree.tree_map(lambda leaf: own_part(leaf, mesh, placements, batch), result)
 
 
-def _is_of_sequence(placement: Placement) -> bool:
-    return isinstance(placement, Shard) and placement.dim > 0
-
-
 def _placements_of_result(given: Sequence[DTensor], mesh: DeviceMesh, site: str) -> list[Placement]:
     """Return the placements of the first argument along the sequence, or those of its beginning."""
     for tensor in given:
-        if any(map(_is_of_sequence, tensor.placements)):
+        if any(isinstance(place, Shard) and place.dim > 0 for place in tensor.placements):
             return list(tensor.placements)
     places: list[Placement] = [Replicate()] * mesh.ndim
     for tensor in given:

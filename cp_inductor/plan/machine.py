@@ -21,8 +21,6 @@ from cp_inductor.errors import InvalidArgument, InvalidText
 from cp_inductor.mask.grammar import shortened
 from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count, check_speed
 
-GIGA, TERA = 10**9, 10**12
-
 
 @dataclass(frozen=True, slots=True)
 class Level:
@@ -283,7 +281,7 @@ _H200 = "as the H100, whose chip it has"
 
 def _rate(forward: float, backward: float | None, source: str) -> Rate:
     backward = forward * BACKWARD_RATIO if backward is None else backward
-    return Rate(forward * TERA, backward * TERA, source)
+    return Rate(forward * 1e12, backward * 1e12, source)
 
 
 _H100 = {
@@ -343,18 +341,15 @@ DEVICES: Mapping[str, Device] = {
 
 
 def _link(name: str, gbytes_per_s: float, latency_us: float) -> Level:
-    return Level(0, gbytes_per_s * GIGA, latency_us * 1e-6, name)
+    return Level(0, gbytes_per_s * 1e9, latency_us * 1e-6, name)
 
 
 LINKS: Mapping[str, Level] = {
     link.name: link
     for link in (
         Level(),
-        # What NCCL moved to other GPUs of 8, per GPU: 195 GB/s by sendrecv_perf on A100 (li-plus/
-        # playground, cuda/nccl.md), 296 on H200, 306 on H100 and 499 on B200 by all_to_all_single
-        # of 291 MB, 7/8 of which cross (fast-ulysses, docs/benchmark.md, "raw", August 2026). Copy
-        # engines reach 375 and 621 there; data sheets say 300, 450 and 900. Latencies are
-        # assumptions, here and below.
+        # What NCCL moved: sends of 8 A100 (li-plus/playground, cuda/nccl.md), all-to-alls of 8 H200
+        # and 8 B200 (fast-ulysses, docs/benchmark.md, August 2026). Latencies are assumptions.
         _link("nvlink3", 195, 10),
         _link("nvlink4", 296, 10),
         _link("nvlink5", 499, 10),

@@ -5,5 +5,5 @@ style       ContextParallel, for parallelize_module
 regions     the mode of both: attention is over the whole sequence
 local       modes in which each rank computes within its own shard
 modes       what all modes of this room share
-traced      what they write into graphs while Dynamo traces them
+marks       what they write into graphs while Dynamo traces them
 """

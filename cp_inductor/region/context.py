@@ -15,17 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ContextDecorator, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from cp_inductor.dtensor.axis import global_stride
 from cp_inductor.dtensor.limits import check_mesh, dim_of
 from cp_inductor.dtensor.permuted import may_be_permuted, refuse_permuted, refuse_two_contexts
+from cp_inductor.dtensor.wrap import whole_tensor, wrap_shard
 from cp_inductor.errors import (
     InvalidArgument,
     UnsupportedBuffer,
@@ -33,6 +33,7 @@ from cp_inductor.errors import (
 )
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.region.regions import SequenceRegion
+from cp_inductor.sequence.follow import version_of
 from cp_inductor.torch_private.context_parallel import order_of_balancer, torchs_load_balance
 from cp_inductor.torch_private.modes import function_modes, run_uncompiled
 from cp_inductor.trust.agreement import note_batch
@@ -85,8 +86,19 @@ class context_parallel(ContextDecorator):  # noqa: N801
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            outer = _buffer_regions(self.mesh)
-            places = self._places_of_new([buffer for mode in outer for buffer in mode.buffers])
+            # The contexts over the mesh that this thread is in, innermost last.
+            outer = [
+                mode
+                for mode in function_modes()
+                if isinstance(mode, _BufferRegion) and mode.mesh == self.mesh
+            ]
+            # The places of the buffers that are still whole, each once.
+            seen = {id(buffer) for mode in outer for buffer in mode.buffers}
+            places = []
+            for place, buffer in enumerate(self.buffers):
+                if id(buffer) not in seen:
+                    places.append(place)
+                    seen.add(id(buffer))
             known = [length for mode in outer for length in mode.lengths]
             lengths = [self.buffers[place].shape[self.dims[place]] for place in places]
             is_cut_here = bool(self.buffers) or any(mode.buffers for mode in outer)
@@ -107,14 +119,6 @@ class context_parallel(ContextDecorator):  # noqa: N801
             stack.enter_context(region)
             self.entered.append((region, stack.pop_all()))
 
-    def _places_of_new(self, sharded: Sequence[Tensor]) -> list[int]:
-        """Return the places of the buffers that are still whole, each once."""
-        places = []
-        for place, buffer in enumerate(self.buffers):
-            if not any(buffer is other for other in (*sharded, *self.buffers[:place])):
-                places.append(place)
-        return places
-
     def __exit__(self, *error: Any) -> None:
         region, stack = self.entered.pop()
         stack.__exit__(*error)
@@ -134,17 +138,17 @@ class context_parallel(ContextDecorator):  # noqa: N801
             # A copy: the whole is free to go, and views of it do not change.
             shard = buffer.data.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone()
             _put(buffer, shard)
-        version = _version_of(buffer)
+        version = version_of(buffer)
         try:
             yield
-            if not is_kept and _version_of(buffer) != version:
-                raise UnsupportedBuffer(
-                    site=f"buffer {place} of {SITE}",
-                    expected="a tensor that nothing writes to inside the context",
-                    got="one that was written to",
-                    remedy="write to a copy, because writes to a buffer are lost on exit;"
+            if not is_kept and version_of(buffer) != version:
+                _refuse(
+                    "a tensor that nothing writes to inside the context",
+                    "one that was written to",
+                    "write to a copy, because writes to a buffer are lost on exit;"
                     " build DistributedDataParallel with broadcast_buffers=False, or it"
                     " overwrites all shards with rank 0's",
+                    place,
                 )
         finally:
             if whole is not None:
@@ -175,81 +179,51 @@ class _BufferRegion(SequenceRegion):
         self.buffers = tuple(buffers)
 
 
-def _buffer_regions(mesh: DeviceMesh) -> list[_BufferRegion]:
-    """Return the contexts over a mesh that this thread is in, innermost last."""
-    return [
-        mode for mode in function_modes() if isinstance(mode, _BufferRegion) and mode.mesh == mesh
-    ]
-
-
 def _put(buffer: Tensor, data: Tensor) -> None:
     """Replace what a tensor holds, and let autograd refuse backwards that saved it."""
     buffer.data = data
     torch.autograd.graph.increment_version(buffer)
 
 
-def _version_of(buffer: Tensor) -> int | None:
-    """Return the version counter of a tensor; None in inference mode, which has none."""
-    return None if buffer.is_inference() else buffer._version
+def _refuse(expected: str, got: str, remedy: str, place: int | None = None) -> NoReturn:
+    """Refuse buffers, or the one at a place among them."""
+    site = SITE if place is None else f"buffer {place} of {SITE}"
+    raise UnsupportedBuffer(site=site, expected=expected, got=got, remedy=remedy)
 
 
 def _check_sequences(buffers: object, dims: object, kept: object) -> None:
     for name, given in (("buffers", buffers), ("no_restore_buffers", kept)):
         if isinstance(given, Tensor):
-            raise UnsupportedBuffer(
-                site=SITE,
-                expected=f"{name} to be a list of tensors",
-                got="a tensor",
-                remedy=f"pass {name}=[tensor]",
-            )
+            _refuse(f"{name} to be a list of tensors", "a tensor", f"pass {name}=[tensor]")
     if isinstance(dims, int):
-        raise UnsupportedBuffer(
-            site=SITE,
-            expected="a list of a dim for each buffer",
-            got=f"{dims}",
-            remedy=f"pass buffer_seq_dims=[{dims}]",
-        )
+        _refuse("a list of a dim for each buffer", f"{dims}", f"pass buffer_seq_dims=[{dims}]")
 
 
 def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor]) -> None:
     if len(buffers) != len(dims):
-        raise UnsupportedBuffer(
-            site=SITE,
-            expected="as many buffer_seq_dims as buffers",
-            got=f"{len(dims)} dims for {len(buffers)} buffers",
-            remedy="pass the sequence dim of each buffer",
-        )
+        got = f"{len(dims)} dims for {len(buffers)} buffers"
+        _refuse("as many buffer_seq_dims as buffers", got, "pass the sequence dim of each buffer")
     for place, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
+        kind = f"a {type(buffer).__name__}"
         if not isinstance(buffer, Tensor):
-            raise UnsupportedBuffer(
-                site=f"buffer {place} of {SITE}",
-                expected="a tensor",
-                got=f"a {type(buffer).__name__}",
-                remedy="pass tensors only; instead of flex_attention and a BlockMask, use"
+            remedy = (
+                "pass tensors only; instead of flex_attention and a BlockMask, use"
                 " scaled_dot_product_attention with is_causal=True or a mask over the"
-                " whole sequence",
+                " whole sequence"
             )
+            _refuse("a tensor", kind, remedy, place)
         if isinstance(buffer, (DTensor, torch.nn.Parameter)) or buffer.requires_grad:
-            raise UnsupportedBuffer(
-                site=f"buffer {place} of {SITE}",
-                expected="a plain tensor without a gradient, the same on every rank",
-                got=f"a {type(buffer).__name__}, requires_grad={buffer.requires_grad}",
-                remedy="leave it out: DTensors know how they are sharded, and weights stay whole",
+            _refuse(
+                "a plain tensor without a gradient, the same on every rank",
+                f"{kind}, requires_grad={buffer.requires_grad}",
+                "leave it out: DTensors know how they are sharded, and weights stay whole",
+                place,
             )
         if type(dim) is not int or not -buffer.ndim <= dim < buffer.ndim:
-            raise UnsupportedBuffer(
-                site=f"buffer {place} of {SITE}",
-                expected=f"a dim of a tensor of shape {tuple(buffer.shape)}",
-                got=str(dim),
-                remedy="pass its sequence dim in buffer_seq_dims",
-            )
-    if not all(any(one is buffer for buffer in buffers) for one in kept):
-        raise UnsupportedBuffer(
-            site=SITE,
-            expected="no_restore_buffers to be among buffers",
-            got="another tensor",
-            remedy="add it to buffers",
-        )
+            expected = f"a dim of a tensor of shape {tuple(buffer.shape)}"
+            _refuse(expected, str(dim), "pass its sequence dim in buffer_seq_dims", place)
+    if not all(any(buffer is one_kept for buffer in buffers) for one_kept in kept):
+        _refuse("no_restore_buffers to be among buffers", "another tensor", "add it to buffers")
 
 
 class LoadBalancer(Protocol):
@@ -305,15 +279,7 @@ def context_parallel_unshard(
         length = torch.tensor(buffer.shape[dim], device=buffer.device)
         dist.all_reduce(length, group=mesh.get_group())
         shape = (*buffer.shape[:dim], int(length), *buffer.shape[dim + 1 :])
-        sharded = DTensor.from_local(
-            buffer,
-            mesh,
-            [Shard(dim)],
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=global_stride(buffer, shape),
-        )
-        whole = sharded.redistribute(mesh, [Replicate()]).to_local()
+        whole = whole_tensor(wrap_shard(buffer, mesh, [Shard(dim)], shape))
         if load_balancer is not None:
             whole = _in_order(whole, dim, order_of_balancer(load_balancer))
         wholes.append(whole)

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_inductor.dtensor.axis import first_batch_and_head
+from cp_inductor.dtensor.wrap import wrap_whole
 from cp_inductor.torch_private.flex import bias_at
 
 
@@ -93,8 +94,8 @@ def _whole(tensor: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return tensor
     mesh = like.device_mesh
-    whole = [Replicate()] * mesh.ndim
     if not isinstance(tensor, DTensor):
-        tensor = DTensor.from_local(tensor, mesh, whole, run_check=False)
+        tensor = wrap_whole(tensor, mesh)
     parts = [Partial() if isinstance(p, Shard) else Replicate() for p in like.placements]
-    return tensor.redistribute(mesh, whole).to_local(grad_placements=parts)
+    whole = tensor.redistribute(mesh, [Replicate()] * mesh.ndim)
+    return whole.to_local(grad_placements=parts)

@@ -23,9 +23,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Any
 
 import sympy
@@ -33,7 +31,7 @@ import torch
 from torch import Tensor, fx
 
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.graph.subgraphs import Calls, method_of, source_of
+from cp_inductor.graph.subgraphs import Calls, body_at, method_of, source_of
 from cp_inductor.mask.language import FUNCTIONS, SCORE, number_of, tables_of
 from cp_inductor.mask.reader.functions import OPS_OF_SCORES
 from cp_inductor.mask.reader.lengths import as_number
@@ -46,9 +44,8 @@ from cp_inductor.mask.reader.to_rule import (
     with_bias_made,
 )
 from cp_inductor.mask.reader.trace import Scores, Trace, trace_scores
-from cp_inductor.mask.reader.values import Value
 from cp_inductor.region.flex_bias import Reads
-from cp_inductor.region.traced import MARK
+from cp_inductor.region.marks import MARK
 from cp_inductor.tiles.block_tables import BLOCK
 from cp_inductor.torch_private.dtensor import flex_attention_op
 from cp_inductor.torch_private.flex import has_blocks, scores_changed
@@ -177,13 +174,6 @@ def has_natural_lse(node: fx.Node) -> bool:
     """Whether a call returns lse as a natural logarithm, and not to base 2."""
     options = node.args[6]
     return isinstance(options, dict) and options.get("BACKEND") == "FLASH"
-
-
-def body_at(attribute: fx.Node) -> fx.GraphModule:
-    """Return the function that a `get_attr` node stands for."""
-    body = reduce(getattr, str(attribute.target).split("."), attribute.graph.owning_module)
-    assert isinstance(body, fx.GraphModule)
-    return body
 
 
 @dataclass
@@ -339,27 +329,14 @@ def _recognize(trace: Trace, shape: tuple[int, ...]) -> Recognized | None:
 def _first_unread(trace: Trace) -> str:
     """Say which op of a trace is the first that the functions call and that was not read."""
     reading = read(trace, ops=OPS_OF_SCORES)
-    own = _after(trace)
     for node in trace.gm.graph.nodes:
-        if node in own and node not in reading.values:
+        is_own = node.op == "call_function" and node not in trace.origins
+        if is_own and node not in reading.values:
             return f"one that calls {node.target} on what is not known of every index"
-    if SCORE not in _symbols_of(reading.values[trace.result]):
+    cases = reading.values[trace.result].cases
+    if not any(SCORE in number.free_symbols for _, number in cases):
         return "a score_mod whose result does not depend on the score"
     return "one that reads a tensor at indices that are not its own, or is too long"
-
-
-def _symbols_of(value: Value) -> AbstractSet[sympy.Symbol]:
-    """Return what numbers are computed from, where there is a pair."""
-    return set[sympy.Symbol]().union(*(number.free_symbols for _, number in value.cases))
-
-
-def _after(trace: Trace) -> AbstractSet[fx.Node]:
-    """Return the nodes that the functions themselves call."""
-    return {
-        node
-        for node in trace.gm.graph.nodes
-        if node.op == "call_function" and node not in trace.origins
-    }
 
 
 def _unreadable(site: str, got: str) -> UnsupportedAttention:

@@ -13,7 +13,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.fx.traceback import annotate
 
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import UnsupportedAttention
+from cp_inductor.region.marks import LEFT_ALONE, PER_RANK
 from cp_inductor.region.modes import (
     MULTI_HEAD,
     SDPA,
@@ -25,7 +27,6 @@ from cp_inductor.region.modes import (
     refuse,
 )
 from cp_inductor.region.regions import type_attended
-from cp_inductor.region.traced import LEFT_ALONE, PER_RANK
 from cp_inductor.sequence.eager import TRUST
 from cp_inductor.torch_private.checkpoint import rerun_within
 
@@ -65,7 +66,14 @@ class LocalRegion(RegionMode):
         if is_sdpa(func):
             return self._attend(args, kwargs)
         if func is MULTI_HEAD or is_opaque(func) or has_body(func):
-            _refuse_dtensors((*args, *kwargs.values()))
+            if any(isinstance(argument, DTensor) for argument in (*args, *kwargs.values())):
+                refuse(
+                    UnsupportedAttention,
+                    expected="local_attention directly around scaled_dot_product_attention",
+                    got="DTensors passed to a multi-head attention, a checkpoint or another"
+                    " higher-order op",
+                    remedy="pass their to_local(), and wrap the result",
+                )
             return _leave_alone(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -76,8 +84,8 @@ class LocalRegion(RegionMode):
     def _attend(self, args: Any, kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_compiling():
             rerun_within(self)
-        local = [_local_part(arg) for arg in args]
-        named = {name: _local_part(arg) for name, arg in kwargs.items()}
+        local = [held_by_rank(arg) for arg in args]
+        named = {name: held_by_rank(arg) for name, arg in kwargs.items()}
         out = _leave_alone(SDPA, local, named)
         out = placed_like(out, args[0] if args else kwargs["query"])
         if not torch.compiler.is_compiling():
@@ -100,21 +108,6 @@ class PerRank(RegionMode):
             return func(*args, **kwargs)
         finally:
             TRUST.depth -= 1
-
-
-def _local_part(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _refuse_dtensors(arguments: Sequence[Any]) -> None:
-    if any(isinstance(argument, DTensor) for argument in arguments):
-        refuse(
-            UnsupportedAttention,
-            expected="local_attention directly around scaled_dot_product_attention",
-            got="DTensors passed to a multi-head attention, a checkpoint or another"
-            " higher-order op",
-            remedy="pass their to_local(), and wrap the result",
-        )
 
 
 def _leave_alone(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

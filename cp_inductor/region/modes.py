@@ -19,13 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from cp_inductor.dtensor.axis import global_stride
-from cp_inductor.errors import CPError, UnsupportedAttention
+from cp_inductor.dtensor.wrap import wrap_shard
+from cp_inductor.errors import CPError
 from cp_inductor.torch_private.dtensor import flex_attention_op
 from cp_inductor.torch_private.modes import (
     function_modes,
     let_modes_see,
-    name_of_function,
     run_uncompiled,
 )
 from cp_inductor.torch_private.varlen import VARLEN_OPS
@@ -41,12 +40,12 @@ MULTI_HEAD = F.multi_head_attention_forward
 
 _ATEN_SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
-# Attention that calls no scaled_dot_product_attention.
-_OPAQUE = (
-    *VARLEN_OPS,
+# Attention that calls no scaled_dot_product_attention: Dynamo captures it whole, and it would run
+# over the local shard alone.
+OPAQUE_ATTENTION = VARLEN_OPS | {
     torch._transformer_encoder_layer_fwd,
     torch._native_multi_head_attention,
-)
+}
 
 
 class RegionMode(TorchFunctionMode):
@@ -86,7 +85,7 @@ def is_sdpa(func: Callable[..., Any]) -> bool:
 
 def is_opaque(func: Callable[..., Any]) -> bool:
     """Whether a function computes an attention into which no mode can look."""
-    return func is FLEX or func in _OPAQUE
+    return func is FLEX or func in OPAQUE_ATTENTION
 
 
 def has_body(func: Callable[..., Any]) -> bool:
@@ -100,27 +99,7 @@ def placed_like(out: Tensor, like: Tensor) -> Tensor:
     """Wrap the local result of an attention like its query."""
     if not isinstance(like, DTensor):
         return out
-    shape = (*like.shape[:3], *out.shape[3:])
-    return DTensor.from_local(
-        out,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=global_stride(out, shape),
-    )
-
-
-def refuse_opaque(func: Callable[..., Any]) -> NoReturn:
-    """Refuse an attention that would see the local shard only."""
-    refuse(
-        UnsupportedAttention,
-        expected="attention as torch.nn.functional.scaled_dot_product_attention",
-        got=f"{name_of_function(func)}, which would attend within the local shard only",
-        remedy="call scaled_dot_product_attention, or wrap the call in"
-        " cp_inductor.local_attention; for nn.TransformerEncoderLayer, use"
-        " torch.backends.mha.set_fastpath_enabled(False)",
-    )
+    return wrap_shard(out, like.device_mesh, like.placements, (*like.shape[:3], *out.shape[3:]))
 
 
 def refuse(error: type[CPError], *, expected: str, got: str, remedy: str) -> NoReturn:

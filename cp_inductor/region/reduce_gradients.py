@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.kept import on_reset
 from cp_inductor.torch_private.groups import mesh_axis_ranks, ranks_that_reduce
@@ -86,7 +87,7 @@ def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     missing = _compare(parameters, mesh)
     if missing:
         _fill(parameters, mesh)
-    grads = [_local(p.grad) for p in parameters.values() if p.grad is not None]
+    grads = [held_by_rank(p.grad) for p in parameters.values() if p.grad is not None]
     for bucket in _buckets(grads):
         _sum(bucket, mesh.get_group())
     for parameter in parameters.values():
@@ -125,10 +126,14 @@ def _compare(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> bool:
         RanksDisagree: ranks have other parameters.
         UnsupportedPlacement: a rank has a sparse gradient, or one that holds a sum.
     """
-    texts = [f"{name}: {p.dtype} {list(_local(p).shape)}" for name, p in parameters.items()]
+    texts = [f"{name}: {p.dtype} {list(held_by_rank(p).shape)}" for name, p in parameters.items()]
     digest = int.from_bytes(hashlib.sha256(repr(texts).encode()).digest()[:7], "big")
     grads = [p.grad for p in parameters.values()]
-    sparse = [name for name, p in parameters.items() if _is_sparse(p.grad)]
+    sparse = [
+        name
+        for name, p in parameters.items()
+        if p.grad is not None and held_by_rank(p.grad).layout != torch.strided
+    ]
     group = mesh.get_group()
     sums = {
         name: _sums[p].is_left(group.group_name) for name, p in parameters.items() if p in _sums
@@ -193,7 +198,7 @@ class _Sum:
     def _is_nonzero(self) -> Tensor:
         grad = self.parameter().grad
         is_same = grad is not None and grad is self.grad()
-        return _local(grad).any() if is_same else torch.tensor(False)
+        return held_by_rank(grad).any() if is_same else torch.tensor(False)
 
 
 _sums: MutableMapping[Tensor, _Sum] = WeakTensorKeyDictionary()
@@ -242,11 +247,3 @@ def _sum(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     dist.all_reduce(flat, group=group)
     for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(part.view_as(grad))
-
-
-def _is_sparse(grad: Tensor | None) -> bool:
-    return grad is not None and _local(grad).layout != torch.strided
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor import config
-from cp_inductor.dtensor.axis import global_stride, is_sequence_sharded, whole_of_shard
+from cp_inductor.dtensor.axis import is_sequence_sharded, whole_of_shard
 from cp_inductor.dtensor.limits import (
     check_attention,
     check_mesh,
@@ -35,6 +35,7 @@ from cp_inductor.dtensor.limits import (
     refuse_transform,
 )
 from cp_inductor.dtensor.rules.attention import attend
+from cp_inductor.dtensor.wrap import wrap_shard, wrap_whole
 from cp_inductor.errors import (
     CPError,
     UnevenSequence,
@@ -43,6 +44,7 @@ from cp_inductor.errors import (
     UnsupportedPlacement,
 )
 from cp_inductor.plan.grid import shard_lengths
+from cp_inductor.region.marks import MARK
 from cp_inductor.region.modes import (
     FLEX,
     MULTI_HEAD,
@@ -53,9 +55,7 @@ from cp_inductor.region.modes import (
     is_sdpa,
     placed_like,
     refuse,
-    refuse_opaque,
 )
-from cp_inductor.region.traced import MARK
 from cp_inductor.sequence.eager import EagerTyper, place_of_caller
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import is_a_kernel_enabled
@@ -65,6 +65,7 @@ from cp_inductor.torch_private.modes import (
     function_modes,
     function_modes_of_program,
     is_transforming,
+    name_of_function,
     run_uncompiled,
 )
 from cp_inductor.torch_private.multi_head import multi_head_attention, needs_weights
@@ -135,7 +136,14 @@ class SequenceRegion(RegionMode):
         if func is FLEX and is_compiling:
             return self._attend_flex(*args, **kwargs)
         if is_opaque(func):
-            refuse_opaque(func)
+            refuse(  # it would see the local shard only
+                UnsupportedAttention,
+                expected="attention as torch.nn.functional.scaled_dot_product_attention",
+                got=f"{name_of_function(func)}, which would attend within the local shard only",
+                remedy="call scaled_dot_product_attention, or wrap the call in"
+                " cp_inductor.local_attention; for nn.TransformerEncoderLayer, use"
+                " torch.backends.mha.set_fastpath_enabled(False)",
+            )
         if has_body(func):
             return self._call_with_body(func, args, kwargs)
         if is_compiling:
@@ -316,11 +324,8 @@ class SequenceRegion(RegionMode):
         length = self._whole_length(local.shape[dim])
         if length is None:
             return DTensor.from_local(local, self.mesh, [Shard(dim)], run_check=False)
-        shape = torch.Size((*local.shape[:dim], length, *local.shape[dim + 1 :]))
-        stride = global_stride(local, shape)
-        return DTensor.from_local(
-            local, self.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
-        )
+        shape = (*local.shape[:dim], length, *local.shape[dim + 1 :])
+        return wrap_shard(local, self.mesh, [Shard(dim)], shape)
 
     def _whole_length(self, length: int) -> int | None:
         """Return the length of the whole of a shard; None if all shards are equally long."""
@@ -363,7 +368,7 @@ class SequenceRegion(RegionMode):
                 got="one that requires a gradient",
                 remedy="pass DTensors, over which a bias may be learned",
             )
-        return DTensor.from_local(mask, self.mesh, [Replicate()], run_check=False)
+        return wrap_whole(mask, self.mesh)
 
 
 run_uncompiled(SequenceRegion.judge)
@@ -428,7 +433,10 @@ def _without_placements(tensor: Tensor) -> Tensor:
     """Return the local part of a tensor that may be sharded over batch or heads."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if not all(_is_batch_or_heads(placement) for placement in tensor.placements):
+    if not all(
+        placement.dim < SEQUENCE_DIM if isinstance(placement, Shard) else placement.is_replicate()
+        for placement in tensor.placements
+    ):
         refuse(
             UnsupportedPlacement,
             expected="plain shards, or DTensors that shard batch or heads",
@@ -496,9 +504,3 @@ def _translate_mask(
         return None, True
     queries, keys = (torch.arange(n, device=device) for n in (num_queries, num_keys))
     return keys <= queries[:, None] + (num_keys - num_queries), False
-
-
-def _is_batch_or_heads(placement: Placement) -> bool:
-    if isinstance(placement, Shard):
-        return placement.dim < SEQUENCE_DIM
-    return isinstance(placement, Replicate)

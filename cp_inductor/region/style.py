@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.fx.traceback import annotate
 
+from cp_inductor.region.marks import IN_REGION
 from cp_inductor.region.regions import SequenceRegion
-from cp_inductor.region.traced import IN_REGION
 
 
 class ContextParallel(ParallelStyle):

@@ -38,7 +38,17 @@ from cp_inductor.errors import SequenceMixed
 from cp_inductor.kept import on_reset
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels, range_over_ranks
 from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, version_of
-from cp_inductor.sequence.types import ATTENDED_DIM, Mixed, Own, Same, Shards, Sum, Type, describe
+from cp_inductor.sequence.types import (
+    ATTENDED_DIM,
+    Mixed,
+    Own,
+    Same,
+    Shards,
+    Sum,
+    Type,
+    conditions,
+    describe,
+)
 from cp_inductor.sequence.wholes import Wholes
 from cp_inductor.torch_private.modes import (
     is_backward_compiled,
@@ -293,9 +303,9 @@ class EagerTyper(Typer):
             if isinstance(leaf, Tensor):
                 if leaf.is_inference():
                     return None
-                given = self.type_of(leaf)
-                known = (given.is_even, given.is_counted) if isinstance(given, Shards) else ()
-                parts.append((given, known, leaf.shape, leaf.stride(), leaf.dtype))
+                found = self.type_of(leaf)
+                layout = leaf.shape, leaf.stride(), leaf.dtype
+                parts.append((found, conditions(found), *layout))
             elif isinstance(leaf, slice):
                 parts.append((slice, leaf.start, leaf.stop, leaf.step))
             elif isinstance(leaf, _PLAIN):

@@ -113,25 +113,19 @@ class Typer(OpWatcher):
             return
         call = OpCall(op, args, kwargs, out, self.type_of)
         if call.outs:
-            for tensor, one in zip(call.outs, self._infer(call), strict=True):
-                self.put(tensor, one)
+            try:
+                types: Sequence[Type] = infer_types(call)
+            except Mixes as error:
+                types = [self._mixed(call, error)] * len(call.outs)
+            for tensor, found in zip(call.outs, types, strict=True):
+                self.put(tensor, found)
         for tensor in call.written():
-            is_same = all(isinstance(given, Same) for given in call.types)
-            is_own = any(isinstance(given, Own) for given in call.types)
-            found = (
-                Same()
-                if is_same
-                else Own()
-                if is_own
-                else self._mixed(call, Mixes(f"{op}, {_WRITES}"))
-            )
-            self.put(tensor, found)
-
-    def _infer(self, call: OpCall) -> Sequence[Type]:
-        try:
-            return infer_types(call)
-        except Mixes as error:
-            return [self._mixed(call, error)] * len(call.outs)
+            if all(isinstance(given, Same) for given in call.types):
+                self.put(tensor, Same())
+            elif any(isinstance(given, Own) for given in call.types):
+                self.put(tensor, Own())
+            else:
+                self.put(tensor, self._mixed(call, Mixes(f"{op}, {_WRITES}")))
 
     def _mixed(self, call: OpCall, error: Mixes) -> Mixed:
         return Mixed(

@@ -117,6 +117,11 @@ class Mixed:
 Type = Same | Shards | Sum | Own | Mixed
 
 
+def conditions(found: Type) -> tuple[bool, ...]:
+    """Return what types that are equal may differ in."""
+    return (found.is_even, found.is_counted) if isinstance(found, Shards) else ()
+
+
 def describe(found: Type) -> str:
     """Say what a tensor is, for people."""
     if isinstance(found, Shards):

@@ -23,7 +23,7 @@ from cp_inductor.mask.reader.aten import OPS
 from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.reader.values import DIMS, RunTimeTables, range_of
 from cp_inductor.mask.reader.writes import Writes
-from cp_inductor.passes.recognize_mask import recognize_mask
+from cp_inductor.passes.recognize_mask import read_mask
 from tests.support import random_masks
 from tests.support.ranks import fake_mesh
 
@@ -116,7 +116,7 @@ def test_rows_that_see_nothing_but_finite_minima(num_queries: int, num_keys: int
         return band_and_finite(num_queries, num_keys)
 
     node, gm = capture(function, num_queries=num_queries, num_keys=num_keys)
-    recognized = recognize_mask(node)
+    recognized = read_mask(node)[0]
     assert recognized is not None
     assert bool(recognized.rule.bias) == (num_queries > num_keys)
     compare_masks(recognized, values_in(node, gm, ()), function())
@@ -194,7 +194,7 @@ def test_masks(
 ) -> None:
     """Hold the recognized rule against the mask that the function returns."""
     node, gm = capture(function, *inputs)
-    recognized = recognize_mask(node)
+    recognized = read_mask(node)[0]
     assert describe(recognized.rule) == name, recognized.rule
     assert len(recognized.tables) == num_tables, recognized.tables
     compare_masks(recognized, values_in(node, gm, inputs), function(*inputs))
@@ -297,7 +297,7 @@ MISREAD = {
 def test_what_was_misread_once(name: str) -> None:
     function, inputs = MISREAD[name]
     node, gm = capture(function, *inputs)
-    compare_masks(recognize_mask(node), values_in(node, gm, inputs), function(*inputs))
+    compare_masks(read_mask(node)[0], values_in(node, gm, inputs), function(*inputs))
 
 
 def values_in(
@@ -326,7 +326,7 @@ def values_in(
 def test_a_slice_of_a_longer_mask_is_a_table(function: Callable[..., Tensor], name: str) -> None:
     """A rank is given its own rows of what is read: it must have a row for every query."""
     node, gm = capture(function, LONGER)
-    recognized = recognize_mask(node)
+    recognized = read_mask(node)[0]
     assert describe(recognized.rule) == name
     (table,) = recognized.tables
     assert table.meta["example_value"].shape[-2:] == (S, T)
@@ -336,7 +336,7 @@ def test_a_slice_of_a_longer_mask_is_a_table(function: Callable[..., Tensor], na
 def test_a_shifted_slice_is_read_where_it_is() -> None:
     """All ranks read all of it: its rows are not those of queries."""
     node, gm = capture(lambda buffer: buffer[:, :, 4 : S + 4, 9:], LONGER)
-    recognized = recognize_mask(node)
+    recognized = read_mask(node)[0]
     assert not recognized.rule.reads_pairs
     compare_masks(recognized, values_in(node, gm, (LONGER,)), LONGER[:, :, 4 : S + 4, 9:])
 
@@ -352,12 +352,12 @@ def test_ranges_of_products_with_what_may_be_infinite() -> None:
 def test_a_slice_of_longer_padding_is_read_through() -> None:
     longer = torch.ones(B, T + 5, dtype=torch.long)
     node, _ = capture(lambda padding: padding[:, None, None, :T].bool(), longer)
-    recognized = recognize_mask(node)
+    recognized = read_mask(node)[0]
     assert recognized.tables[0].op == "placeholder"
     more = torch.ones(B + 1, T, dtype=torch.long)
     node, _ = capture(lambda padding: padding[:B, None, None].bool(), more)
     # Batch entries may be sharded by another axis of the mesh, so that all must be those of scores.
-    (table,) = recognize_mask(node).tables
+    (table,) = read_mask(node)[0].tables
     assert table.meta["example_value"].shape[0] == B
 
 
@@ -413,7 +413,7 @@ def written_by_an_op_of_ones_own(ids: Tensor) -> Tensor:
 def test_what_is_written_to_is_no_table(function: Callable[[Tensor], Tensor]) -> None:
     """What a rule reads is read where the attention is, after all that was written until then."""
     node, gm = capture(function, DOCUMENTS)
-    recognized = recognize_mask(node)
+    recognized = read_mask(node)[0]
     values = values_in(node, gm, (DOCUMENTS,))
     compare_masks(recognized, values, function(DOCUMENTS))
 
@@ -438,7 +438,7 @@ def test_what_cannot_be_run_may_write() -> None:
 
 def test_a_higher_order_op_is_a_table() -> None:
     node, gm = capture(of_a_condition, DOCUMENTS)
-    recognized = recognize_mask(node)
+    recognized = read_mask(node)[0]
     assert describe(recognized.rule) == "causal, document equality"
     compare_masks(recognized, values_in(node, gm, (DOCUMENTS,)), of_a_condition(DOCUMENTS))
 
@@ -482,7 +482,7 @@ def test_what_is_not_understood_is_taken_as_it_is(
     function: Callable[..., Tensor], inputs: tuple[Tensor, ...]
 ) -> None:
     node, gm = capture(function, *inputs)
-    recognized = recognize_mask(node)
+    recognized = read_mask(node)[0]
     # Whatever was claimed, it holds; and something was left to the tensors.
     assert recognized.tables
     values = values_in(node, gm, inputs)
@@ -518,7 +518,7 @@ def test_a_bias_that_wants_a_gradient() -> None:
         return weight.masked_fill(~causal(), float("-inf"))[None]
 
     node, _ = capture(function, weight)
-    recognized = recognize_mask(node)
+    recognized = read_mask(node)[0]
     assert recognized.has_bias and recognized.tables[-1] is node
     assert is_of_pairs(recognized.indices[-1])
     assert describe(recognized.rule) == "causal, bias"

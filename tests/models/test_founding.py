@@ -16,21 +16,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 
 import cp_inductor
-from cp_inductor.tiles.combine import combine
-from cp_inductor.tiles.kernel_table import get_kernel
-from cp_inductor.tiles.kernels import TileCall
-from tests.support.combinations import compiled
+from tests.support.combinations import AOT, EAGER, compiled
 from tests.support.comms import Counts
 from tests.support.graphs import attend_full
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_rank, on_ranks, world_mesh
 from tests.support.reference import (
     TOLERANCE,
     assert_close,
-    attend,
+    assert_shards_close,
+    attend_with_grads,
     make_qkv,
     shard,
 )
@@ -39,15 +42,6 @@ NUM_LAYERS = 2
 
 # One of them is neither the first nor the last.
 WORLD_SIZE = 3
-
-
-def world() -> tuple[int, int, DeviceMesh]:
-    world_size = dist.get_world_size()
-    return (
-        dist.get_rank(),
-        world_size,
-        init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",)),
-    )
 
 
 @cp_inductor.config.patch(strategy="ring")
@@ -83,7 +77,7 @@ def expected_of(
 def check_grads(model: nn.Module, grads: dict[str, Tensor], dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         grad = parameter.grad
-        if isinstance(grad, torch.distributed.tensor.DTensor):
+        if isinstance(grad, DTensor):
             grad = grad.full_tensor()
         else:
             dist.all_reduce(grad)
@@ -107,56 +101,44 @@ def causal_mask(length: int, dtype: torch.dtype, is_causal: bool) -> Tensor | No
     return nn.Transformer.generate_square_subsequent_mask(length, dtype=dtype)
 
 
-def check_encoder_of_dtensors(form: str) -> None:
-    ways = list(product((torch.float32, torch.bfloat16), (True, False)))
-    if form == "cp_aot_eager":
-        ways = [ways[0], ways[3]]  # each dtype and each mask; eager code has all
-    for dtype, is_causal in ways:
-        check_one_encoder_of_dtensors(form, dtype, is_causal)
-
-
-def check_one_encoder_of_dtensors(form: str, dtype: torch.dtype, is_causal: bool) -> None:
-    rank, world_size, mesh = world()
+def check_encoder(form: str, dtype: torch.dtype, is_causal: bool, *, of_shards: bool) -> None:
+    rank, world_size, mesh = dist.get_rank(), dist.get_world_size(), world_mesh()
     torch._dynamo.reset()
     # What is rounded shows in one layer.
-    num_layers = NUM_LAYERS if dtype == torch.float32 else 1
-    model, x = encoder(dtype, num_layers), torch.rand(2, 4 * world_size, 32).to(dtype)
-    mask = causal_mask(4 * world_size, dtype, is_causal)
+    num_layers, length = NUM_LAYERS if dtype == torch.float32 else 1, 4 * world_size
+    model, x = encoder(dtype, num_layers), torch.rand(2, length, 32).to(dtype)
+    mask = causal_mask(length, dtype, is_causal)
     expected, grads = expected_of(model, x, mask=mask, is_causal=is_causal)
-    model = distribute_module(model, mesh)
-    sharded = distribute_tensor(x, mesh, [Shard(1)])
-    if mask is not None:
-        mask = distribute_tensor(mask, mesh, [Replicate()])
-    run = compiled(model, form, fullgraph=True)
+    options = None
+    if of_shards:
+        options, mask = {"mesh": mesh}, causal_mask(4, dtype, is_causal)
+        sharded = shard(x, rank, world_size, 1).contiguous()
+    else:
+        model, sharded = distribute_module(model, mesh), distribute_tensor(x, mesh, [Shard(1)])
+        mask = None if mask is None else distribute_tensor(mask, mesh, [Replicate()])
+    run = compiled(model, form, fullgraph=True, options=options)
     out = run_and_count(lambda: run(sharded, mask=mask, is_causal=is_causal), model, num_layers)
-    assert_close(out.to_local(), shard(expected, rank, world_size, 1), dtype)
+    local = out.to_local() if isinstance(out, DTensor) else out
+    assert_close(local, shard(expected, rank, world_size, 1), dtype)
     check_grads(model, grads, dtype)
 
 
-def check_encoder_of_shards(form: str, is_causal: bool) -> None:
-    rank, world_size, mesh = world()
-    torch._dynamo.reset()
-    model, x = encoder(torch.float32), torch.rand(2, 4 * world_size, 32)
-    whole_mask = causal_mask(4 * world_size, torch.float32, is_causal)
-    expected, grads = expected_of(model, x, mask=whole_mask, is_causal=is_causal)
-    mask = causal_mask(4, torch.float32, is_causal)
-    run = compiled(model, form, fullgraph=True, options={"mesh": mesh})
-    piece = shard(x, rank, world_size, 1).contiguous()
-    out = run_and_count(lambda: run(piece, mask=mask, is_causal=is_causal), model, NUM_LAYERS)
-    assert_close(out, shard(expected, rank, world_size, 1), torch.float32)
-    check_grads(model, grads, torch.float32)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["eager", "cp_aot_eager"])
+@pytest.mark.parametrize("form", [EAGER, AOT])
+@on_ranks(WORLD_SIZE)
 def test_encoder_of_dtensors(form: str) -> None:
-    run_ranks(WORLD_SIZE, check_encoder_of_dtensors, form)
+    ways = list(product((torch.float32, torch.bfloat16), (True, False)))
+    if form == AOT:
+        ways = [ways[0], ways[3]]  # each dtype and each mask; eager code has all
+    for dtype, is_causal in ways:
+        check_encoder(form, dtype, is_causal, of_shards=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.long)])
+@on_ranks(WORLD_SIZE)
 def test_encoder_of_shards(is_causal: bool) -> None:
-    run_ranks(WORLD_SIZE, check_encoder_of_shards, "cp_aot_eager", is_causal)
+    check_encoder(AOT, torch.float32, is_causal, of_shards=True)
 
 
 def test_attention_weights_are_refused() -> None:
@@ -166,54 +148,25 @@ def test_attention_weights_are_refused() -> None:
         return attention(x, x, x)[0]
 
     with fake_rank(0, 2):
-        _, _, mesh = world()
-        run = torch.compile(model, backend="cp_aot_eager", options={"mesh": mesh})
+        run = torch.compile(model, backend="cp_aot_eager", options={"mesh": world_mesh()})
         with pytest.raises(cp_inductor.UnsupportedAttention, match="need_weights=False"):
             run(torch.rand(2, 4, 16))
 
 
-# 2. Different query and context lengths, against attention chunk by chunk
-
-
-def attend_in_chunks(query: Tensor, key: Tensor, value: Tensor, num_chunks: int) -> Tensor:
-    """Attend to one chunk of the context after the other, on one process."""
-    kernel = get_kernel("flash_cpu")
-    chunks = zip(key.chunk(num_chunks, 2), value.chunk(num_chunks, 2), strict=True)
-    return combine([kernel.forward(TileCall(query, k, v)) for k, v in chunks]).out
-
-
-def check_cross_attention(form: str) -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        check_one_cross_attention(form, dtype)
-
-
-def check_one_cross_attention(form: str, dtype: torch.dtype) -> None:
-    rank, world_size, mesh = world()
-    torch._dynamo.reset()
-    query, key, value, _ = make_qkv(
-        8 * world_size,
-        kv_len=24 * world_size,
-        batch=8,
-        num_heads=8,
-        head_dim=32,
-        dtype=dtype,
-    )
-    leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
-    attend(*leaves).sum().backward()
-    pieces = [shard(t, rank, world_size).contiguous() for t in (query, key, value)]
-    for piece in pieces:
-        piece.requires_grad_()
-    module = nn.Module()
-    module.pieces = nn.ParameterList(nn.Parameter(piece) for piece in pieces)
-    run = compiled(attend_full, form, fullgraph=True, options={"mesh": mesh})
-    # What is itself a parameter would be the same on every rank.
-    out = run_and_count(lambda: run(*(piece * 1 for piece in module.pieces)), module, 1)
-    in_chunks = attend_in_chunks(query, key, value, world_size)
-    assert_close(out.detach(), shard(in_chunks, rank, world_size), dtype)
-    for parameter, leaf in zip(module.pieces, leaves, strict=True):
-        assert_close(parameter.grad, shard(leaf.grad, rank, world_size), dtype)
+# 2. Different query and context lengths
 
 
 @pytest.mark.slow
-def test_cross_attention() -> None:
-    run_ranks(WORLD_SIZE, check_cross_attention, "cp_aot_eager")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@on_ranks(WORLD_SIZE)
+def test_cross_attention(dtype: torch.dtype) -> None:
+    sizes = {"batch": 8, "num_heads": 8, "head_dim": 32, "dtype": dtype}
+    query, key, value, _ = make_qkv(8 * WORLD_SIZE, kv_len=24 * WORLD_SIZE, **sizes)
+    expected = attend_with_grads(query, key, value, torch.ones_like(query))
+    module = nn.ParameterList(
+        nn.Parameter(shard(t, dist.get_rank(), WORLD_SIZE)) for t in (query, key, value)
+    )
+    run = compiled(attend_full, AOT, fullgraph=True, options={"mesh": world_mesh()})
+    # What is itself a parameter would be the same on every rank.
+    out = run_and_count(lambda: run(*(piece * 1 for piece in module)), module, 1)
+    assert_shards_close([out.detach(), *(piece.grad for piece in module)], expected, dtype)

@@ -99,7 +99,19 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
 # --- A step -------------------------------------------------------------------------------------
 
 
-def check_steps(form: str, batch: int, length: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "ranks", "batch", "length"),
+    [
+        (EAGER, 3, 2, 33),
+        (EAGER, 3, 1, 2),  # one rank has no token
+        (AOT, 2, 2, 33),
+        (AOT, 3, 1, 12),
+        pytest.param(COMPILED, 2, 2, 33, marks=pytest.mark.long),
+    ],
+)
+@on_ranks("ranks")
+def test_steps_are_those_of_one_process(form: str, ranks: int, batch: int, length: int) -> None:
     num_layers = NUM_LAYERS if form == EAGER else 1
     model, reference = (Decaying(num_layers).double() for _ in range(2))
     optimizers = [
@@ -127,21 +139,6 @@ def check_steps(form: str, batch: int, length: int) -> None:
     assert model.decoder.head.weight is model.decoder.tokens.weight
     if form != EAGER:
         assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "ranks", "batch", "length"),
-    [
-        (EAGER, 3, 2, 33),
-        (EAGER, 3, 1, 2),  # one rank has no token
-        (AOT, 2, 2, 33),
-        (AOT, 3, 1, 12),
-        pytest.param(COMPILED, 2, 2, 33, marks=pytest.mark.long),
-    ],
-)
-def test_steps_are_those_of_one_process(form: str, ranks: int, batch: int, length: int) -> None:
-    run_ranks(ranks, check_steps, form, batch, length)
 
 
 class Forgetting(Training):
@@ -178,11 +175,8 @@ class WithLogits(Training):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [EAGER, AOT])
+@on_ranks(2)
 def test_results_are_used_as_those_of_one_process(form: str) -> None:
-    run_ranks(2, check_results, form)
-
-
-def check_results(form: str) -> None:
     """Written to in place, differentiated by plain gradients, alone, and beside others."""
 
     def use(way: int, model: nn.Module, call: Any) -> None:
@@ -205,20 +199,17 @@ def check_results(form: str) -> None:
         assert_same_gradients(model, reference)
 
 
+# In every run tests/backend/test_dynamic_shapes.py has a graph of a parallelized layer for all.
+@pytest.mark.long
+@pytest.mark.parametrize("dynamic", [None, False])
+@on_ranks(2)
 @torch.no_grad()
-def check_lengths(dynamic: bool | None) -> None:
+def test_one_graph_serves_all_lengths_that_divide(dynamic: bool | None) -> None:
     model, reference = cp_inductor.parallelize(make_model(1), world_mesh()), make_model(1)
     run = torch.compile(model, backend=AOT, fullgraph=True, dynamic=dynamic)
     for length in (24, 32, 16):
         assert_close(run(*make_batch(2, length)), reference(*make_batch(2, length)))
     assert counters["stats"]["unique_graphs"] == 2  # for the first, and for all others
-
-
-# In every run tests/backend/test_dynamic_shapes.py has a graph of a parallelized layer for all.
-@pytest.mark.long
-@pytest.mark.parametrize("dynamic", [None, False])
-def test_one_graph_serves_all_lengths_that_divide(dynamic: bool | None) -> None:
-    run_ranks(2, check_lengths, dynamic)
 
 
 # --- What is wrapped around a model, or put into it -----------------------------------------------
@@ -285,16 +276,13 @@ def test_wrapped_for_data_parallelism(wrap: Any, form: str) -> None:
     run_ranks(4, check_wrapped, wrap, form, 13)
 
 
-def test_what_is_gathered_are_weights() -> None:
+def test_what_is_gathered_are_weights(first_mesh: DeviceMesh) -> None:
     """Stored over the ranks of the sequence alone, weights are read whole, and activations stay."""
-    with fake_rank(0, 2):
-        model = cp_inductor.parallelize(make_model(1), world_mesh(), weights=world_mesh())
-        graphs = lowered_graphs(model, *make_batch(2, 16))
-        gathers = (
-            node for kind in ("forward", "backward") for node in gathers_of(graphs[kind].graph)
-        )
-        shapes = {tuple(node.meta["val"].shape) for node in gathers}
-        assert shapes and shapes <= {tuple(weight.shape) for weight in model.parameters()}
+    model = cp_inductor.parallelize(make_model(1), first_mesh, weights=first_mesh)
+    graphs = lowered_graphs(model, *make_batch(2, 16))
+    gathers = (node for kind in ("forward", "backward") for node in gathers_of(graphs[kind].graph))
+    shapes = {tuple(node.meta["val"].shape) for node in gathers}
+    assert shapes and shapes <= {tuple(weight.shape) for weight in model.parameters()}
 
 
 def gathers_of(graph: Any) -> Iterator[Any]:
@@ -302,7 +290,10 @@ def gathers_of(graph: Any) -> Iterator[Any]:
     yield from graph.find_nodes(op="call_function", target=gather)
 
 
-def check_blocks(way: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["layers", "a graph break"])
+@on_ranks(2)
+def test_compiled_in_parts(way: str) -> None:
     model, reference, batch = make_model(), make_model(), make_batch(2, 33)
     cp_inductor.parallelize(model, world_mesh())
     run: Any = model
@@ -328,12 +319,8 @@ def check_blocks(way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["layers", "a graph break"])
-def test_compiled_in_parts(way: str) -> None:
-    run_ranks(2, check_blocks, way)
-
-
-def check_copies() -> None:
+@on_ranks(2)
+def test_copies_pickles_state_dicts_and_models_on_meta() -> None:
     mesh, batch, reference = world_mesh(), make_batch(1, 9), make_model()
     model = cp_inductor.parallelize(make_model(), mesh)
     reference(*batch).backward()
@@ -356,11 +343,9 @@ def check_copies() -> None:
 
 
 @pytest.mark.slow
-def test_copies_pickles_state_dicts_and_models_on_meta() -> None:
-    run_ranks(2, check_copies)
-
-
-def check_hooks(form: str) -> None:
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
+@on_ranks(3)
+def test_hooks_and_frozen_layers(form: str) -> None:
     """Hooks of modules and of weights, and layers that are frozen for a step."""
     models = model, reference = make_model(), make_model()
     for each in models:
@@ -381,12 +366,8 @@ def check_hooks(form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
-def test_hooks_and_frozen_layers(form: str) -> None:
-    run_ranks(3, check_hooks, form)
-
-
-def check_generation() -> None:
+@on_ranks(2)
+def test_evaluation_and_generation() -> None:
     pytest.importorskip("transformers")
     from tests.support.models import make
 
@@ -402,11 +383,6 @@ def check_generation() -> None:
                 loss = run(input_ids=ids, labels=ids).loss
                 expected = reference(input_ids=ids, labels=ids).loss
             assert abs(loss.item() - expected.item()) <= 1e-6
-
-
-@pytest.mark.slow
-def test_evaluation_and_generation() -> None:
-    run_ranks(2, check_generation)
 
 
 # --- What is cut ----------------------------------------------------------------------------------
@@ -482,14 +458,14 @@ def test_what_is_cut_never_changes_numbers_of_many() -> None:
     run_ranks(2, check_guesses, list(range(300, 340)), AOT)
 
 
-def check_placements() -> None:
+def test_what_is_cut_and_what_comes_out(first_mesh: DeviceMesh) -> None:
     class Seeing(nn.Module):
         def forward(self, ids: Tensor, image: Tensor, sizes: Tensor) -> Any:
             seen.append((ids, image, sizes))
             return {"tokens": ids.float(), "sum": ids.sum()}
 
     seen: list[Any] = []
-    model = cp_inductor.parallelize(Seeing(), world_mesh(), seq_dims={"image": 2})
+    model = cp_inductor.parallelize(Seeing(), first_mesh, seq_dims={"image": 2})
     given = torch.arange(10).view(2, 5), torch.randn(2, 3, 4), torch.tensor([3, 2])
     out = model(*given)
     assert [str(tensor.placements) for tensor in seen[0][:2]] == [
@@ -499,17 +475,12 @@ def check_placements() -> None:
     assert type(seen[0][2]) is Tensor  # Python may read it
     assert type(out["sum"]) is Tensor and out["sum"] == 21
     assert isinstance(out["tokens"], DTensor)
-    model(distribute_tensor(given[0], world_mesh(), [Replicate()]), *given[1:])
+    model(distribute_tensor(given[0], first_mesh, [Replicate()]), *given[1:])
     assert seen[1][0].placements == (Replicate(),)  # is taken as it is
     with pytest.raises(InvalidArgument, match=r"seq_dims\['image'\].*expected a dim"):
         model(given[0], torch.randn(3, 4), given[2])
-    everything = cp_inductor.parallelize(Seeing(), world_mesh(), outputs="whole")
+    everything = cp_inductor.parallelize(Seeing(), first_mesh, outputs="whole")
     assert type(everything(*given)["tokens"]) is Tensor
-
-
-def test_what_is_cut_and_what_comes_out() -> None:
-    with fake_rank(0, 2):
-        check_placements()
 
 
 def test_what_is_said_of_a_parallelized_model() -> None:
@@ -542,8 +513,11 @@ def other_classes(seed: int) -> tuple[Tensor, ...]:
     return (*make_batch(2, 9)[:2], torch.tensor([1, seed]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [EAGER, AOT])
+@on_ranks(2)
 @torch.no_grad()  # there is no backward to compile, and ranks compare before the forward
-def check_other_batches(form: str) -> None:
+def test_ranks_that_pass_other_batches_are_told(form: str) -> None:
     for model, draw in (
         (make_model(1), lambda seed: make_batch(2, 9, seed)),
         (Classifier(), other_classes),
@@ -557,12 +531,6 @@ def check_other_batches(form: str) -> None:
         run_with(2)
         with pytest.raises(RanksDisagree, match=r"batch .*2.* numbers with"):
             run_with(dist.get_rank() + 5, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [EAGER, AOT])
-def test_ranks_that_pass_other_batches_are_told(form: str) -> None:
-    run_ranks(2, check_other_batches, form)
 
 
 def refusals(mesh: DeviceMesh) -> Iterator[tuple[type[Exception], str, Any]]:
@@ -594,14 +562,12 @@ def refusals(mesh: DeviceMesh) -> Iterator[tuple[type[Exception], str, Any]]:
     yield UnsupportedPlacement, "weight", lambda: call(split, named["cp"])
 
 
-def test_what_cannot_be_meant_is_refused() -> None:
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        for error, words, call in refusals(mesh):
-            with pytest.raises(error, match=words):
-                call()
-        assert cp_inductor.parallelize(model := make_model(), mesh) is model
-        assert cp_inductor.parallelize(model, mesh) is model
+def test_what_cannot_be_meant_is_refused(first_mesh: DeviceMesh) -> None:
+    for error, words, call in refusals(first_mesh):
+        with pytest.raises(error, match=words):
+            call()
+    assert cp_inductor.parallelize(model := make_model(), first_mesh) is model
+    assert cp_inductor.parallelize(model, first_mesh) is model
 
 
 class Replaces(nn.Linear):
@@ -610,9 +576,9 @@ class Replaces(nn.Linear):
         return super().forward(x)
 
 
-def test_weights_keep_their_memory() -> None:
-    with fake_rank(0, 2), pytest.raises(UnsupportedWrite, match=r"weight\.data = .*copy_"):
-        cp_inductor.parallelize(Replaces(4, 4), world_mesh())(torch.ones(2, 6, 4))
+def test_weights_keep_their_memory(first_mesh: DeviceMesh) -> None:
+    with pytest.raises(UnsupportedWrite, match=r"weight\.data = .*copy_"):
+        cp_inductor.parallelize(Replaces(4, 4), first_mesh)(torch.ones(2, 6, 4))
 
 
 def test_weights_that_nobody_would_average() -> None:
@@ -626,7 +592,8 @@ def test_weights_that_nobody_would_average() -> None:
             model(*make_batch(2, 9))
 
 
-def check_partial_gradients() -> None:
+@on_ranks(2)
+def test_partial_gradients_that_nobody_sums_are_told() -> None:
     cp_inductor.reset()  # ranks look once
     model = cp_inductor.parallelize(make_model(), world_mesh(), gradients="partial")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -637,25 +604,17 @@ def check_partial_gradients() -> None:
         optimizer.step()
 
 
-def test_partial_gradients_that_nobody_sums_are_told() -> None:
-    run_ranks(2, check_partial_gradients)
+def test_transforms_are_refused(first_mesh: DeviceMesh) -> None:
+    model, batch = cp_inductor.parallelize(make_model(), first_mesh), make_batch(2, 9)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    with pytest.raises(UnsupportedPlacement, match=r"torch\.func.*loss\.backward"):
+        torch.func.grad(lambda weights: torch.func.functional_call(model, weights, batch))(weights)
 
 
-def test_transforms_are_refused() -> None:
-    with fake_rank(0, 2):
-        model, batch = cp_inductor.parallelize(make_model(), world_mesh()), make_batch(2, 9)
-        weights = {name: weight.detach() for name, weight in model.named_parameters()}
-        with pytest.raises(UnsupportedPlacement, match=r"torch\.func.*loss\.backward"):
-            torch.func.grad(lambda weights: torch.func.functional_call(model, weights, batch))(
-                weights
-            )
-
-
-def test_another_backend_is_refused() -> None:
-    with fake_rank(0, 2):
-        run = torch.compile(cp_inductor.parallelize(make_model(), world_mesh()), backend="eager")
-        with pytest.raises(Exception, match=r"cp_aot_eager"):
-            run(*make_batch(2, 9))
+def test_another_backend_is_refused(first_mesh: DeviceMesh) -> None:
+    run = torch.compile(cp_inductor.parallelize(make_model(), first_mesh), backend="eager")
+    with pytest.raises(Exception, match=r"cp_aot_eager"):
+        run(*make_batch(2, 9))
 
 
 def test_one_line_says_what_was_cut(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cp_inductor
 from tests.support.combinations import AOT, whole
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import on_ranks, run_ranks, world_mesh
 
 VOCABULARY, WIDTH, HEADS, PADDING = 23, 16, 2, 3
 Batch = dict[str, Tensor]
@@ -263,8 +263,13 @@ def take_step_in_a_region(report: Report, mesh: DeviceMesh) -> Numbers:
     return {"loss": loss, **grads_of(model)}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(name, n) for name, report in REPORTS.items() for n in report.ranks]
+)
+@on_ranks("ranks")
 @cp_inductor.flex_gradients_on_cpu()
-def check(name: str) -> None:
+def test_report(name: str, ranks: int) -> None:
     report, mesh = REPORTS[name], world_mesh()
     alone = report.make().double()
     expected = take_step(alone, alone, (report.alone or report.batch)())
@@ -283,14 +288,6 @@ def check(name: str) -> None:
             take_step_in_a_region(report, mesh)
     else:
         assert_same(take_step_in_a_region(report, mesh), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "ranks"), [(name, n) for name, report in REPORTS.items() for n in report.ranks]
-)
-def test_report(name: str, ranks: int) -> None:
-    run_ranks(ranks, check, name)
 
 
 class Adapter(nn.Module):

@@ -12,6 +12,7 @@ import itertools
 import sys
 import types
 import warnings
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -44,7 +45,7 @@ from cp_inductor.modules.recurrences import (
     share_short_convolution,
     share_wherever_known,
 )
-from tests.support.combinations import assert_beside, whole
+from tests.support.combinations import AOT, EAGER, check_distributed, whole
 from tests.support.graphs import lowered_graphs, targets
 from tests.support.models import LENGTH, VOCABULARY, Mixing, make
 from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
@@ -129,28 +130,23 @@ def check_model(
     length: int,
     shape: tuple[int, ...],
     placements: list[Placement],
-    backend: str | None = None,
+    form: str = EAGER,
     is_checkpointed: bool = False,
 ) -> int:
     """Compare with one process; return how many bytes a rank gathers at once at most."""
     cp_inductor.register_recurrence(mean_of_past, share_mean)
     share_scaled = functools.partial(share_mean, scale=0.7)
     cp_inductor.register_recurrence(scaled_mean_of_past, share_scaled)
-    torch.manual_seed(0)
     model = Model(is_checkpointed).double()
-    reference = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp")[: len(shape)])
-    if Replicate() in placements:  # tensor parallelism, whose ranks hold rows of a weight each
-        places = [Shard(0) if place == Replicate() else Replicate() for place in placements]
-        weight = distribute_tensor(model.mixer.gate.weight.detach(), mesh, places)
-        model.mixer.gate.weight = nn.Parameter(weight)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        cp_inductor.parallelize(model, mesh, recurrent=(Mixer,))
     x = torch.randn(2, length, 6, dtype=torch.float64)
-    leaf, expected_leaf = distribute_tensor(x, mesh, placements), x.clone()
-    leaf.requires_grad_()
-    expected_leaf.requires_grad_()
+
+    def split_a_weight(model: Any) -> None:  # tensor parallelism, whose ranks hold rows of it each
+        places = [Shard(0) if place == Replicate() else Replicate() for place in placements]
+        if Shard(0) in places:
+            weight = distribute_tensor(model.mixer.gate.weight.detach(), mesh, places)
+            model.mixer.gate.weight = nn.Parameter(weight)
+
     gathered: list[int] = []
     original = SharedSequence.gather
 
@@ -158,49 +154,39 @@ def check_model(
         gathered.append(part.numel())
         return original(sequence, part)
 
-    if backend is None:
-        SharedSequence.gather = gather  # type: ignore[method-assign]
-    run = torch.compile(model, backend=backend, fullgraph=True) if backend else model
-    try:
-        with implicit_replication():
-            out = run(leaf)
-            # DTensor replicates what has fewer elements than there are ranks.
-            assert length < mesh.size() or list(out.placements) == placements
-            out.square().sum().backward()
-    finally:
-        SharedSequence.gather = original  # type: ignore[method-assign]
-    expected = reference(expected_leaf)
-    expected.square().sum().backward()
-    gradients = leaf.grad, expected_leaf.grad
-    assert_beside(model, reference, (out, expected), gradients, tolerance=1e-12)
+    counting = patch.object(SharedSequence, "gather", gather)
+    with counting if form == EAGER else nullcontext():
+        how: Any = {"prepare": split_a_weight, "recurrent": (Mixer,)}
+        out = check_distributed(model, x, mesh, placements, form, **how)
+    # DTensor replicates what has fewer elements than there are ranks.
+    assert length < mesh.size() or list(out.placements) == placements
     return max(gathered, default=0)
 
 
-@pytest.mark.parametrize("backend", [None, "cp_aot_eager"])
-def test_a_recurrence_of_the_user(backend: str | None) -> None:
-    sizes = run_ranks(2, check_model, 7, (2,), [Shard(1)], backend)
-    if backend is None:
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_a_recurrence_of_the_user(form: str) -> None:
+    sizes = run_ranks(2, check_model, 7, (2,), [Shard(1)], form)
+    if form == EAGER:
         assert sizes == [2 * 2 * 6] * 2  # a pair of (B, D), as many as two tokens before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("length", "backend"),
+    ("length", "form"),
     [
-        *((length, None) for length in (1, 2, 5, 6)),
-        (5, "cp_aot_eager"),
-        *(pytest.param(length, "cp_aot_eager", marks=pytest.mark.long) for length in (1, 2, 6)),
+        *((length, EAGER) for length in (1, 2, 5, 6)),
+        *(pytest.param(length, AOT, marks=pytest.mark.long) for length in (1, 2, 5, 6)),
     ],
 )
-def test_ranks_with_few_tokens_and_none(length: int, backend: str | None) -> None:
-    run_ranks(4, check_model, length, (4,), [Shard(1)], backend)
+def test_ranks_with_few_tokens_and_none(length: int, form: str) -> None:
+    run_ranks(4, check_model, length, (4,), [Shard(1)], form)
 
 
 @pytest.mark.slow
 def test_beside_a_sharded_batch_and_within_a_checkpoint() -> None:
     run_ranks(4, check_model, 7, (2, 2), [Shard(0), Shard(1)])
-    run_ranks(2, check_model, 7, (2,), [Shard(1)], None, True)
-    run_ranks(2, check_model, 7, (2,), [Shard(1)], "cp_aot_eager", True)
+    run_ranks(2, check_model, 7, (2,), [Shard(1)], EAGER, True)
+    run_ranks(2, check_model, 7, (2,), [Shard(1)], AOT, True)
 
 
 @pytest.mark.slow
@@ -222,34 +208,36 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [None, pytest.param("cp_aot_eager", marks=pytest.mark.long)])
 @on_ranks(4)
-def test_in_fsdp_and_in_a_checkpoint_of_a_layer(backend: str | None) -> None:
+def test_in_fsdp_and_in_a_checkpoint_of_a_layer() -> None:
     """FSDP2 of dp on what is distributed on cp, all of it in a checkpoint."""
     cp_inductor.register_recurrence(mean_of_past, share_mean)
-    torch.manual_seed(0)
     model = Checkpointed().double()
     reference = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     cp_inductor.parallelize(model, mesh["cp"], recurrent=(Mixer,))
-    if backend is None:
-        fully_shard(model.model.mixer, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
+    fully_shard(model.model.mixer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
     x = torch.randn(2, 7, 6, dtype=torch.float64)
-    own = x[mesh.get_local_rank("dp")][None] if backend is None else x
-    # Dynamo (2.13) refuses that a checkpoint notes which sequence its mixer shares.
-    with (
-        implicit_replication(),
-        torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True),
-    ):
-        run = torch.compile(model, backend=backend, fullgraph=True) if backend else model
-        run(distribute_tensor(own, mesh["cp"], [Shard(1)])).square().sum().backward()
+    own = distribute_tensor(x[mesh.get_local_rank("dp")][None], mesh["cp"], [Shard(1)])
+    with implicit_replication():
+        model(own).square().sum().backward()
     reference(x).square().sum().backward()
-    replicas = 2 if backend is None else 1  # of which FSDP takes the mean
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert isinstance(one.grad, DTensor)
-        error = (replicas * whole(one.grad) - other.grad).abs().max()
+        error = (2 * whole(one.grad) - other.grad).abs().max()  # FSDP takes the mean of two
         assert error <= 1e-12 * other.grad.abs().max()
+
+
+@pytest.mark.long
+@on_ranks(2)
+def test_in_a_checkpoint_of_a_layer_compiled() -> None:
+    cp_inductor.register_recurrence(mean_of_past, share_mean)
+    x = torch.randn(2, 7, 6, dtype=torch.float64)
+    # Dynamo (2.13) refuses that a checkpoint notes which sequence its mixer shares.
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        how = {"recurrent": (Mixer,)}
+        check_distributed(Checkpointed().double(), x, world_mesh(), [Shard(1)], AOT, **how)
 
 
 def test_what_is_not_of_tokens_is_said_to_cost_the_whole() -> None:
@@ -550,7 +538,10 @@ def causal_conv1d_fn(
 DOCUMENTS = [(5, 4, 7), (1, 1, 1, 13), (8, 8), (16,), (3, 1, 12), (7, 12, 13)]
 
 
-def check_packed() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [3, 4, 5])
+@on_ranks("world_size")
+def test_documents_are_apart(world_size: int) -> None:
     """Each document is as if it were alone, forward and backward, wherever its borders fall."""
     import torch.distributed as dist
 
@@ -629,12 +620,6 @@ def check_packed() -> None:
                 one = torch.zeros_like(leaf) if one is None else one
                 dist.all_reduce(one)
                 torch.testing.assert_close(one, other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [3, 4, 5])
-def test_documents_are_apart(world_size: int) -> None:
-    run_ranks(world_size, check_packed)
 
 
 def test_functions_of_kernel_libraries_are_known_by_their_package() -> None:

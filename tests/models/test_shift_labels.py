@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cp_inductor
-from tests.support.ranks import fake_mesh, run_ranks, world_mesh
+from tests.support.ranks import fake_mesh, on_ranks, world_mesh
 
 transformers = pytest.importorskip("transformers")
 
@@ -21,7 +22,7 @@ SIZES: dict[str, Any] = {
     **{"max_position_embeddings": 16, "max_source_positions": 8, "max_target_positions": 16},
 }
 # By a method, by a function of the module, and by one that looks for the last token.
-NAMES = ("Bart", "Whisper", "MBart")
+NAMES = {"Bart": 3, "Whisper": 2, "MBart": 2}
 
 
 def make(name: str) -> nn.Module:
@@ -50,7 +51,9 @@ def given_to(model: nn.Module, **inputs: Tensor) -> Tensor | None:
     return found
 
 
-def check(name: str) -> None:
+@pytest.mark.parametrize(("name", "ranks"), NAMES.items())
+@on_ranks("ranks")
+def test_labels_of_all_ranks_are_shifted(name: str, ranks: int) -> None:
     mesh = world_mesh()
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(3, 32, (2, 7), generator=generator)
@@ -70,20 +73,14 @@ def check(name: str) -> None:
     assert given_to(model, **shards, decoder_input_ids=own) is own
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_labels_of_all_ranks_are_shifted(name: str) -> None:
-    run_ranks(3 if name == "Bart" else 2, check, name)
-
-
-def test_whole_labels_and_a_second_call() -> None:
-    with fake_mesh(0, 2) as mesh:
-        model = cp_inductor.parallelize(make("Bart"), mesh)
-        cp_inductor.parallelize(model, mesh)
-        assert len(model._forward_pre_hooks) == 1
-        whole = distribute_tensor(torch.ones(2, 7, dtype=torch.long), mesh, [Replicate()])
-        (hook,) = model._forward_pre_hooks.values()
-        hook_of_model: Any = hook
-        assert hook_of_model(model, (), {"labels": whole}) is None
+def test_whole_labels_and_a_second_call(first_mesh: DeviceMesh) -> None:
+    model = cp_inductor.parallelize(make("Bart"), first_mesh)
+    cp_inductor.parallelize(model, first_mesh)
+    assert len(model._forward_pre_hooks) == 1
+    whole = distribute_tensor(torch.ones(2, 7, dtype=torch.long), first_mesh, [Replicate()])
+    (hook,) = model._forward_pre_hooks.values()
+    hook_of_model: Any = hook
+    assert hook_of_model(model, (), {"labels": whole}) is None
 
 
 def test_the_loss_of_models_whose_class_names_none() -> None:

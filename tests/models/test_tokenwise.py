@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor import UnsupportedPlacement
-from tests.support.combinations import assert_beside, whole
+from tests.support.combinations import AOT, EAGER, assert_beside, check_distributed, whole
 from tests.support.models import make
-from tests.support.ranks import fake_rank, on_ranks, world_mesh
+from tests.support.ranks import on_ranks, world_mesh
 
 # The experts of transformers compute in float32 on the CPU, at most.
 TOLERANCE = 1e-5
@@ -160,139 +159,113 @@ def test_queries_by_experts() -> None:
     assert_beside(module, reference, (out, expected), tolerance=TOLERANCE)
 
 
-def check_own_placement(
-    reference: nn.Module, leaf: Tensor, expected: Tensor, placement: Placement, backend: str | None
-) -> None:
-    mesh = world_mesh()
-    model = copy.deepcopy(reference)
-    model.zero_grad()
-    cp_inductor.parallelize(model, mesh, tokenwise=(SortedScale,))
-    run: Any = model
-    if backend is not None:
-        torch._dynamo.reset()
-        run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-    given = distribute_tensor(leaf.detach(), mesh, [placement]).requires_grad_()
-    out = run(given)
-    assert getattr(out, "placements", (Replicate(),)) == (placement,)
-    out.square().sum().backward()
-    assert isinstance(given.grad, DTensor)
-    results = (out, expected), (given.grad, leaf.grad)
-    assert_beside(model, reference, *results, tolerance=1e-12)
-
-
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_module_of_the_user() -> None:
     """In eager and compiled, of sharded tokens and of tokens that all ranks have."""
-    reference = Model().double()
     x = torch.randn(2, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    leaf = x.clone().requires_grad_()
-    expected = reference(leaf)
-    expected.square().sum().backward()
-    for backend in (None, "cp_aot_eager"):
+    for form in (EAGER, AOT):
         for placement in (Shard(1), Shard(0), Replicate()):
-            check_own_placement(reference, leaf, expected, placement, backend)
+            torch._dynamo.reset()
+            how = {"tokenwise": (SortedScale,)}
+            out = check_distributed(Model().double(), x, world_mesh(), [placement], form, **how)
+            assert getattr(out, "placements", (Replicate(),)) == (placement,)
 
 
-def test_modules_keep_their_names_parameters_and_copies() -> None:
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        model = Model()
-        names = list(model.state_dict())
-        cp_inductor.parallelize(model, mesh, tokenwise=(SortedScale,))
-        cp_inductor.parallelize(model, mesh, tokenwise=(SortedScale,))  # changes nothing
-        assert isinstance(model.block, SortedScale) and isinstance(model.block.inner, nn.Linear)
-        assert list(model.state_dict()) == names
-        assert all(type(p) is nn.Parameter for p in model.parameters())
-        copied = copy.deepcopy(model)
-        assert type(copied.block) is type(model.block)
-        x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
-        assert torch.equal(copied(x).to_local(), model(x).to_local())
-        torch.save(model.state_dict(), io.BytesIO())
+def sharing(model: Any) -> tuple[Any, DTensor]:
+    """Return a model that computes its block on shards, and an input for it."""
+    mesh = world_mesh()
+    cp_inductor.parallelize(model, mesh, tokenwise=(type(model.block),))
+    return model, distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
 
 
-def test_from_outside_modules_are_as_they_were() -> None:
+def test_modules_keep_their_names_parameters_and_copies(first_mesh: DeviceMesh) -> None:
+    model = Model()
+    names = list(model.state_dict())
+    cp_inductor.parallelize(model, first_mesh, tokenwise=(SortedScale,))
+    cp_inductor.parallelize(model, first_mesh, tokenwise=(SortedScale,))  # changes nothing
+    assert isinstance(model.block, SortedScale) and isinstance(model.block.inner, nn.Linear)
+    assert list(model.state_dict()) == names
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    copied = copy.deepcopy(model)
+    assert type(copied.block) is type(model.block)
+    x = distribute_tensor(torch.randn(2, 6, 8), first_mesh, [Shard(1)])
+    assert torch.equal(copied(x).to_local(), model(x).to_local())
+    torch.save(model.state_dict(), io.BytesIO())
+
+
+def test_from_outside_modules_are_as_they_were(first_mesh: DeviceMesh) -> None:
     """Whoever reads a weight, other than the module while it computes, gets the parameter."""
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        model = cp_inductor.parallelize(Model(), mesh, tokenwise=(SortedScale,))
-        inner = model.block.inner
-        x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
-        for _ in range(2):
-            for name, parameter in model.named_parameters():
-                assert model.get_parameter(name) is parameter
-                owner, _, key = name.rpartition(".")
-                assert getattr(model.get_submodule(owner), key) is parameter
-            assert model.get_buffer("block.shift") is model.block.shift
-            assert type(model.block.shift) is Tensor
-            model(x).square().sum().backward()
-            assert type(inner.weight.grad) is Tensor
-        with pytest.raises(RuntimeError, match="shape"):  # a forward that raises
-            model.block(distribute_tensor(torch.randn(2, 6, 7), mesh, [Shard(1)]))
-        assert inner.weight is model.get_parameter("block.inner.weight")
-        optimizer = torch.optim.SGD(
-            [{"params": [inner.weight], "lr": 0.5}, {"params": [inner.bias]}]
-        )
-        before = inner.weight.detach().clone()
-        optimizer.step()
-        assert not torch.equal(inner.weight, before)
-        for assign in (False, True):
-            other = copy.deepcopy(model)
-            nn.init.zeros_(other.block.inner.weight)
-            assert not other.block.inner.weight.any()
-            other.load_state_dict(model.state_dict(), assign=assign)
-            assert torch.equal(other(x).to_local(), model(x).to_local())
-        saved = io.BytesIO()
-        torch.save(model, saved)
-        saved.seek(0)
-        loaded = torch.load(saved, weights_only=False)
-        assert type(loaded.block) is SortedScale  # as on one process
-        functional = torch.func.functional_call(model, dict(loaded.named_parameters()), (x,))
-        assert torch.equal(functional.to_local(), model(x).to_local())
-
-
-def test_a_weight_that_is_replaced_by_another_attribute() -> None:
-    """`del module.weight`, then a tensor in its place, as torch's `prune` and `parametrize` do."""
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        model = cp_inductor.parallelize(Model(), mesh, tokenwise=(SortedScale,))
-        inner = model.block.inner
-        x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
-        expected = model(x).to_local()
-        weight = inner.weight
-        del inner.weight
-        assert not hasattr(inner, "weight")
-        with pytest.raises(AttributeError, match="weight"):
-            del inner.weight
-        inner.weight = weight * 1
-        assert torch.equal(model(x).to_local(), expected)
-        model(x).sum().backward()
-        assert type(weight.grad) is Tensor and weight.grad.any()
-        del inner.weight
-        inner.weight = weight
-        assert inner.get_parameter("weight") is weight
-
-
-def test_weights_are_tied_trained_and_moved_from_outside() -> None:
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        model = cp_inductor.parallelize(Model(), mesh, tokenwise=(SortedScale,))
-        inner = model.block.inner
-        inner.weight = model.before.weight
-        assert inner.weight is model.before.weight
-        copied = copy.deepcopy(model)
-        assert copied.block.inner.weight is copied.before.weight
-        x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
+    model, x = sharing(Model())
+    inner = model.block.inner
+    for _ in range(2):
+        for name, parameter in model.named_parameters():
+            assert model.get_parameter(name) is parameter
+            owner, _, key = name.rpartition(".")
+            assert getattr(model.get_submodule(owner), key) is parameter
+        assert model.get_buffer("block.shift") is model.block.shift
+        assert type(model.block.shift) is Tensor
         model(x).square().sum().backward()
-        before = inner.weight.detach().clone()
-        torch.optim.AdamW([inner.weight]).step()
-        assert not torch.equal(model.before.weight, before)
-        model.apply(lambda module: setattr(module, "bias", None) if module is inner else None)
-        model.to(torch.bfloat16)
-        assert model(x.bfloat16()).dtype == inner.weight.dtype == torch.bfloat16
-        inner.bias = nn.Parameter(torch.ones(8))
-        model.to(torch.float32)(x).sum().backward()
-        assert inner.bias.grad.any()
+        assert type(inner.weight.grad) is Tensor
+    with pytest.raises(RuntimeError, match="shape"):  # a forward that raises
+        model.block(distribute_tensor(torch.randn(2, 6, 7), first_mesh, [Shard(1)]))
+    assert inner.weight is model.get_parameter("block.inner.weight")
+    optimizer = torch.optim.SGD([{"params": [inner.weight], "lr": 0.5}, {"params": [inner.bias]}])
+    before = inner.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(inner.weight, before)
+    for assign in (False, True):
+        other = copy.deepcopy(model)
+        nn.init.zeros_(other.block.inner.weight)
+        assert not other.block.inner.weight.any()
+        other.load_state_dict(model.state_dict(), assign=assign)
+        assert torch.equal(other(x).to_local(), model(x).to_local())
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    assert type(loaded.block) is SortedScale  # as on one process
+    functional = torch.func.functional_call(model, dict(loaded.named_parameters()), (x,))
+    assert torch.equal(functional.to_local(), model(x).to_local())
+
+
+def test_a_weight_that_is_replaced_by_another_attribute(first_mesh: DeviceMesh) -> None:
+    """`del module.weight`, then a tensor in its place, as torch's `prune` and `parametrize` do."""
+    model, x = sharing(Model())
+    inner = model.block.inner
+    expected = model(x).to_local()
+    weight = inner.weight
+    del inner.weight
+    assert not hasattr(inner, "weight")
+    with pytest.raises(AttributeError, match="weight"):
+        del inner.weight
+    inner.weight = weight * 1
+    assert torch.equal(model(x).to_local(), expected)
+    model(x).sum().backward()
+    assert type(weight.grad) is Tensor and weight.grad.any()
+    del inner.weight
+    inner.weight = weight
+    assert inner.get_parameter("weight") is weight
+
+
+def test_weights_are_tied_trained_and_moved_from_outside(first_mesh: DeviceMesh) -> None:
+    model = cp_inductor.parallelize(Model(), first_mesh, tokenwise=(SortedScale,))
+    inner = model.block.inner
+    inner.weight = model.before.weight
+    assert inner.weight is model.before.weight
+    copied = copy.deepcopy(model)
+    assert copied.block.inner.weight is copied.before.weight
+    x = distribute_tensor(torch.randn(2, 6, 8), first_mesh, [Shard(1)])
+    model(x).square().sum().backward()
+    before = inner.weight.detach().clone()
+    torch.optim.AdamW([inner.weight]).step()
+    assert not torch.equal(model.before.weight, before)
+    model.apply(lambda module: setattr(module, "bias", None) if module is inner else None)
+    model.to(torch.bfloat16)
+    assert model(x.bfloat16()).dtype == inner.weight.dtype == torch.bfloat16
+    inner.bias = nn.Parameter(torch.ones(8))
+    model.to(torch.float32)(x).sum().backward()
+    assert inner.bias.grad.any()
 
 
 class Observed(SortedScale):
@@ -310,95 +283,88 @@ def observed() -> tuple[Any, DTensor]:
     model: Any = Model()
     # Dynamo (2.13) takes no result of a linear layer over (B, S, H) from one graph to the next.
     model.before, model.block = nn.LayerNorm(8), Observed()
-    mesh = init_device_mesh("cpu", (2,))
-    cp_inductor.parallelize(model, mesh, tokenwise=(Observed,))
-    return model, distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
+    return sharing(model)
 
 
-def test_threads_read_what_they_compute() -> None:
+def test_threads_read_what_they_compute(first_mesh: DeviceMesh) -> None:
     """Two threads compute at the same time, while a third reads parameters."""
-    with fake_rank(0, 2):
-        model, x = observed()
-        inner, meet = model.block.inner, threading.Barrier(3)
-        read: list[Tensor] = []
+    model, x = observed()
+    inner, meet = model.block.inner, threading.Barrier(3)
+    read: list[Tensor] = []
 
-        def observe() -> None:
-            meet.wait(60)
-            read.append(inner.weight)
-            meet.wait(60)
+    def observe() -> None:
+        meet.wait(60)
+        read.append(inner.weight)
+        meet.wait(60)
 
-        model.block.observe = observe
-        computing = [threading.Thread(target=model, args=(x,)) for _ in range(2)]
-        for thread in computing:
-            thread.start()
-        for _ in range(2):
-            meet.wait(60)
-            assert inner.weight is model.get_parameter("block.inner.weight")
-        for thread in computing:
-            thread.join()
-        assert len(read) == 2 and not any(isinstance(weight, DTensor) for weight in read)
+    model.block.observe = observe
+    computing = [threading.Thread(target=model, args=(x,)) for _ in range(2)]
+    for thread in computing:
+        thread.start()
+    for _ in range(2):
+        meet.wait(60)
+        assert inner.weight is model.get_parameter("block.inner.weight")
+    for thread in computing:
+        thread.join()
+    assert len(read) == 2 and not any(isinstance(weight, DTensor) for weight in read)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Dynamo compiles parts of torch as well
 @pytest.mark.parametrize("backend", [None, "cp_aot_eager"])
-def test_after_an_error_weights_are_parameters(backend: str | None) -> None:
-    with fake_rank(0, 2):
-        model, x = observed()
-        run: Any = model if backend is None else torch.compile(model, backend=backend)
+def test_after_an_error_weights_are_parameters(backend: str | None, first_mesh: DeviceMesh) -> None:
+    model, x = observed()
+    run: Any = model if backend is None else torch.compile(model, backend=backend)
 
-        def fail() -> None:
-            raise ValueError("as asked")
+    def fail() -> None:
+        raise ValueError("as asked")
 
-        model.block.observe = fail
-        with pytest.raises(ValueError, match="as asked"):
-            run(x)
-        assert model.block.inner.weight is model.get_parameter("block.inner.weight")
+    model.block.observe = fail
+    with pytest.raises(ValueError, match="as asked"):
+        run(x)
+    assert model.block.inner.weight is model.get_parameter("block.inner.weight")
 
 
-def test_one_graph_serves_all_steps_and_threads() -> None:
-    with fake_rank(0, 2):
-        model, x = observed()
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        run: Any = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
-        for _ in range(3):
-            run(x).square().sum().backward()
-        thread = threading.Thread(target=run, args=(x,))
-        thread.start()
-        thread.join()
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+def test_one_graph_serves_all_steps_and_threads(first_mesh: DeviceMesh) -> None:
+    model, x = observed()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    run: Any = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
+    for _ in range(3):
+        run(x).square().sum().backward()
+    thread = threading.Thread(target=run, args=(x,))
+    thread.start()
+    thread.join()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Dynamo compiles parts of torch as well
-def test_a_graph_that_breaks_in_a_module() -> None:
-    with fake_rank(0, 2):
-        model, x = observed()
-        expected, read = model(x).to_local(), []
-        model.block.observe = torch._dynamo.disable(lambda: read.append(model.block.inner.weight))
-        run: Any = torch.compile(model, backend="cp_aot_eager")
-        for _ in range(3):
-            out = run(x)
-            torch.testing.assert_close(out.to_local(), expected)
-            out.sum().backward()
-            assert model.block.inner.weight is model.get_parameter("block.inner.weight")
-        assert len(read) == 3 and not any(isinstance(weight, DTensor) for weight in read)
+def test_a_graph_that_breaks_in_a_module(first_mesh: DeviceMesh) -> None:
+    model, x = observed()
+    expected, read = model(x).to_local(), []
+    model.block.observe = torch._dynamo.disable(lambda: read.append(model.block.inner.weight))
+    run: Any = torch.compile(model, backend="cp_aot_eager")
+    for _ in range(3):
+        out = run(x)
+        torch.testing.assert_close(out.to_local(), expected)
+        out.sum().backward()
+        assert model.block.inner.weight is model.get_parameter("block.inner.weight")
+    assert len(read) == 3 and not any(isinstance(weight, DTensor) for weight in read)
 
 
-def test_hooks_read_what_a_module_computes_with() -> None:
-    with fake_rank(0, 2):
-        model, x = observed()
-        inner, read = model.block.inner, []
-        for module in (model.block, inner):
-            module.register_forward_pre_hook(
-                lambda module, given: read.append((inner.weight, given[0]))
-            )
-        inner.register_full_backward_hook(lambda module, *_: read.append((module.weight, x)))
-        inner.weight.register_post_accumulate_grad_hook(
-            lambda weight: read.append((inner.weight, weight.grad))
+def test_hooks_read_what_a_module_computes_with(first_mesh: DeviceMesh) -> None:
+    model, x = observed()
+    inner, read = model.block.inner, []
+    for module in (model.block, inner):
+        module.register_forward_pre_hook(
+            lambda module, given: read.append((inner.weight, given[0]))
         )
-        model(x).sum().backward()
-        kinds = [tuple(isinstance(value, DTensor) for value in pair) for pair in read]
-        assert sorted(kinds) == [(False, False), (False, False), (False, True), (True, True)]
+    inner.register_full_backward_hook(lambda module, *_: read.append((module.weight, x)))
+    inner.weight.register_post_accumulate_grad_hook(
+        lambda weight: read.append((inner.weight, weight.grad))
+    )
+    model(x).sum().backward()
+    kinds = [tuple(isinstance(value, DTensor) for value in pair) for pair in read]
+    assert sorted(kinds) == [(False, False), (False, False), (False, True), (True, True)]
 
 
 class Around(nn.Module):
@@ -416,12 +382,11 @@ class Around(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_a_module_that_is_called_around_flex_attention() -> None:
+def test_a_module_that_is_called_around_flex_attention(first_mesh: DeviceMesh) -> None:
     """Dynamo (2.13) loses attributes that are assigned to on both sides; not what is read here."""
-    with fake_rank(0, 2), torch.no_grad():
-        mesh = init_device_mesh("cpu", (2,))
-        model = cp_inductor.parallelize(Around(), mesh, tokenwise=(SortedScale,))
-        x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
+    with torch.no_grad():
+        model = cp_inductor.parallelize(Around(), first_mesh, tokenwise=(SortedScale,))
+        x = distribute_tensor(torch.randn(2, 6, 8), first_mesh, [Shard(1)])
         compiled: Any = torch.compile(model, backend="cp_aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(x).to_local(), model(x).to_local())
 
@@ -446,22 +411,12 @@ class Checkpointed(SortedScale):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
 @on_ranks(2)
-def test_checkpoints_inside_a_module() -> None:
-    mesh = world_mesh()
+def test_checkpoints_inside_a_module(form: str) -> None:
     x = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1))
     for is_reentrant in (False, True):
-        torch.manual_seed(0)
         model = Model()
         model.block = Checkpointed(is_reentrant)
-        reference = copy.deepcopy(model)
-        expected = reference(x)
-        expected.square().sum().backward()
-        cp_inductor.parallelize(model, mesh, tokenwise=(Checkpointed,))
-        for backend in (None, "cp_aot_eager"):
-            model.zero_grad()
-            run: Any = model if backend is None else torch.compile(model, backend=backend)
-            with implicit_replication():  # in which a DTensor would be taken beside plain tensors
-                out = run(distribute_tensor(x, mesh, [Shard(1)]))
-                out.square().sum().backward()
-            assert_beside(model, reference, (out, expected), tolerance=TOLERANCE)
+        how = {"tolerance": TOLERANCE, "tokenwise": (Checkpointed,), "fullgraph": False}
+        check_distributed(model, x, world_mesh(), [Shard(1)], form, **how)

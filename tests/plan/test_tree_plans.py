@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from cp_inductor.passes.recognize_mask import recognize_mask
+from cp_inductor.passes.recognize_mask import read_mask
 from cp_inductor.plan.batch import BLOCK, plan_batch
 from tests.support.examples import import_example
 
@@ -41,7 +41,7 @@ def test_a_tree_is_planned_by_its_two_tables() -> None:
 
     query = torch.randn(1, 1, sum(lengths), 8)
     torch.compile(attend, backend=backend, fullgraph=True, dynamic=False)(query, *tables)
-    found = recognize_mask(masks[0])
+    found = read_mask(masks[0])[0]
     names = [str(node.target) for node in found.tables]  # L_enter_, L_leave_; not one of pairs
     read = {n: batch[name.split("_")[1]].numpy() for n, name in enumerate(names)}
     assert len(read) == 2, found.rule

@@ -17,5 +17,8 @@ and gradients are compared with one process, in float64 and in the model's own d
 * what an attention kernel would refuse, or read wrongly: see `stand_ins`;
 * ranks whose exchanges do not fit together, which raise.
 
-`report.UNSEEN` says what cannot be seen this way.
+Not seen this way are races between threads, shared memory, TMA and barriers; the rounding of tensor
+cores, and of functions on the device; the flash, memory-efficient and matmul kernels themselves;
+races between streams; other configurations than a kernel's first; what only large shapes show; and
+speed.
 """

@@ -92,46 +92,14 @@ class Several(nn.Module):
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Makes a call's arguments for a mesh: the same numbers in every world.
-
-    Attributes:
-        count: how many calls.
-        length: of the queries; of the keys unless `keys` says it.
-        documents: lengths of documents, which fill the sequence.
-    """
-
-    count: int
-    length: int
-    keys: int | None
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    documents: tuple[int, ...]
-
-    def __call__(self, mesh: DeviceMesh) -> tuple[Any, ...]:
-        generator = torch.Generator().manual_seed(5)
-        lengths = self.length, self.keys or self.length, self.keys or self.length
-        calls = []
-        for _ in range(self.count):
-            call = []
-            for heads, length in zip((self.heads, *[self.kv_heads] * 2), lengths, strict=True):
-                shape = (1, heads, length, self.head_dim)
-                whole = torch.randn(shape, generator=generator).to(self.dtype)
-                call.append(distribute_tensor(whole, mesh, [Shard(2)]).requires_grad_())
-            calls.append(tuple(call))
-        numbers = torch.arange(len(self.documents)).repeat_interleave(torch.tensor(self.documents))
-        return tuple(calls), distribute_tensor(numbers[None], mesh, [Replicate()])
-
-
-@dataclass(frozen=True)
 class Row:
     """A job.
 
     Attributes:
         name: of the row.
         functions: attentions, which share all else.
+        keys: how many, unless as many as queries: `length`.
+        documents: their lengths.
         grad: whether it has a backward.
         long: whether a cheaper row covers it as well.
         bound: how far off a half type may be, in errors of one process. Beyond 1.5 where gradients
@@ -154,17 +122,23 @@ class Row:
     bound: float = 1.5
 
     def job(self) -> Job:
-        sizes = (self.heads, self.kv_heads, self.head_dim, self.dtype)
-        documents = self.documents or (self.length,)
-        tokens = Tokens(len(self.functions), self.length, self.keys, *sizes, documents)
-        model = Several(self.functions)
-        return Job(
-            model=model,
-            args=tokens,
-            world_size=self.world_size,
-            options=self.options,
-            with_grad=self.grad,
-        )
+        return Job(Several(self.functions), self, {}, self.world_size, options=self.options)
+
+    def __call__(self, mesh: DeviceMesh) -> tuple[Any, ...]:
+        """Return a call's arguments for a mesh: the same numbers in every world."""
+        generator = torch.Generator().manual_seed(5)
+        keys = self.kv_heads, self.keys or self.length
+        calls = []
+        for _ in self.functions:
+            call = []
+            for heads, length in ((self.heads, self.length), keys, keys):
+                shape = (1, heads, length, self.head_dim)
+                whole = torch.randn(shape, generator=generator).to(self.dtype)
+                call.append(distribute_tensor(whole, mesh, [Shard(2)]).requires_grad_(self.grad))
+            calls.append(tuple(call))
+        documents = torch.tensor(self.documents or (self.length,))
+        numbers = torch.arange(len(documents)).repeat_interleave(documents)
+        return tuple(calls), distribute_tensor(numbers[None], mesh, [Replicate()])
 
 
 def by(strategy: str, **options: Any) -> dict[str, Any]:

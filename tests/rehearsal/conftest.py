@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Executor
 
 import pytest
 
-from tests.rehearsal.stage import Stage
+from tests.rehearsal.rehearse import open_stage
 
 
 @pytest.fixture(scope="session")
-def stage() -> Iterator[Stage]:
-    with Stage(is_warm=True) as stage:
+def stage() -> Iterator[Executor]:
+    with open_stage() as stage:
         yield stage

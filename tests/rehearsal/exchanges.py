@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_inductor.errors import CPError
+from cp_inductor.graph.exchange_rows import message_width
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.groups import group_of
 from tests.rehearsal.memory import Buffer
-from tests.rehearsal.report import Exchanged
 
 if TYPE_CHECKING:
     from tests.rehearsal.device import Device
@@ -39,42 +39,39 @@ class ExchangeMismatch(CPError):
     """Ranks meet in different collectives, or one sends what the other does not expect."""
 
 
-def _of_all_to_all(call: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+Counts = tuple[list[int], list[int]]
+
+
+def _of_all_to_all(call: Mapping[str, Any], size: int) -> Counts:
     row = math.prod(call["input"].shape[1:])
     sent, received = call["input_split_sizes"], call["output_split_sizes"]
     return [n * row for n in sent], [n * row for n in received]
 
 
-def _of_rows(call: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    from cp_inductor.graph.exchange_rows import message_width
-
-    size, start = call["world_size"], call["counts"]
+def _of_rows(call: Mapping[str, Any], size: int) -> Counts:
+    start = call["counts"]
     numbers = call["sizes"][start : start + 2 * size].tolist()
     width = message_width(call["tensors"])
     return [n * width for n in numbers[:size]], [n * width for n in numbers[size:]]
 
 
-def _of_gather(call: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    size = dist.get_world_size(group_of(call["group_name"]))
-    return [call["input"].numel()] * size, [call["input"].numel()] * size
+def _even(share: Callable[[int], int | float]) -> Callable[[Mapping[str, Any], int], Counts]:
+    """To each rank goes, and from each comes, a share of the tensor, by the number of ranks."""
+
+    def of(call: Mapping[str, Any], size: int) -> Counts:
+        count = int(call["input"].numel() * share(size))
+        return [count] * size, [count] * size
+
+    return of
 
 
-def _of_scatter(call: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    size = dist.get_world_size(group_of(call["group_name"]))
-    return [call["input"].numel() // size] * size, [call["input"].numel() // size] * size
-
-
-def _of_reduce(call: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """A ring sends 2 (P - 1) / P of the tensor, and receives as much."""
-    size = dist.get_world_size(group_of(call["group_name"]))
-    return [2 * call["input"].numel() // size] * size, [2 * call["input"].numel() // size] * size
-
-
+# A ring sends 2 (P - 1) / P of the tensor, and receives as much.
+_of_reduce = _even(lambda size: 2 / size)
 # collective => from its arguments, the elements that go to each rank of its group, and that come
-COLLECTIVES: Mapping[Any, Callable[[Mapping[str, Any]], tuple[list[int], list[int]]]] = {
+COLLECTIVES: Mapping[Any, Callable[[Mapping[str, Any], int], Counts]] = {
     ALL_TO_ALL: _of_all_to_all,
-    c10d.all_gather_into_tensor.default: _of_gather,
-    c10d.reduce_scatter_tensor.default: _of_scatter,
+    c10d.all_gather_into_tensor.default: _even(lambda size: 1),
+    c10d.reduce_scatter_tensor.default: _even(lambda size: 1 / size),
     c10d.all_reduce.default: _of_reduce,
     c10d.all_reduce_.default: _of_reduce,
     ROWS: _of_rows,
@@ -182,7 +179,8 @@ class Exchanges:
     def _agree(self, op: Any, call: Mapping[str, Any], itemsize: int) -> None:
         """Compare what this rank sends and expects with what the others say, and count it."""
         group = group_of(call["group_name"])
-        sent, received = COLLECTIVES[op](call)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        sent, received = COLLECTIVES[op](call, size)
         if op is ALL_TO_ALL and sum(sent) != call["input"].numel():
             # The collective itself would say so when it is waited for: the others wait for ever.
             raise ExchangeMismatch(
@@ -191,7 +189,6 @@ class Exchanges:
                 got=f"{call['input'].numel()} elements",
                 remedy="report it: the program does not fit itself",
             )
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
         mine = torch.tensor([NUMBERS[op], itemsize, *sent])
         told = torch.empty(size * len(mine), dtype=mine.dtype)
         dist.all_gather_into_tensor(told, mine, group=group)
@@ -203,10 +200,9 @@ class Exchanges:
                     got=f"{counts[rank]} of {width} bytes in {_plain_name(list(NUMBERS)[number])}",
                     remedy="report it: the programs of these ranks do not fit together",
                 )
-        counted = self.device.report.exchanges.setdefault(_plain_name(op), Exchanged())
-        counted.count += 1
-        counted.sent_bytes += itemsize * (sum(sent) - sent[rank])
-        counted.received_bytes += itemsize * (sum(received) - received[rank])
+        report = self.device.report
+        report.sent_bytes += itemsize * (sum(sent) - sent[rank])
+        report.received_bytes += itemsize * (sum(received) - received[rank])
 
 
 def _plain_name(op: Any) -> str:

@@ -270,7 +270,11 @@ class DeviceMemory:
     def load(
         self, addresses: Array, mask: Array, other: Array | None, dtype: np.dtype[Any]
     ) -> Array:
-        """See `Memory.load`."""
+        """Return what stands at tagged addresses where the mask is true, and `other` elsewhere.
+
+        If there is no `other`, Triton does not say what the rest is. Addresses, masks and values
+        have one shape, or broadcast to it; so they do below.
+        """
         if other is None:
             has_zeros = self._is_template
             other = np.zeros((), dtype) if has_zeros else _undefined((), dtype)
@@ -279,10 +283,8 @@ class DeviceMemory:
         if not mask.any():
             return result
         wanted = addresses[mask]
-        groups = list(self._groups(wanted))
         values = np.empty(len(wanted), dtype)
-        for argument, chosen in groups:
-            plain = wanted[chosen] & ADDRESS
+        for argument, chosen, plain in self._groups(wanted):
             values[chosen] = self._read(argument, plain, dtype)
             accesses = self._accesses.get(argument.buffer.start)
             if accesses is not None:
@@ -291,11 +293,10 @@ class DeviceMemory:
         return result
 
     def store(self, addresses: Array, values: Array, mask: Array) -> None:
-        """See `Memory.store`."""
+        """Write where the mask is true."""
         addresses, mask, values = np.broadcast_arrays(addresses, mask, values)
         wanted, given = addresses[mask], values[mask]
-        for argument, chosen in self._groups(wanted):
-            plain = wanted[chosen] & ADDRESS
+        for argument, chosen, plain in self._groups(wanted):
             self._write(argument, plain, given[chosen])
             accesses = self._accesses.get(argument.buffer.start)
             if accesses is not None:
@@ -308,13 +309,12 @@ class DeviceMemory:
         mask: Array,
         at: Callable[[Array, Array, Array], None],
     ) -> Array:
-        """See `Memory.update`."""
+        """Combine what stands there with values, by `at` as of numpy; return what stood there."""
         addresses, mask, values = np.broadcast_arrays(addresses, mask, values)
         dtype = values.dtype
         old = self.load(addresses, mask, np.zeros_like(values), dtype)
         wanted, given = addresses[mask], values[mask]
-        for argument, chosen in self._groups(wanted):
-            plain = wanted[chosen] & ADDRESS
+        for argument, chosen, plain in self._groups(wanted):
             is_within = self._within(argument, plain, dtype.itemsize, "atomic update")
             buffer = argument.buffer
             self._check_writable(buffer, argument.name)
@@ -324,21 +324,19 @@ class DeviceMemory:
         return old
 
     def assert_on_device(self, is_true: bool, message: str) -> None:
-        """See `Memory.assert_on_device`."""
+        """Note an assertion of the kernel that fails."""
         if not is_true:
             self.note("assertion of a kernel", "", message)
 
-    def _groups(self, addresses: Array) -> Any:
-        """Yield each argument that addresses were made from, and which of them were."""
-        if not len(addresses):
-            return
+    def _groups(self, addresses: Array) -> Iterator[tuple[Argument, Any, Array]]:
+        """Yield each argument that addresses were made from, which were, and these untagged."""
         numbers = addresses >> NUMBER_SHIFT
-        first = int(numbers[0])
-        if (numbers == first).all():
-            yield self.arguments[first], slice(None)
+        if len(numbers) and (numbers == numbers[0]).all():  # mostly, and soon seen
+            yield self.arguments[int(numbers[0])], slice(None), addresses & ADDRESS
             return
         for number in np.unique(numbers):
-            yield self.arguments[int(number)], numbers == number
+            chosen = numbers == number
+            yield self.arguments[int(number)], chosen, addresses[chosen] & ADDRESS
 
     def _read(self, argument: Argument, addresses: Array, dtype: np.dtype[Any]) -> Array:
         buffer, size = argument.buffer, dtype.itemsize

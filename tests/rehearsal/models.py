@@ -15,8 +15,6 @@ from cp_inductor.integrations.sinks import flex_sinks_on_cpu
 from tests.rehearsal.rank import Job
 from tests.support.models import MODELS, has_flex, inputs_of, make, make_reference
 
-NAMES = ("Llama", "Mistral", "Qwen3", "GptOss")
-
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:

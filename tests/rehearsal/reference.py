@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,8 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_inductor.modules.reading import as_on_one_process
 from cp_inductor.torch_private.arguments import bind_arguments
 from tests.rehearsal.report import ROUNDING, Difference
-from tests.rehearsal.results import Loss, gradients_of, loss_of, named
 from tests.rehearsal.stand_ins import attend, differentiate
+
+Loss = Callable[[Any], Tensor]
 
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -66,13 +67,11 @@ class Whole:
     Attributes:
         model: a module or function.
         args, kwargs: plain tensors, whole.
-        with_backward: whether the loss is differentiated, or the model does that by itself.
     """
 
     model: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    with_backward: bool = True
 
     @staticmethod
     def of(model: Any, args: Any, kwargs: Any) -> Whole:
@@ -114,7 +113,7 @@ class Whole:
         with as_on_one_process(), nullcontext() if dtype is not None else _KernelsOfGPU():
             outputs = model(*args, **kwargs)
             loss = loss_of(outputs, of_user)
-            if self.with_backward and loss is not None and loss.requires_grad:
+            if loss is not None and loss.requires_grad:
                 loss.backward()
         return named(outputs, loss, gradients_of(model, args, kwargs))
 
@@ -145,12 +144,7 @@ def compare(
             continue
         # A number is as exact as what it is computed from, whatever its own dtype.
         of = coarsest if value.ndim == 0 else _dtype(own[name])
-        differences[name] = Difference(
-            distance(value, truth),
-            distance(own[name], truth),
-            of,
-            is_zero=not truth.double().nan_to_num(0, 0, 0).any(),
-        )
+        differences[name] = Difference(distance(value, truth), distance(own[name], truth), of)
     return differences, "" if differences else "it returns no tensor"
 
 
@@ -173,3 +167,41 @@ def distance(actual: Tensor, expected: Tensor) -> float:
     actual, expected = actual.nan_to_num(0, 0, 0), expected.nan_to_num(0, 0, 0)
     norm = expected.norm().item()
     return (actual - expected).norm().item() / (norm or 1.0)
+
+
+def named(outputs: Any, loss: Tensor | None, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return results by name: ``output 0``, ``loss``, ``gradient of qkv.weight``."""
+    results = {f"output {number}": one for number, one in enumerate(_leaves(outputs))}
+    if loss is not None:
+        results["loss"] = loss
+    return results | {f"gradient of {name}": grad for name, grad in gradients.items()}
+
+
+def loss_of(outputs: Any, of_user: Loss | None) -> Tensor | None:
+    """Return the loss: what the user says, a scalar output, or half the sum of squares."""
+    if of_user is not None:
+        return of_user(outputs)
+    floating = [one for one in _leaves(outputs) if one.is_floating_point()]
+    if not floating or floating[0].ndim == 0:
+        return floating[0] if floating else None
+    wide = (one.to(torch.promote_types(one.dtype, torch.float32)) for one in floating)
+    total: Any = sum(0.5 * (one**2).sum() for one in wide)
+    return total
+
+
+def gradients_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return all gradients by name."""
+    named: dict[str, Tensor] = {}
+    if isinstance(model, nn.Module):
+        named.update(model.named_parameters())
+    for path, leaf in pytree.tree_leaves_with_path({"args": tuple(args), "kwargs": dict(kwargs)}):
+        if isinstance(leaf, Tensor):
+            key = pytree.keystr(path)
+            named[key.replace("['args']", "args").replace("['kwargs']", "args")] = leaf
+    return {name: one.grad for name, one in named.items() if one.grad is not None}
+
+
+def _leaves(outputs: Any) -> list[Tensor]:
+    """Return the tensors of outputs; those of transformers are dictionaries."""
+    tree = dict(outputs) if isinstance(outputs, Mapping) else outputs
+    return [one for one in pytree.tree_leaves(tree) if isinstance(one, Tensor)]

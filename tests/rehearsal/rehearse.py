@@ -1,7 +1,6 @@
 """Rehearse a model: run the GPU programs of all ranks on the CPU, together, before there is a GPU.
 
-rehearsal = rehearse(Job(model, (ids,), world_size=4, placement=Shard(1)))
-print(rehearsal.report)
+report = rehearse(Job(model, (ids,), world_size=4, placement=Shard(1))).report
 
 model . torch.compile(backend="cp_inductor") . code for cuda:sm_90 of rank 0, 1, 2, 3
   Triton kernels            Triton's interpreter
@@ -12,81 +11,72 @@ model . torch.compile(backend="cp_inductor") . code for cuda:sm_90 of rank 0, 1,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import multiprocessing
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from torch import Tensor
-
-from cp_inductor.errors import UnsupportedTarget
 from cp_inductor.inspect.compile_for import check_triton
-from cp_inductor.inspect.targets import Target
-from tests.rehearsal.rank import Job
+from tests.rehearsal.rank import Job, Played, play
 from tests.rehearsal.report import RehearsalReport
-from tests.rehearsal.stage import Stage
+from tests.support import ranks
 
 DEADLINE_S = 1800.0
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """What one process would have got, and what happened on the way.
+@contextmanager
+def open_stage() -> Iterator[Executor]:
+    """Yield a process for `on_stage`: ranks that it starts have Triton's interpreter.
 
-    Attributes:
-        outputs: of the model, with whole, plain tensors on the CPU.
-        loss: a scalar; None if nothing that the model returns is a number.
-        gradients: whole, by the names of parameters, and of arguments: ``args[0]``.
-        report: what ran, what was exchanged, what was found, and what was not seen.
+    Triton decides when it is imported whether its functions are interpreted, and the caller may
+    have imported it.
     """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as stage:
+        with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+            stage.submit(os.getpid).result()  # now it is started
+        yield stage
 
-    outputs: Any
-    loss: Tensor | None
-    gradients: Mapping[str, Tensor]
-    report: RehearsalReport
+
+def on_stage(stage: Executor, world_size: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Do what `run_ranks` does, on ranks of a stage."""
+    return pickle.loads(stage.submit(_run, world_size, function, args).result())
 
 
-def rehearse(job: Job, *, deadline_s: float = DEADLINE_S, stage: Stage | None = None) -> Rehearsal:
+def _run(world_size: int, function: Callable[..., Any], args: Any) -> bytes:
+    ranks._processes.set_forkserver_preload(["tests.support.preload", "tests.rehearsal.rank"])
+    results = ranks.run_ranks(world_size, function, *args, deadline_s=DEADLINE_S)
+    return pickle.dumps(results)  # tensors, too: the ranks may be gone when they are read
+
+
+def rehearse(job: Job, *, stage: Executor | None = None) -> Played:
     """Compile every rank's program for a GPU, and run all of them on the CPU, forward and backward.
 
     Each rank is a process. It calls ``torch.compile(model, backend="cp_inductor")``, which here
     generates code for the GPU, as `cross_compile` does, and runs it under Triton's interpreter.
-    Use small shapes: a few hundred tokens take seconds. Every access of a kernel is checked.
-
-    The caller's script is imported by the processes, so it needs the usual ``if __name__ ==
-    "__main__":``, and what the job holds must be importable.
+    Use small shapes: a few hundred tokens take seconds. Every access of a kernel is checked. What
+    the job holds must be importable.
 
     Args:
         job: what is to be rehearsed.
-        deadline_s: after so many seconds the ranks are ended.
         stage: whose processes play the ranks; by default one for this rehearsal alone.
 
     Raises:
-        CPError: an attention cannot be rewritten; the target, the mesh or the rank does not exist;
-            triton is missing; or the ranks' exchanges do not fit together.
-        RehearsalFailed: a rank has raised an error, died, or not ended in time.
+        RankError: a rank has raised an error, such as a CPError, died, or not ended in time.
     """
-    check_job(job)
-    if stage is None:
-        with Stage() as new:
-            return rehearse(job, deadline_s=deadline_s, stage=new)
-    played = stage.run(job, deadline_s=deadline_s)
-    first = played[0]
-    report = RehearsalReport(
-        Target.parse(job.target).name,
-        tuple(one.report for one in played),
-        first.differences,
-        first.uncompared,
-    )
-    return Rehearsal(first.outputs, first.loss, first.gradients, report)
-
-
-def check_job(job: Job) -> None:
-    """Refuse, before any process is started, what no rank could do."""
-    if Target.parse(job.target).gpu is None:
-        raise UnsupportedTarget(
-            site="rehearse",
-            expected="a GPU, whose programs cannot be run here as they are",
-            got=f"target={job.target!r}",
-            remedy="name a GPU, such as 'cuda:sm_90', or run the model on CPU ranks",
-        )
     check_triton()
+    if stage is None:
+        with open_stage() as new:
+            return rehearse(job, stage=new)
+    with tempfile.TemporaryDirectory(prefix="cp_inductor_rehearsal_") as folder:
+        played = on_stage(stage, job.world_size, play, job, Path(job.folder or folder))
+    first, *_ = played
+    first.report = RehearsalReport(
+        job.target, tuple(one.of_rank for one in played), first.differences, first.uncompared
+    )
+    return first

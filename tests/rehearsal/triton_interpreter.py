@@ -5,8 +5,8 @@ otherwise its functions, also those of its own library, are made for the compile
 
 What differs from `triton.runtime.interpreter` as it stands:
 
-* every access is handed to a `Memory`, with the buffer that it must stay within: the upper 16 bits
-  of a pointer, which no address needs, are the number of the argument that it was made from;
+* every access is handed to a `DeviceMemory`, with the buffer that it must stay within: the upper
+  16 bits of a pointer, which no address needs, are the number of the argument it was made from;
 * float32 is rounded to bfloat16 as a GPU does (to nearest, ties to even; the interpreter
   truncates), and arithmetic of bfloat16 is arithmetic of numbers (not of their bits);
 * reductions and scans by any function work on arrays, by halves, not element by element;
@@ -18,53 +18,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import scipy.special
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from tests.rehearsal.memory import DeviceMemory
+
 Array = NDArray[Any]
 
 NUMBER_SHIFT = np.uint64(48)
 ADDRESS = np.uint64((1 << 48) - 1)
-
-
-class Memory(Protocol):
-    """What carries out the accesses of a kernel.
-
-    Addresses are tagged. They have one shape with masks and values, or one that broadcasts to it.
-    """
-
-    def load(
-        self, addresses: Array, mask: Array, other: Array | None, dtype: np.dtype[Any]
-    ) -> Array:
-        """Return what stands at the addresses where the mask is true, and `other` elsewhere.
-
-        If there is no `other`, Triton does not say what the rest is.
-        """
-
-    def store(self, addresses: Array, values: Array, mask: Array) -> None:
-        """Write where the mask is true."""
-
-    def update(
-        self,
-        addresses: Array,
-        values: Array,
-        mask: Array,
-        at: Callable[[Array, Array, Array], None],
-    ) -> Array:
-        """Combine what stands there with values, one after the other; return what stood there.
-
-        Args:
-            addresses, values, mask: of one shape.
-            at: as ``np.add.at``, from memory, places and values; changes the memory.
-        """
-
-    def assert_on_device(self, is_true: bool, message: str) -> None:
-        """Note an assertion of the kernel."""
 
 
 class Interpreter:
@@ -74,7 +42,7 @@ class Interpreter:
         memory: carries out all accesses.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: DeviceMemory) -> None:
         from triton import language as tl
         from triton.runtime import interpreter
 
@@ -82,10 +50,7 @@ class Interpreter:
         self._builder.__class__ = _builder_class(interpreter, memory)
         self._interpreter = interpreter
         self._tl = tl
-        _replace_libdevice(interpreter)
-        _reduce_arrays(interpreter)
-        interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-        interpreter.InterpretedFunction.__call__ = _call_rewritten
+        _patch(interpreter)
 
     def run(
         self, function: Any, arguments: Mapping[str, Any], types: Mapping[str, str], grid: Any
@@ -126,6 +91,17 @@ def constants_of(function: Any) -> frozenset[str]:
     return frozenset(name for name, kind in annotations if _normalize_ty(kind) == "constexpr")
 
 
+@cache
+def _patch(interpreter: Any) -> None:
+    """Patch what is the same for every memory."""
+    from triton import language as tl
+
+    _replace_libdevice(interpreter)
+    _reduce_arrays(interpreter)
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter.InterpretedFunction.__call__ = _call_rewritten
+
+
 def _call_rewritten(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self.rewrite()(*args, **kwargs)
 
@@ -142,7 +118,7 @@ def narrow(values: Array) -> Array:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
-def _builder_class(interpreter: Any, memory: Memory) -> type:
+def _builder_class(interpreter: Any, memory: DeviceMemory) -> type:
     import triton.language as tl
 
     handle, np_dtype = interpreter.TensorHandle, interpreter._get_np_dtype
@@ -359,10 +335,6 @@ _LIBDEVICE: Mapping[str, Callable[..., Array]] = {
     "ldexp": np.ldexp,
     "fma": lambda x, y, z: x * y + z,
 }
-
-
-# What functions return whose results are not of the dtype of their arguments.
-_KINDS = {"bool": "int1", "int32": "int32", "int64": "int64"}
 
 
 def _replace_libdevice(interpreter: Any) -> None:

@@ -5,38 +5,24 @@ from __future__ import annotations
 import pytest
 
 from tests.support.install_matrix import (
-    BEGIN,
-    END,
+    PAGE,
     ROOT,
-    STEPS,
+    SCRIPT,
     TESTS,
     describe_problems,
     format_table,
-    merge,
-    read_table,
     row_of,
     what_went_wrong,
 )
-
-ALL = ["yes"] * len(STEPS)
+from tests.support.pages import read_part
 
 
 def test_rows_take_the_place_of_older_ones_of_their_key() -> None:
-    page = f"before\n{BEGIN}\n{END}\nafter\n"
-    page = merge(page, [row_of("3.11.7", "2.13.0+cpu", ["Error: a | b"])])
-    page = merge(page, [row_of("3.14.0", "2.9.1+cu130", ALL), row_of("3.9.2", "2.13.0", ALL)])
-    first, second, third = read_table(page)
-    assert (first.cells[0], second.cells[1]) == ("3.9.2", "2.13.0+cpu")
-    assert second.cells[2:4] == ("Error: a \\| b", "not tried")
-    assert third.cells[2:-1] == tuple(ALL)
-    page = merge(page, [row_of("3.11.9", "2.13.0+cu130", ALL)])
-    assert [row.cells[0] for row in read_table(page)] == ["3.9.2", "3.11.9", "3.14.0"]
-    assert page.startswith("before\n") and page.endswith("\nafter\n")
-
-
-def test_a_page_without_a_place_for_the_table_is_refused() -> None:
-    with pytest.raises(SystemExit, match="has no"):
-        merge("no markers", [])
+    old = row_of("3.11.7", "2.13.0+cpu", ["Error: a | b"])
+    assert old.startswith("| 3.11.7 | 2.13.0+cpu | Error: a / b | not tried |")
+    others = [row_of("3.14.0", "2.9.1+cu130", ["yes"]), row_of("3.9.2", "2.13.0", ["yes"])]
+    new = row_of("3.11.9", "2.13.0+cu130", ["yes"])
+    assert format_table([old, *others, new])[2:] == [others[1], new, others[0]]
 
 
 @pytest.mark.parametrize(
@@ -62,10 +48,8 @@ def test_what_the_doctor_found() -> None:
 
 
 def test_the_page_holds_a_table_of_the_script() -> None:
-    page = (ROOT / "docs" / "support.md").read_text()
-    rows = read_table(page)
-    assert rows
-    assert f"{BEGIN}\n\n{format_table(rows)}\n\n{END}" in page
+    lines = read_part(PAGE, SCRIPT)
+    assert len(lines) > 2 and lines == format_table(lines[2:])
 
 
 def test_the_tests_of_the_sdist_exist() -> None:

@@ -9,9 +9,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from tests.support.pages import write_part
@@ -136,13 +140,17 @@ def whole(tensor: Tensor | None) -> Tensor:
 
 
 def assert_beside(
-    model: nn.Module, reference: nn.Module, *results: tuple[Any, Tensor], tolerance: float
+    model: nn.Module,
+    reference: nn.Module,
+    *results: tuple[Any, Tensor],
+    tolerance: float,
+    least: float = 0.0,
 ) -> None:
     """Compare results, and the gradients of all parameters, with those of one process.
 
     Args:
         results: pairs of what came out of the model and of the reference.
-        tolerance: relative to the largest of a tensor.
+        tolerance: relative to the largest of a tensor, which counts as `least` if it is less.
     """
     named = zip(model.named_parameters(), reference.parameters(), strict=True)
     pairs = [*((f"result {number}", *pair) for number, pair in enumerate(results))]
@@ -151,7 +159,47 @@ def assert_beside(
         assert (actual is None) == (expected is None), name
         if expected is not None:
             difference = (whole(actual) - expected).abs().max().item()
-            assert difference <= tolerance * expected.abs().max().item(), (name, difference)
+            bound = tolerance * max(least, expected.abs().max().item())
+            assert difference <= bound, (name, difference)
+
+
+def check_distributed(
+    model: nn.Module,
+    x: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    form: str = EAGER,
+    *,
+    tolerance: float = 1e-12,
+    fullgraph: bool = True,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
+    **how: Any,
+) -> DTensor:
+    """Hold a module over DTensors, its weights and its input beside itself on one process.
+
+    Args:
+        x, placements: of the input.
+        prepare: is called with the module over DTensors alone.
+        how: `parallelize` is told to compute.
+    """
+    reference = copy.deepcopy(model)
+    prepare(model)
+    leaf, other = (
+        distribute_tensor(x, mesh, placements).requires_grad_(),
+        x.clone().requires_grad_(),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cp_inductor.parallelize(model, mesh, **how)
+    # In this context a DTensor would be taken beside plain tensors.
+    with implicit_replication():
+        out = compiled(model, form, fullgraph=fullgraph, dynamic=False)(leaf)
+        out.square().sum().backward()
+    expected = reference(other)
+    expected.square().sum().backward()
+    results = (out, expected), (leaf.grad, other.grad)
+    assert_beside(model, reference, *results, tolerance=tolerance)
+    return out
 
 
 def plain_name(name: str) -> str:
@@ -221,58 +269,54 @@ def assert_grads(
 
 # The table.
 
-# The rows that go through Inductor in every run. To Inductor the others are variations of these:
-# what differs between them is in the graphs, which cp_aot_eager runs as they are. Of FSDP2's rows
-# those are here whose graphs are the same: they are in its cache by then, and take 4 s each.
-COMPILED_ALWAYS = {
-    "cross_entropy over a sharded sequence: reductions, weights, shifted labels",
+# The rows whose graphs run in every run; those of others, and what goes through Inductor, are long:
+# what differs is in eager code, or these show it as well.
+AOT_ALWAYS = {
+    "a compiled step of DTensors: forward, backward and optimizer",
     "FSDP2 over (dp, cp)",
-    "FSDP2, compiled block by block",
-    "FSDP2, gradients accumulated over batches",
-    "FSDP2, weights kept between forward and backward",
-    "FSDP2, weights offloaded",
+    "torch's own style _ContextParallel, the backend exchanged",
 }
-# The rows whose cp_aot_eager is of the long tail: in every run they go through Inductor, or what
-# differs from another row, which is compiled, is in eager code.
-AOT_LONG = {
-    "a memory budget for activations",
-    "cross_entropy over a sharded sequence: reductions, weights, shifted labels",
-    "DDP over cp, tensor parallelism over tp",
-    "distributed checkpoint: saved on 4 ranks, resumed on 2 and on 1",
-    "FSDP1, SHARD_GRAD_OP",
-    "FSDP1, sync_module_states",
-    "FSDP2 over dp, weights replicated on cp",
-    "FSDP2, compiled block by block",
-    "FSDP2, embedding and head tied",
-    "FSDP2, gradients accumulated over batches",
-    "FSDP2, weights kept between forward and backward",
-    "FSDP2, weights offloaded",
-    "tensor parallelism, embedding and head tied",
-    "tensor parallelism, inference",
-}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: its forms, why others cannot be had, and what a test is to do."""
+
+    forms: tuple[str, ...] = FORMS
+    refused: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def combinations(rows: Mapping[str, Row]) -> Callable[[Any], Any]:
+    """Mark a test with rows of the table; its arguments are `row` and `form`."""
+    cases = [
+        pytest.param(name, form, marks=_mark_of(name, form))
+        for name, row in rows.items()
+        for form in row.forms
+    ]
+
+    def mark(function: Any) -> Any:
+        function.combinations = rows
+        return pytest.mark.parametrize(("row", "form"), cases)(function)
+
+    return mark
 
 
 def combination(row: str, *forms: str, **refused: str) -> Callable[[Any], Any]:
-    """Mark a test with the row of the table that it stands for; its argument `form` the column.
-
-    Args:
-        row: what context parallelism is combined with.
-        forms: that the test is run in; compiled ones are slow, or long: through Inductor, but for
-            a few rows, and of a few through cp_aot_eager.
-        refused: forms that cannot be had, and why, for the list.
-    """
-    marks = {
-        EAGER: (),
-        AOT: pytest.mark.long if row in AOT_LONG else pytest.mark.slow,
-        COMPILED: pytest.mark.slow if row in COMPILED_ALWAYS else pytest.mark.long,
-    }
-    cases = [pytest.param(form, marks=marks[form]) for form in forms]
+    """Mark a test with the row of the table that it stands for; its argument is `form`."""
+    cases = [pytest.param(form, marks=_mark_of(row, form)) for form in forms]
 
     def mark(function: Any) -> Any:
-        function.combination = (row, forms, refused)
+        function.combinations = {row: Row(forms, refused)}
         return pytest.mark.parametrize("form", cases)(function)
 
     return mark
+
+
+def _mark_of(row: str, form: str) -> Any:
+    if form == EAGER:
+        return ()
+    return pytest.mark.slow if form == AOT and row in AOT_ALWAYS else pytest.mark.long
 
 
 PAGE, SCRIPT = "fsdp.md", "tests/support/combinations.py"
@@ -284,11 +328,12 @@ def combined() -> list[str]:
     for path in sorted(ROOT.glob("tests/*/test_*.py")):
         module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         for function in vars(module).values():
-            if hasattr(function, "combination") and function.__module__ == module.__name__:
-                row, forms, refused = function.combination
-                reasons = "".join(f" {reason}" for reason in dict.fromkeys(refused.values()))
-                tested = ", ".join(f"`{form}`" for form in FORMS if form in forms)
-                rows.setdefault(f"{tested}.{reasons}", []).append(row)
+            if getattr(function, "__module__", "") != module.__name__:
+                continue
+            for name, row in getattr(function, "combinations", {}).items():
+                reasons = "".join(f" {reason}" for reason in dict.fromkeys(row.refused.values()))
+                tested = ", ".join(f"`{form}`" for form in FORMS if form in row.forms)
+                rows.setdefault(f"{tested}.{reasons}", []).append(name)
     by_forms = sorted(rows, key=lambda forms: (-forms.count("`"), forms))
     return [f"* **{forms}** {'; '.join(sorted(rows[forms]))}." for forms in by_forms]
 

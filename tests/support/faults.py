@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import platform
 import signal
 import socket
 import sys
@@ -70,12 +69,9 @@ class Case:
     """What happens to whom, and when.
 
     Attributes:
-        form: of the model: eager, or compiled by which backend.
         fault: a name in FAULTS; None for nothing.
         at: in TIMES.
-        world_size: how many ranks there are.
         odd: the rank that it happens to.
-        step: of the training.
         delay_s: how long after it has come to that time; 0 for at once.
         plan: "static", or "runtime" for attentions under masks of documents.
         store: of the group: "file", "tcp" for one that lives in the process that launches, or
@@ -119,12 +115,10 @@ class Outcome:
 
     Attributes:
         error: its class; "" if it ran to the end, None if the process ended without a word.
-        text: of the error.
         at: when, by the clock that all processes share.
         ready_at: when it was first to hear from the others: what it runs first was compiled.
         exit_code: of the process; None if it had to be killed.
         missing: ranks that the error says were missing.
-        loss: the last one.
     """
 
     error: str | None = None
@@ -430,26 +424,16 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the first fault")
     parser.add_argument("--compiled", type=float, default=0.1, help="part through Inductor")
-    parser.add_argument("--all", action="store_true", help="say each")
     given = parser.parse_args()
     ends: Counter[str] = Counter()
-    drawn: Counter[str] = Counter()
     for seed in range(given.seed, given.seed + given.count):
         case = a_case(seed, given.compiled)
         fault_at, outcomes = launch(train, case)
         said = verdict(case, fault_at, outcomes)
-        is_good = said in (NAMED, HARMLESS)
-        ends[said if is_good else "OTHERWISE"] += 1
-        drawn.update([case.form, f"{case.fault}", f"in {case.at}", f"{case.world_size} ranks"])
-        drawn.update([f"plans: {case.plan}", f"store: {case.store}"])
-        if given.all or not is_good:
-            print(f"seed {seed}: {said}\n  {case}", flush=True)
-        if not is_good:
-            for rank, one in enumerate(outcomes):
-                print(f"  {rank}: {one.at - fault_at:.1f} s after: {one}", flush=True)
-    print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores")
+        ends[said if said in (NAMED, HARMLESS) else "OTHERWISE"] += 1
+        if said not in (NAMED, HARMLESS):
+            print(f"seed {seed}: {said}\n  {case}", *outcomes, sep="\n  ", flush=True)
     print(f"{given.count} faults from seed {given.seed}: {dict(ends.most_common())}")
-    print(f"drawn: {dict(sorted(drawn.items()))}")
     sys.exit(1 if ends["OTHERWISE"] else 0)
 
 

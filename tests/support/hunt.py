@@ -44,7 +44,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -692,54 +691,40 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def note_collectives(rank: int, folder: Path) -> None:
-    """Run the programs in a folder on a rank of a process of its own; write a line for each."""
+def judge_as_rank(rank: int, folder: Path) -> None:
+    """Judge the programs in a folder as a rank that is this process; the first prints verdicts."""
     how = {"rank": rank, "world_size": 2, "store": dist.FileStore(str(folder / "store"), 2)}
     dist.init_process_group("gloo", timeout=timedelta(seconds=30), **how)
-    with (folder / f"rank {rank}").open("w") as lines:
-        for program in pickle.loads((folder / "programs").read_bytes()):
-            with Collectives() as collectives:
-                verdict = judge_here(program)
-            lines.write(json.dumps([verdict, collectives.names]) + "\n")
-            lines.flush()
+    for program in pickle.loads((folder / "programs").read_bytes()):
+        with Collectives() as collectives:
+            verdict = judge_here(program)
+        told: Any = [None, None]
+        dist.all_gather_object(told, (verdict, collectives.names))
+        said = join([Verdict(*of_rank) for of_rank, _ in told])
+        if told[0][1] != told[1][1]:
+            said = Verdict("MIXED", f"collectives are {told}")
+        if rank == 0:
+            print(json.dumps(said), flush=True)
 
 
 def judge_by_hashes(programs: Sequence[Program]) -> list[Verdict]:
-    """Run programs of two ranks, in processes that differ in PYTHONHASHSEED.
-
-    What stands behind a program that is bad does not run.
-    """
+    """Run programs of two ranks, in processes that differ in PYTHONHASHSEED."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "programs").write_bytes(pickle.dumps([*programs]))
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.support.hunt", "--as-rank", str(rank), name],
-                env=os.environ | {"PYTHONHASHSEED": str(rank)},
-                stderr=subprocess.DEVNULL,
-            )
-            for rank in range(2)
-        ]
-        for process in processes:
+        Path(name, "programs").write_bytes(pickle.dumps([*programs]))
+        command = [sys.executable, "-m", "tests.support.hunt", "--as-rank", name]
+        how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        first, second = (
+            subprocess.Popen([*command, rank], env=os.environ | {"PYTHONHASHSEED": rank}, **how)
+            for rank in "01"
+        )
+        with first, second:
             try:
-                process.wait(60 + 20 * len(programs))
-            except subprocess.TimeoutExpired:
-                process.kill()
-        files = [folder / f"rank {rank}" for rank in range(2)]
-        said = [[*map(json.loads, f.read_text().splitlines())] if f.exists() else [] for f in files]
-    verdicts: list[Verdict] = []
-    for of_ranks in zip(*said, strict=False):
-        those, sequences = zip(*of_ranks, strict=True)
-        verdicts.append(join([Verdict(*verdict) for verdict in those]))
-        for number, names in enumerate(zip_longest(*sequences)):
-            if len({*names}) > 1 and verdicts[-1].kind != "MIXED":
-                verdicts[-1] = Verdict("MIXED", f"collective {number} is {names}")
-        if verdicts[-1].kind == "MIXED":
-            break
-    else:
-        if len(verdicts) < len(programs):
-            verdicts.append(Verdict("HANG", "a rank did not end"))
-    return verdicts
+                said, _ = first.communicate(timeout=60 + 20 * len(programs))
+            finally:
+                first.kill()
+                second.kill()
+    verdicts = [Verdict(*json.loads(line)) for line in said.splitlines()]
+    return verdicts if len(verdicts) == len(programs) else [*verdicts, Verdict("HANG", "ended")]
 
 
 # --- The command line ---------------------------------------------------------------------------
@@ -781,8 +766,8 @@ def judge_all(args: argparse.Namespace) -> Iterator[tuple[Program, Verdict]]:
 def main(command: Sequence[str]) -> None:
     args, counts = parse(command), Counter[str]()
     if args.as_rank:
-        rank, folder = args.as_rank
-        return note_collectives(int(rank), Path(folder))
+        folder, rank = args.as_rank
+        return judge_as_rank(int(rank), Path(folder))
     for program, verdict in judge_all(args):
         counts[verdict.kind] += 1
         if verdict.kind != "RIGHT":

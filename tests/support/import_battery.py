@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import _attention as torchs
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 VOCABULARY = 5
@@ -71,25 +70,6 @@ def loss_put_right_by_hand(mesh: DeviceMesh) -> list[Any]:
     return [say(loss), say(total)]
 
 
-def vocabulary(mesh: DeviceMesh) -> list[Any]:
-    logits, labels = logits_and_labels(8, 6)
-    sharded = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
-    with loss_parallel():
-        loss = F.cross_entropy(sharded, distribute_tensor(labels, mesh, [Replicate()]))
-        loss.backward()
-    assert sharded.grad is not None
-    return [say(loss), say(sharded.grad)]
-
-
-def outside() -> list[Any]:
-    """On a mesh of rank 0 alone."""
-    mesh = DeviceMesh("cpu", [0], _init_backend=False)
-    logits, labels = logits_and_labels(8, VOCABULARY)
-    sharded = distribute_tensor(logits, mesh, [Shard(0)])
-    loss = F.cross_entropy(sharded, distribute_tensor(labels, mesh, [Shard(0)]))
-    return [say(loss)]
-
-
 def attention(mesh: DeviceMesh, placement: Any, *, is_causal: bool) -> list[Any]:
     """Uses ops that DTensor has rules for; it searches for minutes in those of the CPU's kernel."""
     generator = torch.Generator().manual_seed(8)
@@ -121,8 +101,6 @@ def compiled_loss(mesh: DeviceMesh) -> list[Any]:
 def run_all(mesh: DeviceMesh) -> dict[str, Any]:
     programs: dict[str, Callable[[], Any]] = {
         "loss put right by hand": lambda: loss_put_right_by_hand(mesh),
-        "loss over a sharded vocabulary": lambda: vocabulary(mesh),
-        "loss outside of its mesh": outside,
         "placements": lambda: placements(mesh),
         "compiled loss": lambda: compiled_loss(mesh),
     }

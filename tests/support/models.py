@@ -1,17 +1,13 @@
 """Models of transformers, tiny and random: what README promises of each, and the table of it.
 
-    python -m tests.support.models          runs every model on 2 ranks, and writes the list in
-                                            docs/hugging-face.md
-    python -m tests.support.models Olmo     runs this model, and leaves the others where they are
-
 Each model computes its loss and gradients over a sequence of odd length, sharded over the ranks,
-beside the same model on one process.
+beside the same model on one process. `python -m tests.support.models` writes the list in
+docs/hugging-face.md.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import cp_inductor
-from tests.support.pages import read_part, write_part
-from tests.support.ranks import RankError, run_ranks, world_mesh
+from tests.support.pages import write_part
+from tests.support.ranks import world_mesh
 
 PAGE, SCRIPT = "hugging-face.md", "tests/support/models.py"
 BATCH, LENGTH, VOCABULARY = 2, 33, 64
@@ -302,9 +298,6 @@ HYBRIDS = {
     *("Qwen3_5", "Qwen3_5Moe", "KimiLinear", "BailingHybrid", "Lfm2Moe", "FalconMamba"),
 }
 
-# What is said of models that are not computed.
-REFUSED: Mapping[str, str] = {}
-
 # In these, transformers attends from one packed document to another, on one process as well.
 # State-space layers and the like, as transformers computes them on the CPU, know no documents.
 MIXED = {
@@ -332,11 +325,6 @@ PADDED = [name for name, kind in MASKS if kind == "padded"]
 # Those without experts and norms that compute in float32: in float64, all but their losses.
 EXACT = {"Llama", "Mistral", *PADDED}
 EXACT_TOLERANCE, LOSS_TOLERANCE = 1e-9, 1e-6
-
-
-def is_packable(name: str) -> bool:
-    """Whether a model is one of those that packed documents are made for."""
-    return not is_whole_name(name) and name not in REFUSED
 
 
 def is_whole_name(name: str) -> bool:
@@ -560,49 +548,14 @@ VERDICTS = {
 }
 
 
-def verdict(name: str) -> str:
-    """Return what the page says of a model, or the error that it ends in."""
-    said = _said(name, "")
-    packed = ""
-    if is_packable(name):
-        is_apart = tells_apart(make_reference(name), packed_inputs())
-        packed = _said(name, "packed") if is_apart else "mixed"
-    return VERDICTS[packed] if said == "yes" and packed in VERDICTS else f"{said}; packed: {packed}"
-
-
-def _said(name: str, kind: str) -> str:
-    try:
-        run_ranks(2, check, name, kind)
-    except RankError as error:
-        if name in REFUSED and REFUSED[name] in str(error):
-            return REFUSED[name]
-        said = [
-            line for line in str(error).splitlines() if "Error" in line or "Unsupported" in line
-        ]
-        return (said or ["failed"])[-1].strip()[:200]
-    return "yes"
-
-
-def verdicts_of_page() -> dict[str, str]:
-    """Return what the page says of each model."""
-    lines = [line.removeprefix("* **").split(".** ") for line in read_part(PAGE, SCRIPT)]
-    return {name: said for said, names in lines for name in names.split(", ")}
-
-
-def main(names: list[str]) -> None:
-    """Run some models, or all, and write the list after each: the models of each verdict."""
-    verdicts = verdicts_of_page() if names else {}
-    for name in names or MODELS:
-        verdicts[name] = verdict(name)
-        print(name, verdicts[name], flush=True)
-        known = [model for model in MODELS if model in verdicts]
-        by_verdict = {
-            said: ", ".join(model for model in known if verdicts[model] == said)
-            for said in dict.fromkeys(verdicts[model] for model in known)
-        }
-        lines = [f"* **{said}.** {models}" for said, models in by_verdict.items()]
-        write_part(PAGE, SCRIPT, lines)
+def verdicts() -> list[str]:
+    """Return the list in docs/hugging-face.md, which test_models.py holds: models by verdict."""
+    by_verdict: dict[str, list[str]] = {}
+    for name in MODELS:
+        packed = "mixed" if name in MIXED else "yes" if not is_whole_name(name) else ""
+        by_verdict.setdefault(VERDICTS[packed], []).append(name)
+    return [f"* **{said}.** {', '.join(names)}" for said, names in by_verdict.items()]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    write_part(PAGE, SCRIPT, verdicts())

@@ -546,7 +546,7 @@ def check_program(program: Program, mask: fx.Node) -> str:
         if node in reading.values:
             check_value(reading.values[node], program.values[origin], reading, program.values)
     with mock.patch.object(recognize, "trace_mask", return_value=trace):
-        recognized = recognize.recognize_mask(mask)
+        recognized = recognize.read_mask(mask)[0]
     check_rule(recognized, program.values, program.values[mask])
     text = recognized.rule.format()
     again = Rule.parse(text)

@@ -14,12 +14,12 @@ One process plays a single rank of any world size with `fake_rank`.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import gc
 import itertools
 import multiprocessing
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -164,7 +164,13 @@ def _folder_of_stores() -> str:
     it, throws, and so ends the process with SIGABRT.
     """
     folder = tempfile.mkdtemp(prefix="cp_inductor_stores_")
-    atexit.register(lambda: (stop_workers(), shutil.rmtree(folder, ignore_errors=True)))
+
+    def remove() -> None:
+        stop_workers()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    # Unlike atexit's, this is called in processes of multiprocessing as well.
+    multiprocessing.util.Finalize(None, remove, exitpriority=0)
     return folder
 
 
@@ -185,7 +191,6 @@ def _worker(index: int) -> Worker:
     return _workers[index]
 
 
-@atexit.register
 def stop_workers() -> None:
     for worker in _workers:
         worker.pipe.close()

@@ -6,7 +6,7 @@ run_ranks(1, train, "Llama", folder, {})   the same numbers as   run_ranks(2, tr
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 from tests.support.models import EXPERTS, SIZES, VOCABULARY
+from tests.support.ranks import run_ranks
 
 LENGTH = 33
 DOCUMENTS = 9  # of which the last batch has one
@@ -159,6 +160,14 @@ def with_axes(settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "parallelism_config": axes}
 
 
+def train_on(ranks: int, *args: Any, by: Callable[..., Result] | None = None) -> Result:
+    """Call `train`, or another, on ranks, of which all get the same."""
+    results = run_ranks(ranks, by or train, *args)
+    for other in results[1:]:
+        check_same(results[0], other, exactly=True)
+    return results[0]
+
+
 def train(name: str, folder: str, settings: Mapping[str, Any]) -> Result:
     """Train a model with Trainer as it is documented.
 
@@ -218,7 +227,7 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
     metrics, own_loss = settings.pop("metrics", False), settings.pop("own_loss", False)
     stream = settings.pop("stream", False)
     own = {"per_device_train_batch_size": 2, "num_train_epochs": 1}
-    arguments = transformers.TrainingArguments(folder, **{**ARGUMENTS, **own, **settings})
+    arguments = transformers.TrainingArguments(str(folder), **{**ARGUMENTS, **own, **settings})
     kept: list[Tensor] = []
 
     def compute_metrics(prediction: Any) -> dict[str, float]:
@@ -298,7 +307,7 @@ def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
     rows = datasets.Dataset.from_list(texts())
     trainer = SFTTrainer(
         model,
-        SFTConfig(folder, **given),
+        SFTConfig(str(folder), **given),
         train_dataset=rows,
         eval_dataset=rows,
         processing_class=letters(),

@@ -6,6 +6,7 @@ has settings of its own, and each run is compared with one process.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from tests.support.processes import run_python
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.trainers import (
     CAUSAL,
     CHECKPOINTED,
@@ -26,34 +27,36 @@ from tests.support.trainers import (
     LOSS_TOLERANCE,
     OFFLOADED,
     WEIGHT_TOLERANCE,
-    Result,
     check_close,
     check_same,
     evaluate,
     launched,
     train,
     train_and_count_graphs,
+    train_on,
 )
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
+from accelerate.utils import (  # noqa: E402
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    TorchContextParallelConfig,
+)
+
+from cp_inductor.integrations.accelerate import register  # noqa: E402
+from tests.support.models import make  # noqa: E402
+
 SAVING = {**COMPILED, "save_strategy": "steps", "save_steps": 2}
-
-
-def on_ranks(ranks: int, name: str, folder: Path, settings: Mapping[str, Any]) -> Result:
-    results = run_ranks(ranks, train, name, str(folder), settings)
-    for other in results[1:]:
-        check_same(results[0], other, exactly=True)
-    return results[0]
 
 
 @pytest.mark.slow
 def test_trainer_computes_what_one_process_does(tmp_path: Path) -> None:
     """Two steps of two batches each, under a window, at a length that is odd."""
     settings = {**COMPILED, "max_steps": 2}
-    two = on_ranks(2, "Mistral", tmp_path / "two", settings)
-    check_same(two, on_ranks(1, "Mistral", tmp_path / "one", settings))
+    two = train_on(2, "Mistral", tmp_path / "two", settings)
+    check_same(two, train_on(1, "Mistral", tmp_path / "one", settings))
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "saved-2")
     for name, weight in saved.named_parameters():
         assert torch.equal(weight, two.weights[name]), name
@@ -63,12 +66,12 @@ def test_trainer_computes_what_one_process_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_trainer_saves_and_resumes(name: str, tmp_path: Path) -> None:
     """Padding and packed documents; a checkpoint goes on, on as many ranks or on one."""
-    two = on_ranks(2, name, tmp_path / "two", SAVING)
-    one = on_ranks(1, name, tmp_path / "one", SAVING)
+    two = train_on(2, name, tmp_path / "two", SAVING)
+    one = train_on(1, name, tmp_path / "one", SAVING)
     check_same(two, one)
     resumed = {**COMPILED, "resume": 2}
     for ranks in (2, 1):
-        again = on_ranks(ranks, name, tmp_path / "two", resumed)
+        again = train_on(ranks, name, tmp_path / "two", resumed)
         assert len(again.gradients) == 1
         for key, weight in one.weights.items():
             check_close(key, again.weights[key], weight, WEIGHT_TOLERANCE)
@@ -88,8 +91,8 @@ def test_trainer_saves_and_resumes(name: str, tmp_path: Path) -> None:
 )
 def test_settings_of_trainer(settings: Mapping[str, Any], tmp_path: Path) -> None:
     settings = {**COMPILED, "max_steps": 2, **settings}
-    two = on_ranks(2, "Llama", tmp_path / "two", settings)
-    check_same(two, on_ranks(1, "Llama", tmp_path / "one", settings))
+    two = train_on(2, "Llama", tmp_path / "two", settings)
+    check_same(two, train_on(1, "Llama", tmp_path / "one", settings))
 
 
 @pytest.mark.long
@@ -98,8 +101,8 @@ def test_evaluation_while_training(metrics: bool, tmp_path: Path) -> None:
     """The last batch has one sample; with metrics, every rank has the logits of all."""
     evaluating = {"eval_strategy": "steps", "eval_steps": 1, "metrics": metrics}
     settings = {**COMPILED, "max_steps": 2, **evaluating}
-    two = on_ranks(2, "Llama", tmp_path / "two", settings)
-    check_same(two, on_ranks(1, "Llama", tmp_path / "one", settings))
+    two = train_on(2, "Llama", tmp_path / "two", settings)
+    check_same(two, train_on(1, "Llama", tmp_path / "one", settings))
     assert sum("eval_loss" in entry for entry in two.logs) == 2
     assert (two.logits is not None) == metrics
 
@@ -123,8 +126,8 @@ def test_a_data_set_without_a_length(settings: Mapping[str, Any], tmp_path: Path
     batches = settings.get("dp_shard_size", 1)
     settings = {**settings, "stream": True, "max_steps": 4, "gradient_accumulation_steps": 1}
     settings["per_device_train_batch_size"] = 3 if batches == 1 else 1
-    many = on_ranks(2 * batches, CAUSAL, tmp_path / "many", settings)
-    check_same(many, on_ranks(1, CAUSAL, tmp_path / "one", settings))
+    many = train_on(2 * batches, CAUSAL, tmp_path / "many", settings)
+    check_same(many, train_on(1, CAUSAL, tmp_path / "one", settings))
 
 
 @pytest.mark.long
@@ -157,32 +160,27 @@ def sharded(batches: int, **settings: Any) -> dict[str, Any]:
     ("name", "ranks", "batches", "settings"),
     [
         (CAUSAL, 2, 1, {}),
-        (CAUSAL, 4, 2, {}),
-        pytest.param("Qwen3", 4, 2, COMPILED, marks=pytest.mark.long),
-        pytest.param("Llama", 2, 1, COMPILED, marks=pytest.mark.long),
-        pytest.param("Llama", 4, 2, COMPILED, marks=pytest.mark.long),
-        (CAUSAL, 2, 1, CHECKPOINTED),
-        ("Qwen3", 2, 1, {**COMPILED, **CHECKPOINTED}),
-        pytest.param("Qwen3", 2, 1, COMPILED, marks=pytest.mark.long),
-        (CAUSAL, 2, 1, OFFLOADED),
-        pytest.param("Llama", 2, 1, {**COMPILED, **OFFLOADED}, marks=pytest.mark.long),
-        ("Qwen3Moe, causal", 2, 1, CHECKPOINTED),  # and the loss that balances experts
-        pytest.param("Qwen3Moe", 2, 1, COMPILED, marks=pytest.mark.long),
-        pytest.param("Mixtral, causal", 4, 2, {}, marks=pytest.mark.long),
-        pytest.param("Mixtral", 2, 1, {**COMPILED, **CHECKPOINTED}, marks=pytest.mark.long),
-        pytest.param(
-            "Qwen3",
-            2,
-            1,
-            {**COMPILED, "torch_compile_backend": "cp_inductor"},
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            CAUSAL, 4, 2, {"average_tokens_across_devices": False}, marks=pytest.mark.long
-        ),
-        pytest.param(CAUSAL, 2, 1, {"gradient_checkpointing": True}, marks=pytest.mark.long),
-        pytest.param(
-            "Llama", 2, 1, {**COMPILED, "gradient_checkpointing": True}, marks=pytest.mark.long
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (CAUSAL, 4, 2, {}),
+                (CAUSAL, 2, 1, CHECKPOINTED),
+                ("Qwen3", 2, 1, {**COMPILED, **CHECKPOINTED}),
+                (CAUSAL, 2, 1, OFFLOADED),
+                ("Qwen3Moe, causal", 2, 1, CHECKPOINTED),  # and the loss that balances experts
+                ("Qwen3", 4, 2, COMPILED),
+                ("Llama", 2, 1, COMPILED),
+                ("Llama", 4, 2, COMPILED),
+                ("Qwen3", 2, 1, COMPILED),
+                ("Llama", 2, 1, {**COMPILED, **OFFLOADED}),
+                ("Qwen3Moe", 2, 1, COMPILED),
+                ("Mixtral, causal", 4, 2, {}),
+                ("Mixtral", 2, 1, {**COMPILED, **CHECKPOINTED}),
+                ("Qwen3", 2, 1, {**COMPILED, "torch_compile_backend": "cp_inductor"}),
+                (CAUSAL, 4, 2, {"average_tokens_across_devices": False}),
+                (CAUSAL, 2, 1, {"gradient_checkpointing": True}),
+                ("Llama", 2, 1, {**COMPILED, "gradient_checkpointing": True}),
+            )
         ),
     ],
 )
@@ -191,8 +189,8 @@ def test_trainer_shards_weights(
 ) -> None:
     """FSDP2: the same losses, norms, gradients and weights as one process with all batches."""
     settings = sharded(batches, **settings)
-    many = on_ranks(ranks, name, tmp_path / "many", settings)
-    check_same(many, on_ranks(1, name, tmp_path / "one", settings))
+    many = train_on(ranks, name, tmp_path / "many", settings)
+    check_same(many, train_on(1, name, tmp_path / "one", settings))
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "many" / f"saved-{ranks}")
     for key, weight in saved.named_parameters():
         assert torch.equal(weight, many.weights[key]), key
@@ -202,10 +200,10 @@ def test_trainer_shards_weights(
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_sharded_weights_are_saved_and_resumed(kind: str, tmp_path: Path) -> None:
     settings = sharded(2, fsdp_config={"state_dict_type": kind})
-    one = on_ranks(1, CAUSAL, tmp_path / "one", settings)
+    one = train_on(1, CAUSAL, tmp_path / "one", settings)
     saving = {**settings, "save_strategy": "steps", "save_steps": 1}
-    check_same(on_ranks(4, CAUSAL, tmp_path / "many", saving), one)
-    again = on_ranks(4, CAUSAL, tmp_path / "many", {**settings, "resume": 1})
+    check_same(train_on(4, CAUSAL, tmp_path / "many", saving), one)
+    again = train_on(4, CAUSAL, tmp_path / "many", {**settings, "resume": 1})
     assert len(again.gradients) == 1
     for key, weight in one.weights.items():
         check_close(key, again.weights[key], weight, WEIGHT_TOLERANCE)
@@ -220,42 +218,47 @@ def test_evaluation_with_sharded_weights(tmp_path: Path) -> None:
     """
     settings = sharded(2, eval_strategy="steps", eval_steps=1, metrics=True)
     settings["per_device_eval_batch_size"] = 1
-    many = on_ranks(4, CAUSAL, tmp_path / "many", settings)
-    check_same(many, on_ranks(1, CAUSAL, tmp_path / "one", settings))
+    many = train_on(4, CAUSAL, tmp_path / "many", settings)
+    check_same(many, train_on(1, CAUSAL, tmp_path / "one", settings))
+
+
+IDS = torch.arange(2 * 33).reshape(2, 33) % 61
+
+
+def make_accelerator(fsdp: Mapping[str, Any] | None = None, **more: Any) -> Any:
+    """Return an accelerator whose ranks share each sequence, perhaps under FSDP."""
+    plugin = None
+    if dist.get_world_size() > 1:
+        register()
+        axes = accelerate.ParallelismConfig(cp_size=2, cp_backend="cp_inductor")
+        more = {"parallelism_config": axes, **more}
+        plugin = fsdp and FullyShardedDataParallelPlugin(**fsdp)
+    return accelerate.Accelerator(cpu=True, fsdp_plugin=plugin, **more)
+
+
+def take_step(accelerator: Any, model: Any, optimizer: Any) -> torch.Tensor:
+    with accelerator.maybe_context_parallel(buffers=[IDS], buffer_seq_dims=[1]):
+        loss = model(IDS, labels=IDS, use_cache=False).loss
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 def hold_shards(precision: str) -> tuple[float, float, set[torch.dtype]]:
     """Train two steps; return a rank's share of the weights, the loss, and dtypes of weights."""
-    from accelerate import Accelerator, ParallelismConfig
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    from cp_inductor.integrations.accelerate import register
-    from tests.support.models import make
-
     with launched():
-        config, plugin = None, None
-        if dist.get_world_size() > 1:
-            register()
-            config = ParallelismConfig(cp_size=2, cp_backend="cp_inductor")
-            plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-        accelerator = Accelerator(
-            cpu=True, parallelism_config=config, fsdp_plugin=plugin, mixed_precision=precision
-        )
+        accelerator = make_accelerator({"fsdp_version": 2}, mixed_precision=precision)
         model = make("Llama")
         whole = sum(parameter.numel() for parameter in model.parameters())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer = accelerator.prepare(model, optimizer)
-        ids = torch.arange(2 * 33).reshape(2, 33) % 61
-        for _ in range(2):
-            loss = model(ids, labels=ids, use_cache=False).loss
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+        loss = [take_step(accelerator, model, optimizer) for _ in range(2)][-1]
         held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
         states = [state for kept in optimizer.state.values() for state in kept.values()]
         sizes = sum(s.to_local().numel() for s in states if isinstance(s, DTensor))
-        if config is not None:
+        if dist.get_world_size() > 1:
             assert sizes == 2 * sum(p.numel() for p in held)
         return sum(p.numel() for p in held) / whole, loss.item(), {p.dtype for p in held}
 
@@ -274,72 +277,41 @@ def test_ranks_hold_their_part_of_the_weights(precision: str, tolerance: float) 
         assert dtypes == {torch.float32}
 
 
-def drop_out(is_checkpointed: bool) -> tuple[float, int, list[torch.Tensor]]:
-    """Prepare a model with dropout twice, and train a step.
-
-    Returns:
-        The loss, how many layers are checkpointed, and the gradients.
-    """
-    from accelerate import Accelerator, ParallelismConfig
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    from cp_inductor.integrations.accelerate import register
-    from tests.support.models import make
-
-    register()
-    with launched():
-        accelerator = Accelerator(
-            cpu=True,
-            parallelism_config=ParallelismConfig(cp_size=2, cp_backend="cp_inductor"),
-            fsdp_plugin=FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                auto_wrap_policy="transformer_based_wrap",
-                activation_checkpointing=is_checkpointed,
-            ),
-        )
-        model = make("GPT2LMHeadModel", resid_pdrop=0.5, attn_pdrop=0.0, embd_pdrop=0.0).train()
-        optimizer = torch.optim.SGD(model.parameters())
-        model, _ = accelerator.prepare(model, optimizer)
-        model, _ = accelerator.prepare(model, optimizer)
-        ids = torch.arange(2 * 33).reshape(2, 33) % 61
-        transformers.set_seed(3)
-        loss = model(ids, labels=ids, use_cache=False).loss
-        accelerator.backward(loss)
-        layers = sum("Checkpoint" in type(module).__name__ for module in model.modules())
-        return loss.item(), layers, [p.grad.full_tensor() for p in model.parameters()]
-
-
 @pytest.mark.slow
+@on_ranks(2)
 def test_what_is_recomputed_drops_what_was_dropped() -> None:
     """accelerate's checkpoints draw random numbers anew, and so have gradients of another loss."""
-    for (loss, layers, found), (expected, none, right) in zip(
-        run_ranks(2, drop_out, True), run_ranks(2, drop_out, False), strict=True
-    ):
-        assert (loss, layers, none) == (expected, 2, 0)
-        for gradient, one in zip(found, right, strict=True):
-            check_close("gradient", gradient, one, GRADIENT_TOLERANCE)
+    results = []
+    for is_checkpointed in (True, False):
+        with launched():
+            plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
+            accelerator = make_accelerator({**plugin, "activation_checkpointing": is_checkpointed})
+            sizes = {"resid_pdrop": 0.5, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+            model = make("GPT2LMHeadModel", **sizes).train()
+            optimizer = torch.optim.SGD(model.parameters())
+            for _ in range(2):
+                model, _ = accelerator.prepare(model, optimizer)
+            transformers.set_seed(3)
+            loss = model(IDS, labels=IDS, use_cache=False).loss
+            accelerator.backward(loss)
+        layers = sum("Checkpoint" in type(module).__name__ for module in model.modules())
+        assert layers == (2 if is_checkpointed else 0)
+        results.append((loss, [p.grad.full_tensor() for p in model.parameters()]))
+    (loss, found), (expected, right) = results
+    assert loss == expected
+    for gradient, one in zip(found, right, strict=True):
+        check_close("gradient", gradient, one, GRADIENT_TOLERANCE)
 
 
 def prepare_apart(order: str) -> float:
     """Train a step with accelerate alone; return the loss after it."""
-    from accelerate import Accelerator, ParallelismConfig, PartialState
-    from accelerate.utils import DistributedType
-
-    from cp_inductor.integrations.accelerate import register
-    from tests.support.models import make
-
     with launched():
-        config = None
-        if dist.get_world_size() > 1:
-            register()
-            config = ParallelismConfig(cp_size=2, cp_backend="cp_inductor")
         if order == "as on GPUs" and dist.get_world_size() > 1:
             # On several GPUs, accelerate demands FSDP2 as soon as it sees a cp_size.
-            PartialState(cpu=True)
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        accelerator = Accelerator(cpu=True, parallelism_config=config)
-        if config is not None:
-            assert accelerator.parallelism_config is config
+            accelerate.PartialState(cpu=True)
+            multi_gpu = accelerate.utils.DistributedType.MULTI_GPU
+            accelerate.PartialState._shared_state["distributed_type"] = multi_gpu
+        accelerator = make_accelerator()
         model = make("Llama")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if order != "optimizer first":
@@ -347,17 +319,10 @@ def prepare_apart(order: str) -> float:
         else:
             optimizer = accelerator.prepare(optimizer)
             prepared = accelerator.prepare(model)
-        ids = torch.arange(2 * 33).reshape(2, 33) % 61
-        losses = []
-        for _ in range(2):
-            with accelerator.maybe_context_parallel(buffers=[ids], buffer_seq_dims=[1]):
-                assert ids.shape == (2, 33)
-                loss = prepared(ids, labels=ids, use_cache=False).loss
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(accelerator.gather_for_metrics(loss.detach()[None]))
+        losses = [
+            accelerator.gather_for_metrics(take_step(accelerator, prepared, optimizer)[None])
+            for _ in range(2)
+        ]
         assert losses[1].shape == (1,)
         assert losses[1] < losses[0]
         assert {type(value) for value in model.state_dict().values()} == {torch.Tensor}
@@ -447,82 +412,54 @@ def test_names_are_known_once_registered() -> None:
     run_python("-c", REGISTERED)
 
 
-def refuse(what: str) -> str:
-    from accelerate import Accelerator, ParallelismConfig
-    from accelerate.utils import (
-        DataLoaderConfiguration,
-        FullyShardedDataParallelPlugin,
-        TorchContextParallelConfig,
-    )
-
-    from cp_inductor.integrations.accelerate import register
-
-    register()
-    with launched():
-        if what == "handler":
-            with pytest.raises(InvalidArgument) as refusal:
-                ParallelismConfig(
-                    cp_size=2, cp_backend="cp_inductor", cp_handler=TorchContextParallelConfig()
-                )
-            return str(refusal.value)
-        sizes: dict[str, int] = {
-            "tp": {"cp_size": 2, "tp_size": 2},
-            "size": {"cp_size": 2},
-        }.get(what, {"cp_size": 3})
-        plugins: dict[str, dict[str, Any]] = {
-            "FSDP1": {"fsdp_version": 1},
-            "offload": {
-                "fsdp_version": 2,
-                "activation_checkpointing": True,
-                "activation_checkpointing_offload": True,
-            },
-            "no layer": {"fsdp_version": 2, "activation_checkpointing": True},
-            "none such": {
-                "fsdp_version": 2,
-                "activation_checkpointing": True,
-                "auto_wrap_policy": "transformer_based_wrap",
-            },
-        }
-
-        def make() -> None:
-            config = ParallelismConfig(**sizes, cp_backend="cp_inductor")
-            plugin = plugins.get(what)
-            accelerator = Accelerator(
-                cpu=True,
-                parallelism_config=config,
-                fsdp_plugin=plugin and FullyShardedDataParallelPlugin(**plugin),
-                dataloader_config=DataLoaderConfiguration(dispatch_batches=True),
-            )
-            if what in ("no layer", "none such"):
-                model = torch.nn.Sequential(torch.nn.Linear(3, 3))
-                accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-            accelerator.prepare(torch.utils.data.DataLoader([torch.ones(3)]))
-
-        with pytest.raises((InvalidArgument, UnsupportedPlacement)) as refusal:
-            make()
-        return str(refusal.value)
+CHECKPOINTING = {"fsdp_version": 2, "activation_checkpointing": True}
+BY_LAYERS = {**CHECKPOINTING, "auto_wrap_policy": "transformer_based_wrap"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("axes", "fsdp", "said"),
     [
-        ("handler", "got a TorchContextParallelConfig; leave it out"),
-        ("tp", "expected cp_size, or cp_size and dp_shard_size under FSDP2, with cp_backend="),
-        ("FSDP1", "got FSDP1; use these axes"),
-        ("offload", "no activation_checkpointing_offload with cp_backend='cp_inductor', got act"),
         (
-            "no layer",
+            {"cp_handler": TorchContextParallelConfig()},
+            None,
+            "got a TorchContextParallelConfig; leave it out",
+        ),
+        (
+            {"cp_size": 2, "tp_size": 2},
+            None,
+            "expected cp_size, or cp_size and dp_shard_size under FSDP2, with cp_backend=",
+        ),
+        ({}, {"fsdp_version": 1}, "got FSDP1; use these axes"),
+        (
+            {},
+            {**CHECKPOINTING, "activation_checkpointing_offload": True},
+            "no activation_checkpointing_offload with cp_backend='cp_inductor', got act",
+        ),
+        (
+            {},
+            CHECKPOINTING,
             "got auto_wrap_policy=None, by which no module of Sequential is one; set auto_",
         ),
         (
-            "none such",
+            {},
+            BY_LAYERS,
             "by which no module of Sequential is one; set auto_wrap_policy='transformer_",
         ),
-        ("dispatch", "got dispatch_batches=True; leave it out: every rank reads the batches"),
-        ("size", "expected cp_size=3, the number of processes, got cp_size=2"),
+        ({}, None, "got dispatch_batches=True; leave it out: every rank reads the batches"),
+        ({"cp_size": 2}, None, "expected cp_size=3, the number of processes, got cp_size=2"),
     ],
 )
-def test_refusals(what: str, said: str) -> None:
-    for message in run_ranks(3, refuse, what):
-        assert said in message
+@on_ranks(3)
+def test_refusals(axes: dict[str, Any], fsdp: dict[str, Any] | None, said: str) -> None:
+    register()
+    refused = pytest.raises((InvalidArgument, UnsupportedPlacement), match=re.escape(said))
+    with launched(), refused:
+        config = accelerate.ParallelismConfig(**{"cp_size": 3, "cp_backend": "cp_inductor", **axes})
+        loading = DataLoaderConfiguration(dispatch_batches=True)
+        how = {"parallelism_config": config, "dataloader_config": loading}
+        accelerator = make_accelerator(fsdp, **how)
+        if fsdp:
+            model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+            accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        accelerator.prepare(torch.utils.data.DataLoader([torch.ones(3)]))

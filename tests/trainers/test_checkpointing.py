@@ -44,7 +44,7 @@ from tests.support.combinations import (
 )
 from tests.support.comms import Counts
 from tests.support.graphs import lowered_graphs
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import fake_rank, on_ranks, run_ranks
 from tests.support.reference import make_qkv
 
 OURS = torch.ops.cp_inductor.attention.default
@@ -120,12 +120,6 @@ def test_selective_checkpoint(form: str) -> None:
         run_ranks(4, check_checkpointed, form, saved)
 
 
-def check_budget(form: str) -> None:
-    for budget in (0.0,) if form == COMPILED else (0.0, 0.5):
-        with torch._functorch.config.patch(activation_memory_budget=budget):
-            check_checkpointed_not(form)
-
-
 def check_checkpointed_not(form: str) -> None:
     mesh = make_mesh(2, names=("cp",))
     _, grads = unsharded()
@@ -136,8 +130,11 @@ def check_checkpointed_not(form: str) -> None:
 
 
 @combination("a memory budget for activations", *FORMS[1:], eager="Only a compiler has it.")
+@on_ranks(2)
 def test_memory_budget(form: str) -> None:
-    run_ranks(2, check_budget, form)
+    for budget in (0.0,) if form == COMPILED else (0.0, 0.5):
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            check_checkpointed_not(form)
 
 
 # What is in the graphs
@@ -153,9 +150,7 @@ def inputs() -> Iterator[list[Tensor]]:
         ]
 
 
-def num_starts(
-    kwargs: dict[str, Any] | None, inputs: list[Tensor], **flags: Any
-) -> tuple[int, int]:
+def num_starts(inputs: list[Tensor], policy: dict[str, Any] | None, **flags: Any) -> list[int]:
     """Count exchanges of the forward and of the backward of one attention, perhaps checkpointed."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -163,50 +158,45 @@ def num_starts(
         return F.scaled_dot_product_attention(query.sin(), key.sin(), value, is_causal=True)
 
     def model(*tensors: Tensor) -> Tensor:
-        if kwargs is None:
+        if policy is None:
             return attend(*tensors).cos()
-        return checkpoint(attend, *tensors, use_reentrant=False, **kwargs).cos()
+        return checkpoint(attend, *tensors, use_reentrant=False, **policy).cos()
 
     torch._dynamo.reset()
     with config.patch(**flags):
         graphs = lowered_graphs(model, *inputs)
-    forward, backward = (
+    return [
         sum(node.target is START for node in graphs[kind].graph.nodes)
         for kind in ("forward", "backward")
-    )
-    return forward, backward
+    ]
 
 
-def test_what_is_computed_again_is_fetched_again(inputs: list[Tensor]) -> None:
-    forward, backward = num_starts(None, inputs)
-    assert num_starts({}, inputs) == (forward, backward + forward)
-
-
-@pytest.mark.parametrize("op", [OURS, CPU_KERNEL], ids=str)
-def test_must_save(inputs: list[Tensor], op: Any) -> None:
-    assert num_starts(selective(op), inputs) == num_starts(None, inputs)
-
-
-@pytest.mark.parametrize("op", [OURS, CPU_KERNEL], ids=str)
-def test_must_recompute(inputs: list[Tensor], op: Any) -> None:
-    forward, backward = num_starts(None, inputs)
-    assert num_starts(selective(None, op), inputs) == (forward, backward + forward)
-
-
-def test_the_policy_of_the_op_has_the_last_word(inputs: list[Tensor]) -> None:
-    forward, backward = num_starts(None, inputs)
-    assert num_starts(selective(CPU_KERNEL, OURS), inputs) == (forward, backward + forward)
+@pytest.mark.parametrize(
+    ("policy", "is_again"),
+    [
+        ({}, True),
+        (selective(OURS), False),
+        (selective(CPU_KERNEL), False),
+        (selective(None, OURS), True),
+        (selective(None, CPU_KERNEL), True),
+        (selective(CPU_KERNEL, OURS), True),  # the policy of the op has the last word
+    ],
+)
+def test_what_is_computed_again_is_fetched_again(
+    inputs: list[Tensor], policy: dict[str, Any], is_again: bool
+) -> None:
+    forward, backward = num_starts(inputs, None)
+    assert num_starts(inputs, policy) == [forward, backward + forward * is_again]
 
 
 def test_what_is_kept_is_not_fetched_again(inputs: list[Tensor]) -> None:
     """All that the forward fetched is saved: its exchange is run once, however it is saved."""
     keep = {"keep_bytes": 1 << 20}
-    forward, backward = num_starts(None, inputs)
-    kept_forward, kept_backward = num_starts(None, inputs, **keep)
-    assert (kept_forward, kept_backward) == (forward, backward - forward)
-    assert num_starts(selective(OURS), inputs, **keep) == (kept_forward, kept_backward)
+    forward, backward = num_starts(inputs, None)
+    kept = [forward, backward - forward]
+    assert num_starts(inputs, None, **keep) == num_starts(inputs, selective(OURS), **keep) == kept
     # Computed again it is fetched once, for itself and for the backward.
-    assert num_starts({}, inputs, **keep) == (forward, kept_backward + forward)
+    assert num_starts(inputs, {}, **keep) == [forward, backward]
 
 
 def test_flops_are_those_of_the_plan(inputs: list[Tensor]) -> None:

@@ -23,9 +23,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 import cp_inductor
 from tests.support.combinations import (
     AOT,
-    FORMS,
+    Row,
     assert_rewritten,
-    combination,
+    combinations,
     compiled,
     make_batch,
     make_mesh,
@@ -34,7 +34,7 @@ from tests.support.combinations import (
     shards_of,
     whole,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.reference import make_qkv
 
 # Ranks that take longer print where they are. Through Inductor it takes a minute, or on a machine
@@ -100,16 +100,25 @@ def train_region(model: nn.Module, mesh: DeviceMesh, form: str) -> list[Tensor]:
     return losses
 
 
-Train = Callable[[nn.Module, DeviceMesh, str], list[Tensor]]
+WAYS = {
+    "a compiled step of DTensors: forward, backward and optimizer": Row(
+        settings={"train": train_dtensors}
+    ),
+    "a compiled step in context_parallel: forward, backward and optimizer": Row(
+        settings={"train": train_region}
+    ),
+}
 
 
-def check_steps(form: str, train: Train) -> None:
+@combinations(WAYS)
+@on_ranks(2)
+def test_steps(row: str, form: str) -> None:
     mesh = make_mesh(dist.get_world_size(), names=("cp",))
     expected, model = (make_model(num_layers=1).double() for _ in range(2))
     step = make_step(expected)
     losses = [step(*batch) for batch in BATCHES]
     with watched():
-        actual = train(model, mesh, form)
+        actual = WAYS[row].settings["train"](model, mesh, form)
     torch.testing.assert_close(torch.stack(actual), torch.stack(losses), rtol=0, atol=TOLERANCE)
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         difference = (whole(one.detach()) - other.detach()).abs().max()
@@ -118,17 +127,9 @@ def check_steps(form: str, train: Train) -> None:
     callback_handler.clear()  # which raises where a compile is pending
 
 
-@combination("a compiled step of DTensors: forward, backward and optimizer", *FORMS)
-def test_dtensors(form: str) -> None:
-    run_ranks(2, check_steps, form, train_dtensors)
-
-
-@combination("a compiled step in context_parallel: forward, backward and optimizer", *FORMS)
-def test_region(form: str) -> None:
-    run_ranks(2, check_steps, form, train_region)
-
-
-def check_users_callbacks() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_callbacks_of_the_user_are_the_only_ones() -> None:
     """A callback that Dynamo would trace, because a backward is compiled where Dynamo looks on.
 
     torch (2.13) holds a lock meanwhile that the trace of the callback needs as well.
@@ -153,8 +154,3 @@ def check_users_callbacks() -> None:
         assert callback_handler.end_callbacks == []
     finally:
         callback_handler.remove_start_callback(note)
-
-
-@pytest.mark.slow
-def test_callbacks_of_the_user_are_the_only_ones() -> None:
-    run_ranks(2, check_users_callbacks)

@@ -6,13 +6,9 @@ only in models of several blocks.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo import compiled_autograd
@@ -20,7 +16,6 @@ from torch._dynamo.utils import counters
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing import FileCheck
 
 from tests.support.combinations import (
     AOT,
@@ -34,7 +29,6 @@ from tests.support.combinations import (
     combination,
     compiled,
     grads_of,
-    make_batch,
     make_mesh,
     make_model,
     plain_name,
@@ -43,14 +37,15 @@ from tests.support.combinations import (
     whole,
 )
 from tests.support.comms import Counts
-from tests.support.graphs import generated_code
-from tests.support.ranks import fake_rank, run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.tensor_parallel import parallelize
 
 ALL_REDUCE = torch.ops.c10d.allreduce_
 
 
-def check_ddp(form: str) -> None:
+@combination("DDP over (dp, cp), its graph splitter on", *FORMS)
+@on_ranks(4)
+def test_ddp(form: str) -> None:
     mesh = make_mesh(2, 2)
     loss, grads = unsharded()
     group = mesh["dp", "cp"]._flatten("data").get_group()
@@ -75,37 +70,9 @@ def check_ddp(form: str) -> None:
     assert_grads(grads_of(model), {name: 2 * grad for name, grad in grads.items()})
 
 
-@combination("DDP over (dp, cp), its graph splitter on", *FORMS)
-def test_ddp(form: str) -> None:
-    run_ranks(4, check_ddp, form)
-
-
-def check_accumulation(form: str) -> None:
-    """The second of two batches finds the gradients of the first, which nobody averaged."""
-    mesh = make_mesh(2, 2)
-    batches = make_batch(seed=2), make_batch(seed=3)
-    loss, grads = unsharded(*batches)
-    group = mesh["dp", "cp"]._flatten("data").get_group()
-    model = DistributedDataParallel(make_model(), process_group=group)
-    run = compiled(model, form)
-    with model.no_sync():
-        first = train_step(run, mesh, batches[0])
-    # Nothing was averaged yet: ranks have gradients of their own.
-    of_ranks = [torch.empty_like(model.module.head.weight) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, model.module.head.weight.grad)
-    assert not any(torch.equal(of_ranks[0], other) for other in of_ranks[1:])
-    second = train_step(run, mesh, batches[1])
-    torch.testing.assert_close((first + second) / 2, loss)
-    assert_rewritten(form)
-    assert_grads(grads_of(model), grads)
-
-
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
-def test_accumulation(form: str) -> None:
-    run_ranks(4, check_accumulation, form)
-
-
-def check_tensor_parallel(form: str) -> None:
+@combination("DDP over cp, tensor parallelism over tp", EAGER, AOT)
+@on_ranks(4)
+def test_tensor_parallel(form: str) -> None:
     """What DDP reduces on cp are the local parts of weights that are sharded on tp."""
     mesh = make_mesh(2, 2, names=("cp", "tp"))
     loss, grads = unsharded()
@@ -135,11 +102,6 @@ def check_tensor_parallel(form: str) -> None:
     assert_rewritten(form)
 
 
-@combination("DDP over cp, tensor parallelism over tp", EAGER, AOT)
-def test_tensor_parallel(form: str) -> None:
-    run_ranks(4, check_tensor_parallel, form)
-
-
 # Compiled autograd: one graph for the whole backward, in which gradients are reduced.
 
 
@@ -150,7 +112,9 @@ def backward_with(backend: str, *, fullgraph: bool = True) -> Any:
     return compiled_autograd._enable(compile_graph)
 
 
-def check_compiled_autograd(form: str) -> None:
+@combination("replicate over (dp, cp), compiled autograd", AOT, COMPILED, eager=NOTHING)
+@on_ranks(4)
+def test_compiled_autograd(form: str) -> None:
     mesh = make_mesh(2, 2)
     loss, grads = unsharded(num_layers=1)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
@@ -161,93 +125,3 @@ def check_compiled_autograd(form: str) -> None:
     torch.testing.assert_close(actual, loss)
     assert_rewritten(form)
     assert_grads(grads_of(model), grads)
-
-
-@combination("replicate over (dp, cp), compiled autograd", AOT, COMPILED, eager=NOTHING)
-def test_compiled_autograd(form: str) -> None:
-    run_ranks(4, check_compiled_autograd, form)
-
-
-def check_compiled_backward_alone() -> None:
-    mesh = make_mesh(1, 2)
-    loss, grads = unsharded(num_layers=1)
-    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        group = mesh["dp", "cp"]._flatten("data").get_group()
-        model = DistributedDataParallel(make_model(num_layers=1), process_group=group)
-        # Dynamo (2.13) breaks where DTensors that eager code made are taken apart.
-        with backward_with(AOT, fullgraph=False):
-            actual = train_step(model, mesh)
-    torch.testing.assert_close(actual, loss)
-    assert_grads(grads_of(model), grads)
-    assert counters["compiled_autograd"]["captures"] == 1
-    # Its attentions are tiles and exchanges in the graph.
-    assert counters["cp_inductor"]["tiles"] >= 1
-
-
-@pytest.mark.long
-def test_the_backward_of_an_eager_forward_is_compiled() -> None:
-    run_ranks(2, check_compiled_backward_alone)
-
-
-# Inductor's passes over the all-reduces of gradients, beside our exchanges.
-
-STARTED = r"(all_to_all_single|all_reduce(?:_coalesced)?_?)\.default\("
-
-
-@dataclass(frozen=True)
-class Backward:
-    code: str
-    num_buckets: int
-
-
-@cache
-def backward_of_rank(rank: int, fusion: str) -> Backward:
-    """Return the code of a backward under compiled autograd, one graph, of one of 4 ranks."""
-    patches = {
-        "_fuse_ddp_communication": True,
-        "_fuse_ddp_communication_passes": [fusion, "schedule_comm_wait"],
-        "reorder_for_locality": False,
-    }
-    with fake_rank(rank, 4):
-        mesh = make_mesh(2, 2)
-        model = replicate(
-            make_model(dim=320), device_mesh=mesh["dp", "cp"]._flatten("data"), bucket_cap_mb=1
-        )
-        with (
-            torch._dynamo.config.patch(optimize_ddp="python_reducer"),
-            torch._inductor.config.patch(patches),
-            generated_code() as codes,
-            backward_with(COMPILED),
-        ):
-            train_step(torch.compile(model, backend=COMPILED), mesh)
-        (code,) = (code for code in codes if "all_reduce" in code)
-        return Backward(code, counters["inductor"]["ddp_buckets"])
-
-
-# Dynamo's own, where it resumes behind replicate's hook.
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("op", [pytest.param("coalesced", marks=pytest.mark.long), "concat"])
-def test_gradients_are_reduced_in_buckets_beside_exchanges(op: str) -> None:
-    backward = backward_of_rank(1, f"fuse_ddp_with_{op}_op")
-    start = "_c10d_functional.all_to_all_single.default("
-    reduce = f"_c10d_functional.all_reduce_{'coalesced_' * (op == 'coalesced')}.default("
-    wait = "_c10d_functional.wait_tensor.default("
-    assert backward.num_buckets == 6
-    assert backward.code.count(reduce) == backward.num_buckets
-    # The gradients of the upper layer are on their way while those of the lower are exchanged.
-    check = FileCheck().check(reduce).check(start).check(wait)
-    check.check_count(reduce, 3).check(start).check(wait).check_count(reduce, 2)
-    # What is reduced is waited for in the end.
-    check.check_not(start).check_count(wait, backward.num_buckets).run(backward.code)
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("rank", [0, 2, 3])
-def test_all_ranks_start_buckets_and_exchanges_in_one_order(rank: int) -> None:
-    """As rank 1 does, whose code the test above reads."""
-    codes = [backward_of_rank(n, "fuse_ddp_with_concat_op").code for n in (1, rank)]
-    started, of_rank = (re.findall(STARTED, code) for code in codes)
-    assert set(started) == {"all_to_all_single", "all_reduce_"}
-    assert of_rank == started

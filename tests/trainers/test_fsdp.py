@@ -7,7 +7,6 @@ ways to use it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -34,15 +33,15 @@ from tests.support.combinations import (
     AOT,
     COMPILED,
     EAGER,
-    FORMS,
     NOTHING,
     NUM_LAYERS,
     TOLERANCE,
     Block,
     Decoder,
+    Row,
     assert_grads,
     assert_rewritten,
-    combination,
+    combinations,
     compiled,
     grads_of,
     layers_of,
@@ -56,7 +55,7 @@ from tests.support.combinations import (
     whole,
 )
 from tests.support.comms import Counts
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tensor_parallel import parallelize
 
 ALL_GATHER = torch.ops.c10d._allgather_base_
@@ -66,52 +65,95 @@ FLAT = "Dynamo wants use_orig_params=True."
 # What FSDP1 takes where there is gloo.
 ALL_GATHER_LIST = torch.ops.c10d.allgather_
 REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_
+# By it FSDP1 refuses to broadcast between CPUs, which gloo can.
+SYNC_CHECK = "torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states"
 
 
-def shard_all(model: Decoder, mesh: DeviceMesh, **kwargs: Any) -> None:
-    for block in model.layers:
-        fully_shard(block, mesh=mesh, **kwargs)
-    fully_shard(model, mesh=mesh, **kwargs)
+# FSDP2. Settings: `names` of axes, `is_tied`, `is_per_block` for blocks that are compiled alone,
+# `accumulates`, `policy` for fully_shard, and the tolerance.
+FSDP2 = {
+    "FSDP2 over (dp, cp)": Row(),
+    "FSDP2, compiled block by block": Row(
+        (AOT, COMPILED), {EAGER: NOTHING}, {"is_per_block": True}
+    ),
+    "FSDP2, weights kept between forward and backward": Row(
+        settings={"policy": {"reshard_after_forward": False}}
+    ),
+    # Activations in bfloat16, 2^-9 each, through four layers there and back.
+    "FSDP2, bfloat16 weights, gradients reduced in float32": Row(
+        settings={
+            "policy": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+            "tolerance": 5e-2,
+        }
+    ),
+    "FSDP2, weights offloaded": Row(
+        settings={"policy": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}
+    ),
+    "FSDP2, embedding and head tied": Row((EAGER, AOT), settings={"is_tied": True}),
+    "FSDP2 over (dp, cp), tensor parallelism over tp": Row(
+        (EAGER, AOT), settings={"names": ("dp", "cp", "tp")}
+    ),
+    "FSDP2, gradients accumulated over batches": Row(settings={"accumulates": True}),
+    "FSDP2 over dp, weights replicated on cp": Row(settings={"names": ("cp", "dp")}),
+}
 
 
-# FSDP2
+def sizes_of(row: str, form: str) -> tuple[int, ...]:
+    """Return the sizes of axes: to Inductor, a second half of the batch is the first one's like."""
+    names = FSDP2[row].settings.get("names", ())
+    if "tp" in names:
+        return (2, 2, 2) if form == EAGER else (1, 2, 2)
+    return (1, 2) if form == COMPILED and not names else (2, 2)
 
 
-def sizes_of(form: str) -> tuple[int, int]:
-    """Return dp and cp: to Inductor, a second half of the batch is the first one's like."""
-    return (1, 2) if form == COMPILED else (2, 2)
-
-
-def check_fsdp2(form: str, is_per_block: bool = False, **kwargs: Any) -> None:
-    mesh = make_mesh(*sizes_of(form))
-    num_layers = layers_of(form)
-    loss, grads = unsharded(num_layers=num_layers)
-    model = make_model(num_layers=num_layers)
-    shard_all(model, mesh["dp", "cp"]._flatten("fsdp"), **kwargs)
-    run = compile_it(model, form, is_per_block)
-    tolerance = TOLERANCE
-    if "mp_policy" in kwargs:
-        # Activations in bfloat16, 2^-9 each, through four layers there and back.
-        tolerance = 5e-2
-    with Counts():
-        actual = train_step(run, mesh)
+def check_fsdp2(row: str, form: str) -> None:
+    case, num_layers = FSDP2[row].settings, layers_of(form)
+    policy, names = case.get("policy", {}), case.get("names", ("dp", "cp"))
+    tolerance, accumulates = case.get("tolerance", TOLERANCE), case.get("accumulates", False)
+    mesh = make_mesh(*sizes_of(row, form), names=names)
+    sizes = {"num_layers": num_layers, "is_tied": case.get("is_tied", False)}
+    loss, grads = unsharded(**sizes)
+    model = make_model(**sizes)
+    if "tp" in names:
+        parallelize(model, mesh["tp"], "blocks")
+    over = mesh if names == ("cp", "dp") else mesh["dp", "cp"]._flatten("fsdp")
+    for block in (*model.layers, model):
+        fully_shard(block, mesh=over, **policy)
+    run: Any = model
+    if case.get("is_per_block"):
+        for block in model.layers:
+            block.compile(backend=form, fullgraph=True)
+    else:
+        run = compiled(model, form)
+    # The second batch finds the gradients of the first.
+    for times in (1, 2):
+        model.set_requires_gradient_sync(times == 2 or not accumulates)
+        with Counts() as counts:
+            actual = train_step(run, mesh)
+        assert abs(actual - loss) < tolerance * loss
+        if times == 2 or not accumulates:
+            scaled = {name: times * grad for name, grad in grads.items()}
+            assert_grads(grads_of(model), scaled, times * tolerance)
     assert_rewritten(form)
-    assert abs(actual - loss) < tolerance * loss
-    assert_grads(grads_of(model), grads, tolerance)
-    is_kept = not kwargs.get("reshard_after_forward", True)
-    check_counts(run, mesh, num_layers, 1 if is_kept else 2)
-    # The second batch found the gradients of the first.
-    twice = {name: 2 * grad for name, grad in grads.items()}
-    assert_grads(grads_of(model), twice, 2 * tolerance)
-    check_next_step(model, run, mesh, 2 * tolerance)
+    if sizes["is_tied"]:
+        assert model.head.weight is model.tokens.weight
+        assert model.head.weight.grad is model.tokens.weight.grad
+    # Collectives of weights are FSDP's own, exchanges are ours: forward and backward of every
+    # attention, at least.
+    comms = counts.get_comm_counts()
+    assert counts.exchanges() >= 2 * num_layers
+    # The root keeps what it gathered; blocks may gather again in the backward.
+    num_gathers = 2 if policy.get("reshard_after_forward", True) else 1
+    assert comms[ALL_GATHER] == 1 + num_layers * num_gathers
+    assert comms[REDUCE_SCATTER] == 1 + num_layers
+    check_next_step(model, run, mesh, sizes, 2 * tolerance)
 
 
 def check_next_step(
-    model: Decoder, run: Callable[..., Any], mesh: DeviceMesh, tolerance: float
+    model: Decoder, run: Any, mesh: DeviceMesh, sizes: Any, tolerance: float
 ) -> None:
     """The optimizer works on weights wherever they are, and the next step on what it made."""
-    alone = make_model(num_layers=len(model.layers))
-    grads = grads_of(model)
+    alone, grads = make_model(**sizes), grads_of(model)
     for name, weight in alone.named_parameters():
         weight.grad = grads[name]
     for each in (model, alone):
@@ -122,227 +164,72 @@ def check_next_step(
     assert abs(actual - expected) < tolerance * expected
 
 
-def check_counts(
-    run: Callable[..., Any], mesh: DeviceMesh, num_layers: int, num_gathers: int
-) -> None:
-    """Count collectives of a second step: those of weights are FSDP's own, exchanges are ours."""
-    counts = Counts()
-    with counts:
-        train_step(run, mesh)
-    comms = counts.get_comm_counts()
-    # Forward and backward of every attention, at least.
-    assert counts.exchanges() >= 2 * num_layers
-    # The root keeps what it gathered; blocks may gather again in the backward.
-    assert comms[ALL_GATHER] == 1 + num_layers * num_gathers
-    assert comms[REDUCE_SCATTER] == 1 + num_layers
+@combinations(FSDP2)
+def test_fsdp2(row: str, form: str) -> None:
+    run_ranks(prod(sizes_of(row, form)), check_fsdp2, row, form)
 
 
-def compile_it(model: Decoder, form: str, is_per_block: bool) -> Callable[..., Any]:
-    if not is_per_block:
-        return compiled(model, form)
-    for block in model.layers:
-        block.compile(backend=form, fullgraph=True)
-    return model
+FSDP1 = {
+    "FSDP1 over (dp, cp), use_orig_params": Row(),
+    "FSDP1, SHARD_GRAD_OP": Row(settings={"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
+    "FSDP1, sync_module_states": Row(settings={"sync_module_states": True}),
+    # Dynamo refuses the form that it is about.
+    "FSDP1, flat parameters (use_orig_params=False)": Row(
+        (EAGER,), {AOT: FLAT, COMPILED: FLAT}, {"use_orig_params": False}
+    ),
+}
 
 
-@combination("FSDP2 over (dp, cp)", *FORMS)
-def test_fsdp2(form: str) -> None:
-    run_ranks(prod(sizes_of(form)), check_fsdp2, form)
-
-
-@combination("FSDP2, compiled block by block", AOT, COMPILED, eager=NOTHING)
-def test_fsdp2_per_block(form: str) -> None:
-    run_ranks(prod(sizes_of(form)), check_fsdp2, form, True)
-
-
-@combination("FSDP2, weights kept between forward and backward", *FORMS)
-def test_fsdp2_without_reshard(form: str) -> None:
-    check = partial(check_fsdp2, reshard_after_forward=False)
-    run_ranks(prod(sizes_of(form)), check, form)
-
-
-@combination("FSDP2, bfloat16 weights, gradients reduced in float32", *FORMS)
-def test_fsdp2_mixed_precision(form: str) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    run_ranks(prod(sizes_of(form)), partial(check_fsdp2, mp_policy=policy), form)
-
-
-@combination("FSDP2, weights offloaded", *FORMS)
-def test_fsdp2_offload(form: str) -> None:
-    policy = CPUOffloadPolicy(pin_memory=False)
-    run_ranks(prod(sizes_of(form)), partial(check_fsdp2, offload_policy=policy), form)
-
-
-def check_tied(form: str) -> None:
-    mesh = make_mesh(2, 2)
-    _, grads = unsharded(is_tied=True)
-    model = make_model(is_tied=True)
-    shard_all(model, mesh["dp", "cp"]._flatten("fsdp"))
-    assert model.head.weight is model.tokens.weight
-    run = compiled(model, form)
-    train_step(run, mesh)
-    assert_rewritten(form)
-    assert_grads(grads_of(model), grads)
-    model.load_state_dict({name: 2 * tensor for name, tensor in model.state_dict().items()})
-    assert model.head.weight is model.tokens.weight
-    assert model.head.weight.grad is model.tokens.weight.grad
-    twice = make_model(is_tied=True)
-    twice.load_state_dict({name: 2 * tensor for name, tensor in twice.state_dict().items()})
-    ids, positions, labels = make_batch()
-    expected = mean_loss(twice(ids, positions), labels).detach()
-    torch.testing.assert_close(train_step(run, mesh), expected)
-
-
-@combination("FSDP2, embedding and head tied", EAGER, AOT)
-def test_fsdp2_tied(form: str) -> None:
-    run_ranks(4, check_tied, form)
-
-
-def check_three_axes(form: str, *sizes: int) -> None:
-    mesh = make_mesh(*sizes, names=("dp", "cp", "tp"))
+@combinations(FSDP1)
+@on_ranks(4)
+@mock.patch(SYNC_CHECK, new=mock.Mock())
+def test_fsdp1(row: str, form: str) -> None:
+    """Where nothing but flat parameters has gradients, a step shows them."""
+    mesh, settings = make_mesh(2, 2), FSDP1[row].settings
     loss, grads = unsharded()
-    model = make_model()
-    parallelize(model, mesh["tp"], "blocks")
-    shard_all(model, mesh["dp", "cp"]._flatten("fsdp"))
-    run = compiled(model, form)
-    for times in (1, 2):
-        torch.testing.assert_close(train_step(run, mesh), loss)
-        assert_grads(grads_of(model), {name: times * grad for name, grad in grads.items()})
-    assert_rewritten(form)
-
-
-@combination("FSDP2 over (dp, cp), tensor parallelism over tp", EAGER, AOT)
-def test_fsdp2_and_tensor_parallel(form: str) -> None:
-    sizes = (2, 2, 2) if form == EAGER else (1, 2, 2)
-    run_ranks(prod(sizes), check_three_axes, form, *sizes)
-
-
-def check_accumulation(form: str) -> None:
-    mesh = make_mesh(*sizes_of(form))
-    batches = make_batch(seed=2), make_batch(seed=3)
-    _, grads = unsharded(*batches, num_layers=layers_of(form))
-    model = make_model(num_layers=layers_of(form))
-    shard_all(model, mesh["dp", "cp"]._flatten("fsdp"))
-    run = compiled(model, form)
-    for batch in batches:
-        model.set_requires_gradient_sync(batch is batches[-1])
-        train_step(run, mesh, batch)
-    assert_grads(grads_of(model), grads)
-
-
-@combination("FSDP2, gradients accumulated over batches", *FORMS)
-def test_fsdp2_accumulation(form: str) -> None:
-    run_ranks(prod(sizes_of(form)), check_accumulation, form)
-
-
-def check_replicated(form: str) -> None:
-    mesh = make_mesh(2, 2, names=("cp", "dp"))
-    _, grads = unsharded()
-    model = make_model()
-    shard_all(model, mesh)
-    train_step(compiled(model, form), mesh)
-    assert_rewritten(form)
-    assert_grads(grads_of(model), grads)
-
-
-@combination("FSDP2 over dp, weights replicated on cp", *FORMS)
-def test_fsdp2_replicated(form: str) -> None:
-    run_ranks(4, check_replicated, form)
-
-
-# FSDP1
-
-
-def check_fsdp1(form: str, **kwargs: Any) -> None:
-    mesh = make_mesh(2, 2)
-    loss, grads = unsharded()
-    model = make_model()
-    if kwargs.get("sync_module_states") and dist.get_rank():
+    model, weights = make_model(), dict(make_model().named_parameters())
+    if settings.get("sync_module_states") and dist.get_rank():
         for parameter in model.parameters():
             torch.nn.init.zeros_(parameter)
     wrapped = FullyShardedDataParallel(
         model,
         device_mesh=mesh["dp", "cp"]._flatten("fsdp"),
-        use_orig_params=True,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         device_id=torch.device("cpu"),
-        **kwargs,
+        **{"use_orig_params": True, **settings},
     )
     run = compiled(wrapped, form)
-    with Counts():
-        actual = train_step(run, mesh)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+    for _ in range(2):  # the gradients of both
+        with Counts() as counts:
+            torch.testing.assert_close(train_step(run, mesh), loss)
     assert_rewritten(form)
-    torch.testing.assert_close(actual, loss)
-    with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
-        assert_grads(grads_of(wrapped), grads)
-    wrapped.zero_grad()
-    counts = Counts()
-    with counts:
-        train_step(run, mesh)
-    is_kept = kwargs.get("sharding_strategy") is ShardingStrategy.SHARD_GRAD_OP
+    optimizer.step()
+    with FullyShardedDataParallel.summon_full_params(wrapped):
+        found = {plain_name(name): whole(w) for name, w in wrapped.named_parameters()}
+    assert found.keys() == weights.keys()
+    steps = {name: weights[name].detach() - weight for name, weight in found.items()}
+    assert_grads(steps, {name: 2 * grad for name, grad in grads.items()})
+    is_kept = settings.get("sharding_strategy") is ShardingStrategy.SHARD_GRAD_OP
     comms = counts.get_comm_counts()
     assert comms[ALL_GATHER_LIST] == 1 + NUM_LAYERS * (1 if is_kept else 2)
     assert comms[REDUCE_SCATTER] == 1 + NUM_LAYERS
     assert counts.exchanges() >= 2 * NUM_LAYERS
 
 
-@combination("FSDP1 over (dp, cp), use_orig_params", *FORMS)
-def test_fsdp1(form: str) -> None:
-    run_ranks(4, check_fsdp1, form)
-
-
-@combination("FSDP1, SHARD_GRAD_OP", *FORMS)
-def test_fsdp1_shard_grad_op(form: str) -> None:
-    run_ranks(4, partial(check_fsdp1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), form)
-
-
-def check_flat_parameters() -> None:
-    """Without use_orig_params nothing but flat parameters has gradients: a step shows them."""
-    mesh = make_mesh(2, 2)
-    loss, grads = unsharded()
-    weights = {name: weight.detach().clone() for name, weight in make_model().named_parameters()}
-    wrapped = FullyShardedDataParallel(
-        make_model(),
-        device_mesh=mesh["dp", "cp"]._flatten("fsdp"),
-        use_orig_params=False,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=torch.device("cpu"),
-    )
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
-    for _ in range(2):  # the gradients of both
-        torch.testing.assert_close(train_step(wrapped, mesh), loss)
-    optimizer.step()
-    with FullyShardedDataParallel.summon_full_params(wrapped):
-        found = {plain_name(name): whole(w) for name, w in wrapped.named_parameters()}
-    assert found.keys() == weights.keys()
-    steps = {name: weights[name] - weight for name, weight in found.items()}
-    assert_grads(steps, {name: 2 * grad for name, grad in grads.items()})
-
-
-# Dynamo refuses the form that it is about.
-@combination(
-    "FSDP1, flat parameters (use_orig_params=False)",
-    EAGER,
-    cp_aot_eager=FLAT,
-    cp_inductor=FLAT,
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "ranks", "length"),
+    [
+        ("mask", 3, 34),
+        ("mask, cp_aot_eager", 2, 33),
+        ("flex, cp_aot_eager", 2, 35),
+        pytest.param("mask, cp_inductor", 2, 32, marks=pytest.mark.long),
+        pytest.param("flex, cp_inductor", 2, 33, marks=pytest.mark.long),
+    ],
 )
-def test_fsdp1_flat_parameters(form: str) -> None:
-    run_ranks(4, check_flat_parameters)
-
-
-def check_synced(form: str) -> None:
-    # FSDP1 refuses to broadcast between CPUs, which gloo can.
-    name = "torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states"
-    with mock.patch(name):
-        check_fsdp1(form, sync_module_states=True)
-
-
-@combination("FSDP1, sync_module_states", *FORMS)
-def test_fsdp1_sync_module_states(form: str) -> None:
-    run_ranks(4, check_synced, form)
-
-
-def check_packed(form: str, length: int) -> None:
+@on_ranks("ranks")
+def test_packed_documents_in_a_region(form: str, ranks: int, length: int) -> None:
     """The recipes of docs/fsdp.md, two steps: one document, and then several, which are packed."""
     transformers = pytest.importorskip("transformers")
     transformers.set_seed(0)
@@ -409,18 +296,3 @@ def check_packed(form: str, length: int) -> None:
 
 def in_document(documents: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return (q >= k) & (documents[b, q] == documents[b, k])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "ranks", "length"),
-    [
-        ("mask", 3, 34),
-        ("mask, cp_aot_eager", 2, 33),
-        ("flex, cp_aot_eager", 2, 35),
-        pytest.param("mask, cp_inductor", 2, 32, marks=pytest.mark.long),
-        pytest.param("flex, cp_inductor", 2, 33, marks=pytest.mark.long),
-    ],
-)
-def test_packed_documents_in_a_region(form: str, ranks: int, length: int) -> None:
-    run_ranks(ranks, check_packed, form, length)

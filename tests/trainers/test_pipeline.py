@@ -24,7 +24,7 @@ from tests.support.combinations import (
     shards_of,
     unsharded,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 NUM_MICROBATCHES = 2
 
@@ -61,11 +61,6 @@ class Received(nn.Module):
             return self.part(*inputs)
 
 
-def check_pipeline(form: str) -> None:
-    for schedule in (ScheduleGPipe, Schedule1F1B):
-        check_schedule(form, schedule)
-
-
 def check_schedule(form: str, schedule: type[ScheduleGPipe | Schedule1F1B]) -> None:
     mesh = make_mesh(2, 2, names=("pp", "cp"))
     loss, grads = unsharded()
@@ -92,5 +87,7 @@ def check_schedule(form: str, schedule: type[ScheduleGPipe | Schedule1F1B]) -> N
 
 
 @combination("pipeline of two stages, GPipe and 1F1B", *FORMS)
+@on_ranks(4)
 def test_pipeline(form: str) -> None:
-    run_ranks(4, check_pipeline, form)
+    for schedule in (ScheduleGPipe, Schedule1F1B):
+        check_schedule(form, schedule)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -29,8 +28,7 @@ from tests.support.combinations import (
     grads_of,
     make_mesh,
 )
-from tests.support.comms import Counts
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.reference import check_shards, shard
 
 
@@ -95,31 +93,9 @@ def test_style(form: str) -> None:
         run_ranks(world_size, check_style, form, length)
 
 
-@cp_inductor.config.patch(strategy="ring")
-def check_counts(form: str) -> None:
-    """Nothing but the exchanges of three attentions is sent, and those as often as a ring does."""
-    mesh = make_mesh(3, names=("cp",))
-    style = cp_inductor.ContextParallel()
-    plan = {"encoder.self_attn": style, "attention": style, "inner": style}
-    run = compiled(parallelize_module(Layers(), mesh, plan), form, fullgraph=True)
-    piece = torch.rand(2, 4, 32)
-    with Counts():
-        run(piece).sum().backward()
-    forward, backward = Counts(), Counts()
-    with forward:
-        out = run(piece)
-    with backward:
-        out.sum().backward()
-    assert forward.exchanges() == forward.get_total_counts() == 3 * (3 - 1)
-    assert backward.exchanges() == backward.get_total_counts() == 2 * 3 * (3 - 1)
-
-
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
-def test_counts(form: str) -> None:
-    run_ranks(3, check_counts, form)
-
-
-def check_style_of_torch(form: str) -> None:
+@combination("torch's own style _ContextParallel, the backend exchanged", *FORMS)
+@on_ranks(2)
+def test_style_of_torch(form: str) -> None:
     mesh = make_mesh(2, names=("cp",))
     kind = _ContextParallel.AttentionType.SDPA
     inner = parallelize_module(Attention(), mesh, _ContextParallel(2, kind))
@@ -130,8 +106,3 @@ def check_style_of_torch(form: str) -> None:
     finally:
         _disable_context_parallel_dispatcher()
     assert_rewritten(form)
-
-
-@combination("torch's own style _ContextParallel, the backend exchanged", *FORMS)
-def test_style_of_torch(form: str) -> None:
-    run_ranks(2, check_style_of_torch, form)

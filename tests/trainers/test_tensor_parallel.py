@@ -27,10 +27,12 @@ from tests.support.combinations import (
     FORMS,
     HEADS,
     LENGTH,
+    Row,
     assert_grads,
     assert_rewritten,
     averaged_grads,
     combination,
+    combinations,
     compiled,
     layers_of,
     make_batch,
@@ -42,7 +44,7 @@ from tests.support.combinations import (
     whole,
 )
 from tests.support.comms import Counts
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tensor_parallel import parallelize
 
 ALL_GATHER = torch.ops.c10d_functional.all_gather_into_tensor
@@ -128,27 +130,22 @@ def backward_of(run: Callable[..., Any], mesh: DeviceMesh, style: str) -> Tensor
     return loss / mesh["cp"].size()
 
 
-@combination("tensor parallelism: heads and MLP on tp", *FORMS)
-def test_tensor_parallel(form: str) -> None:
-    run_ranks(4, check_training, form, "blocks")
+STYLES = {
+    "tensor parallelism: heads and MLP on tp": Row(settings={"style": "blocks"}),
+    "tensor parallelism, embedding and head tied": Row(settings={"style": "tied"}),
+    "tensor parallelism with Megatron's sequence parallelism": Row(settings={"style": "sequence"}),
+    "tensor parallelism, vocabulary on tp (loss_parallel)": Row(settings={"style": "loss"}),
+}
 
 
-@combination("tensor parallelism, embedding and head tied", *FORMS)
-def test_tied_weights(form: str) -> None:
-    run_ranks(4, check_training, form, "tied")
+@combinations(STYLES)
+def test_tensor_parallel(row: str, form: str) -> None:
+    run_ranks(4, check_training, form, STYLES[row].settings["style"])
 
 
-@combination("tensor parallelism with Megatron's sequence parallelism", *FORMS)
-def test_sequence_parallel(form: str) -> None:
-    run_ranks(4, check_training, form, "sequence")
-
-
-@combination("tensor parallelism, vocabulary on tp (loss_parallel)", *FORMS)
-def test_loss_parallel(form: str) -> None:
-    run_ranks(4, check_training, form, "loss")
-
-
-def check_inference(form: str) -> None:
+@combination("tensor parallelism, inference", *FORMS)
+@on_ranks(4)
+def test_inference(form: str) -> None:
     mesh = make_mesh(2, 2, names=("cp", "tp"))
     ids, positions, _ = make_batch()
     expected = make_model()(ids, positions).detach()
@@ -160,8 +157,3 @@ def check_inference(form: str) -> None:
         (logits,) = cp_inductor.context_parallel_unshard(mesh["cp"], [logits], [1])
     assert_rewritten(form)
     torch.testing.assert_close(logits, expected)
-
-
-@combination("tensor parallelism, inference", *FORMS)
-def test_inference(form: str) -> None:
-    run_ranks(4, check_inference, form)

@@ -15,7 +15,7 @@ from cp_inductor.backend.graph_passes import lower_attention, schedule_exchange
 from cp_inductor.graph.collectives import STARTS
 from cp_inductor.passes.lower_attention import EXPANSIONS
 from tests.support.examples import EXAMPLES, import_example, number_in, run_example
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.traced_step import assert_sums, count, trace_step
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
@@ -64,7 +64,9 @@ def test_configuration_is_found_by_torchtitan() -> None:
     assert config.model_spec.parallelize_fn.__module__ == "torchtitan_llama"
 
 
-def apply_in_its_list() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_passes_in_the_list_of_the_graph_trainer() -> None:
     from torchtitan.experiments.graph_trainer.passes import apply_graph_passes
     from torchtitan.experiments.graph_trainer.remove_noop_passes import (
         canonicalize_graph_pass,
@@ -82,8 +84,3 @@ def apply_in_its_list() -> None:
     assert count(gm, EXPANSIONS) == 0
     assert count(gm, STARTS) > 0
     assert_sums(gm(shard, weights), expected)
-
-
-@pytest.mark.slow
-def test_passes_in_the_list_of_the_graph_trainer() -> None:
-    run_ranks(2, apply_in_its_list)

@@ -20,6 +20,7 @@ from tests.support.trainers import (
     check_same,
     launched,
     letters,
+    train_on,
     train_sft,
 )
 
@@ -28,17 +29,10 @@ pytest.importorskip("trl", reason="trl is not installed")
 PADDED = {"packing": False, "per_device_train_batch_size": 3, "pad_to_multiple_of": 25}
 
 
-def on_ranks(ranks: int, folder: Path, settings: Mapping[str, Any]) -> Result:
-    results = run_ranks(ranks, train_sft, str(folder), settings)
-    for other in results[1:]:
-        check_same(results[0], other, exactly=True)
-    return results[0]
-
-
 def check_ranks(folder: Path, settings: Mapping[str, Any], ranks: int = 2) -> None:
     """Losses, token accuracies, entropies, gradients and weights are those of one process."""
-    shared = on_ranks(ranks, folder / "shared", settings)
-    check_same(shared, on_ranks(1, folder / "one", settings))
+    shared = train_on(ranks, folder / "shared", settings, by=train_sft)
+    check_same(shared, train_on(1, folder / "one", settings, by=train_sft))
     assert {"loss", "entropy", "mean_token_accuracy", "num_tokens"} <= shared.logs[0].keys()
 
 
@@ -98,8 +92,8 @@ def test_more_ranks_than_one_document_has_tokens(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_resumes_on_one(tmp_path: Path) -> None:
     settings = {**COMPILED, "save_strategy": "steps", "save_steps": 1}
-    two = on_ranks(2, tmp_path, settings)
-    again = on_ranks(1, tmp_path, {"resume": 1})
+    two = train_on(2, tmp_path, settings, by=train_sft)
+    again = train_on(1, tmp_path, {"resume": 1}, by=train_sft)
     assert len(again.gradients) == 1
     check_same(
         Result([], again.gradients, again.weights), Result([], two.gradients[1:], two.weights)

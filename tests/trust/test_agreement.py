@@ -6,7 +6,6 @@ And ranks that are not: whoever compiles late, again, in parts or not at all is 
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +31,7 @@ from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.trust import agreement, claims, graph_agreement
 from tests.support.graphs import attend_causal, attend_full, lowered_graphs, targets
-from tests.support.ranks import fake_rank, run_ranks, world_mesh
+from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
     assert_close,
@@ -62,12 +61,14 @@ def refusal_of(run: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def assert_told_alike(messages: list[str], *parts: str) -> None:
-    """Every rank is told the same, but for the name of the site."""
-    told = {message.partition(": ")[2] for message in messages}
-    assert len(told) == 1, messages
+def assert_told_alike(message: str, *parts: str) -> None:
+    """Every rank is told the same, but for the name of the site; to be called on all."""
+    told = message.partition(": ")[2]
+    messages: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, told)
+    assert set(messages) == {told}, messages
     for part in parts:
-        assert part in told.copy().pop(), (part, messages)
+        assert part in told, (part, message)
 
 
 # --- Each thing that may differ ---------------------------------------------------------------
@@ -118,26 +119,19 @@ def call_op(mesh: DeviceMesh, head_dim: int, *, has_grad: bool = False, **given:
     return out
 
 
-def check_differences() -> dict[str, str]:
-    mesh, messages = world_mesh(), {}
-    for index, (name, (given, _)) in enumerate(DIFFERENCES.items()):
+@on_ranks(WORLD)
+def test_each_difference_is_named_on_every_rank() -> None:
+    mesh = world_mesh()
+    for index, (given, part) in enumerate(DIFFERENCES.values()):
         given = given if dist.get_rank() == ODD else {}
         head_dim = 8 + 4 * index  # of a kind that was not agreed on before
-        call = partial(call_op, mesh, head_dim, has_grad=index % 2 == 0, **given)
-        messages[name] = refusal_of(call)
+        message = refusal_of(partial(call_op, mesh, head_dim, has_grad=index % 2 == 0, **given))
+        assert message.startswith("cp_inductor::attention: ")
+        assert_told_alike(message, "expected ranks 0, 1 and 2 to run the same", part)
         # Nobody is left behind: what they agree on is computed.
         whole = make_qkv(72, num_kv_heads=2, head_dim=head_dim)
         expected = shard(attend_with_grads(*whole, is_causal=True)[0], dist.get_rank(), WORLD)
         assert_close(call_op(mesh, head_dim), expected, torch.float32)
-    return messages
-
-
-def test_each_difference_is_named_on_every_rank() -> None:
-    results = run_ranks(WORLD, check_differences)
-    for name, (_, part) in DIFFERENCES.items():
-        messages = [result[name] for result in results]
-        assert_told_alike(messages, "expected ranks 0, 1 and 2 to run the same", part)
-        assert all(message.startswith("cp_inductor::attention: ") for message in messages)
 
 
 def test_nodes_of_plans_of_batches_are_compared() -> None:
@@ -189,17 +183,6 @@ def attend_in(form: str, mesh: DeviceMesh) -> Callable[..., Tensor]:
     return of_any_length if form == "dynamic" else compiled
 
 
-def check_uneven(form: str) -> list[str]:
-    mesh, messages = world_mesh(), []
-    for requires_grad in (False, True):
-        torch._dynamo.reset()
-        tensors = uneven(mesh, requires_grad=requires_grad)
-        attend = attend_in(form, mesh)
-        with contextlib.nullcontext() if requires_grad else torch.inference_mode():
-            messages.append(refusal_of(lambda attend=attend, tensors=tensors: attend(*tensors)))
-    return messages
-
-
 @pytest.mark.parametrize(
     "form",
     [
@@ -207,13 +190,17 @@ def check_uneven(form: str) -> list[str]:
         pytest.param("cp_inductor", marks=pytest.mark.long),
     ],
 )
+@on_ranks(2)
 def test_uneven_shards_are_refused_on_every_rank(form: str) -> None:
-    for messages in zip(*run_ranks(2, check_uneven, form), strict=True):
-        assert_told_alike(
-            list(messages),
-            "queries: 128 on each rank on rank 0, 129 on each rank on rank 1;",
-            "name it in options['seq_len']",
-        )
+    mesh = world_mesh()
+    for requires_grad in (False, True):
+        torch._dynamo.reset()
+        tensors = uneven(mesh, requires_grad=requires_grad)
+        attend = attend_in(form, mesh)
+        with contextlib.nullcontext() if requires_grad else torch.inference_mode():
+            message = refusal_of(partial(attend, *tensors))
+        both = "queries: 128 on each rank on rank 0, 129 on each rank on rank 1;"
+        assert_told_alike(message, both, "name it in options['seq_len']")
 
 
 def check_lengths(form: str, timeout_s: float, *lengths: tuple[int, int]) -> str:
@@ -230,62 +217,53 @@ def check_lengths(form: str, timeout_s: float, *lengths: tuple[int, int]) -> str
     return told
 
 
+LENGTHS = "queries: 8 on each rank on rank 0, 9 on each rank on rank 1"
+
+
 @pytest.mark.parametrize("form", ["region", "dynamic"])
+@on_ranks(2)
 def test_lengths_that_were_agreed_on_before(form: str) -> None:
     """The last time, one holds 8 tokens and the other 9."""
-    told = run_ranks(2, check_lengths, form, 2.0, (8, 8), (9, 9), (7, 7), (8, 9))
-    assert_told_alike(told, "queries: 8 on each rank on rank 0, 9 on each rank on rank 1")
+    assert_told_alike(check_lengths(form, 2.0, (8, 8), (9, 9), (7, 7), (8, 9)), LENGTHS)
 
 
+@on_ranks(2)
 def test_a_length_that_is_new_on_one_rank_alone() -> None:
     """The rank to which it is not new waits in its exchange, and the other does not send."""
-    told = run_ranks(2, check_lengths, "region", 4.0, (8, 8), (8, 9))
-    assert all(one.startswith("(8, 9) RanksDisagree") for one in told)
-    assert_told_alike(told, "queries: 8 on each rank on rank 0, 9 on each rank on rank 1")
+    told = check_lengths("region", 4.0, (8, 8), (8, 9))
+    assert told.startswith("(8, 9) RanksDisagree")
+    assert_told_alike(told, LENGTHS)
 
 
-def check_gradients_off_on_one_rank() -> list[str]:
-    """Train twice alike; then a rank attends without gradients, and goes on to the next."""
-    mesh = impatient_mesh(2)
-    attend = attend_in("region", mesh)
-    told = []
-    for has_grad in (True, True, dist.get_rank() == 0, True):
+@on_ranks(2)
+def test_gradients_that_one_rank_alone_turns_off_later() -> None:
+    """Train twice alike; then a rank attends without gradients, and goes on to the next.
+
+    The other would wait in the backward, or take the next exchange for it.
+    """
+    attend, told = attend_in("region", impatient_mesh(2)), ""
+    for step, has_grad in enumerate((True, True, dist.get_rank() == 0, True)):
         pieces = [t[:, :, :8].clone().requires_grad_() for t in make_qkv(9)[:3]]
         try:
             with torch.set_grad_enabled(has_grad):
                 out = attend(*pieces)
             if has_grad:
                 out.sum().backward()
-            told.append("ran")
         except RuntimeError as error:
-            return [*told, f"{type(error).__name__}: {error}"]
-    return told
+            told = f"{step} {type(error).__name__}: {error}"
+            break
+    assert told.startswith("2 RanksDisagree") and "on on rank 0, off on rank 1" in told, told
 
 
-def test_gradients_that_one_rank_alone_turns_off_later() -> None:
-    """The other would wait in the backward, or take the next exchange for it."""
-    told = run_ranks(2, check_gradients_off_on_one_rank)
-    assert told[0][:2] == told[1][:2] == ["ran"] * 2
-    for one in told:
-        assert one[2].startswith("RanksDisagree") and "on on rank 0, off on rank 1" in one[2], one
-
-
-def check_a_shard_that_is_not_as_planned() -> str:
+@on_ranks(3)
+def test_a_shard_that_is_not_as_planned() -> None:
     """The plan says that the first of 3 ranks holds 4 of 10 tokens; a DTensor may say otherwise."""
-    mesh = world_mesh()
     held = (4, 4, 2) if dist.get_rank() != 2 else (4, 4, 3)
     local = torch.rand(1, 2, held[dist.get_rank()], 8)
-    shape, stride = torch.Size((1, 2, 10, 8)), (160, 80, 8, 1)
-    wrapped = DTensor.from_local(
-        local, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
-    )
-    return refusal_of(lambda: attend_full(wrapped, wrapped, wrapped))
-
-
-def test_a_shard_that_is_not_as_planned() -> None:
-    messages = run_ranks(3, check_a_shard_that_is_not_as_planned)
+    sizes = {"shape": torch.Size((1, 2, 10, 8)), "stride": (160, 80, 8, 1)}
+    wrapped = DTensor.from_local(local, world_mesh(), [Shard(2)], run_check=False, **sizes)
     assert_told_alike(
-        messages,
+        refusal_of(lambda: attend_full(wrapped, wrapped, wrapped)),
         "queries: 10 in all on ranks 0 and 1, 3 where the plan of 10 has 2, at position 2, on rank",
     )
 
@@ -317,67 +295,65 @@ def attend_scaled(scale: float | None) -> Callable[..., Tensor]:
     return attend
 
 
-def check_models() -> list[str]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_models_that_differ() -> None:
     """What a model is made of, how it is compiled, and whether it trains."""
-    mesh, messages = world_mesh(), []
-    is_odd = dist.get_rank() == ODD
+    mesh, is_odd = world_mesh(), dist.get_rank() == ODD
     tensors = make_dtensors(mesh)
 
-    def told(function: Any, given: list[Tensor] = tensors, **options: Any) -> None:
+    def told(part: str, function: Any, given: list[Tensor] = tensors, **options: Any) -> str:
         torch._dynamo.reset()
-        compiled = torch.compile(
-            function, backend="cp_aot_eager", fullgraph=True, options=options or None
-        )
-        messages.append(refusal_of(lambda: compiled(*given)))
+        how = {"fullgraph": True, "options": options or None}
+        compiled = torch.compile(function, backend="cp_aot_eager", **how)
+        message = refusal_of(lambda: compiled(*given))
+        assert_told_alike(message, part)
+        return message
 
-    told(attend_full if is_odd else attend_causal)
-    told(attend_causal if is_odd else two_layers)
-    told(full_then_causal if is_odd else causal_then_full)
-    told(attend_causal, strategy="rows", keep_bytes=int(is_odd) << 20)
+    causal_or_full = "mask: causal on rank 0, full on rank 1"
+    line = told(causal_or_full, attend_full if is_odd else attend_causal)
+    assert "attention (graphs.py:" in line  # the user's is named
+    told("attentions: 2 on rank 0, 1 on rank 1", attend_causal if is_odd else two_layers)
+    told(causal_or_full, full_then_causal if is_odd else causal_then_full)
+    kept = {"strategy": "rows", "keep_bytes": int(is_odd) << 20}
+    told("stages kept: 0 on rank 0, 2 on rank 1", attend_causal, **kept)
     # The plans are the same, and yet the order of exchanges may not be.
-    told(attend_causal, strategy="rows", stages=1, machine="cpu:tcp" if is_odd else "")
+    rows = {"strategy": "rows", "stages": 1}
+    machine = {**rows, "machine": "cpu:tcp" if is_odd else ""}
+    told("machine: gpu:ib400 on rank 0, cpu:tcp on rank 1", attend_causal, **machine)
     # The order of other exchanges may not be, or who computes attentions.
-    told(attend_causal, strategy="rows", stages=1, schedule="none" if is_odd else "local")
+    schedule = {**rows, "schedule": "none" if is_odd else "local"}
+    told("schedule: local on rank 0, none on rank 1", attend_causal, **schedule)
     shards = [one.to_local() for one in tensors]
     with cp_inductor.config.patch(enabled=not is_odd):
-        told(attend_causal, shards, mesh=mesh, seq_len=tensors[0].shape[2])
+        plain = {"mesh": mesh, "seq_len": tensors[0].shape[2]}
+        told("enabled: True on rank 0, False on rank 1", attend_causal, shards, **plain)
     with torch.set_grad_enabled(is_odd):
-        told(attend_causal, make_dtensors(mesh, head_dim=32))
+        others = make_dtensors(mesh, head_dim=32)
+        told("gradients: off on rank 0, on on rank 1", attend_causal, others)
     # The attentions are the same, and the model around them is not: one rank in eval(), one whose
     # code holds another number, one whose weights are frozen.
-    told(attend_scaled(None if is_odd else 0.5))
-    told(attend_scaled(0.25 if is_odd else 0.5))
-    told(attend_causal, [one.detach().requires_grad_(not is_odd) for one in tensors])
-    return messages
+    same = "expected ranks 0 and 1 to run the same, got program: "
+    told(same, attend_scaled(None if is_odd else 0.5))
+    told("got calls of mul: 1 as ", attend_scaled(0.25 if is_odd else 0.5))
+    frozen = [one.detach().requires_grad_(not is_odd) for one in tensors]
+    told("got inputs that require gradients: 3 on rank 0, 0 on rank 1", attend_causal, frozen)
 
 
-@pytest.mark.slow
-def test_models_that_differ() -> None:
-    expected = (
-        "mask: causal on rank 0, full on rank 1",
-        "attentions: 2 on rank 0, 1 on rank 1",
-        "mask: causal on rank 0, full on rank 1",
-        "stages kept: 0 on rank 0, 2 on rank 1",
-        "machine: gpu:ib400 on rank 0, cpu:tcp on rank 1",
-        "schedule: local on rank 0, none on rank 1",
-        "enabled: True on rank 0, False on rank 1",
-        "gradients: off on rank 0, on on rank 1",
-        "expected ranks 0 and 1 to run the same, got program: ",
-        "got calls of mul: 1 as ",
-        "got inputs that require gradients: 3 on rank 0, 0 on rank 1",
-    )
-    results = run_ranks(2, check_models)
-    for messages, part in zip(zip(*results, strict=True), expected, strict=True):
-        assert_told_alike(list(messages), part)
-    # The user's line is named.
-    assert "attention (graphs.py:" in results[0][0]
+@on_ranks(2, deadline_s=120)
+def test_ranks_whose_graphs_start_other_collectives() -> None:
+    """One rank's graph sums once more, or sums something larger; its attentions are the same.
 
-
-def check_collectives() -> list[str]:
-    """One rank's graph sums once more, or sums something larger; its attentions are the same."""
-    mesh, is_odd, said = world_mesh(), dist.get_rank() == ODD, []
+    They are told before the first one starts: there they would wait for each other.
+    """
+    mesh, is_odd = world_mesh(), dist.get_rank() == ODD
     shards = [shard(t, dist.get_rank(), dist.get_world_size()) for t in make_qkv(14)[:3]]
-    for more, width in ((is_odd, 1), (False, 2 - is_odd)):
+    counts = (
+        "collectives of its forward: 2 all_to_all_single of float32, 1 all_reduce of float32, in",
+        "2 all_redu",
+    )
+    sizes = ("got sizes of these in its forward: in order ",)
+    for more, width, parts in ((is_odd, 1, counts), (False, 2 - is_odd, sizes)):
         torch._dynamo.reset()
 
         def attend(*qkv: Tensor, more: bool = more, width: int = width) -> Tensor:
@@ -387,41 +363,18 @@ def check_collectives() -> list[str]:
 
         options = {"mesh": mesh, "check_sequence": False}
         compiled = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options=options)
-        said.append(refusal_of(lambda compiled=compiled: compiled(*shards)))
-    return said
+        assert_told_alike(refusal_of(partial(compiled, *shards)), *parts)
 
 
-def test_ranks_whose_graphs_start_other_collectives() -> None:
-    """They are told before the first one starts: there they would wait for each other."""
-    counts, sizes = zip(*run_ranks(2, check_collectives, deadline_s=120), strict=True)
-    both = "2 all_to_all_single of float32, {} all_reduce of float32, in order"
-    assert_told_alike(list(counts), f"collectives of its forward: {both.format(1)}", "2 all_redu")
-    assert_told_alike(list(sizes), "got sizes of these in its forward: in order ")
+@on_ranks(2, deadline_s=90)
+def test_who_was_interrupted_compares_again() -> None:
+    """One rank waits, is interrupted, and calls again; the other comes with another scale.
 
-
-def check_a_rank_that_does_not_come() -> str:
-    mesh = impatient_mesh(1)
-    tensors = make_dtensors(mesh)
-    if dist.get_rank() == ODD:
-        time.sleep(2.5)
-    return refusal_of(lambda: attend_causal(*tensors))
-
-
-def test_a_rank_that_does_not_come() -> None:
-    first, odd, last = run_ranks(3, check_a_rank_that_does_not_come)
-    for message in (first, last):
-        assert "aten::_scaled_dot_product_flash_attention_for_cpu on DTensors: " in message
-        assert "expected ranks 0, 1 and 2 to arrive within 1 s, got nothing from rank 1" in message
-        assert "raise the timeout of init_process_group" in message
-    assert re.search("given up, because rank [02] at aten::_scaled_dot_product_flash", odd)
-
-
-def check_a_rank_that_is_interrupted() -> list[str]:
-    """One rank waits, is interrupted, and calls again; the other comes with another scale."""
-    mesh, messages = impatient_mesh(20), []
-    tensors = make_dtensors(mesh)
-    scale = 0.5 if dist.get_rank() == ODD else None
-    if dist.get_rank() == ODD:
+    What the first has said before it was interrupted is not taken for agreed.
+    """
+    tensors, is_odd = make_dtensors(impatient_mesh(20)), dist.get_rank() == ODD
+    scale = 0.5 if is_odd else None
+    if is_odd:
         time.sleep(1)
     else:
         with (
@@ -429,18 +382,9 @@ def check_a_rank_that_is_interrupted() -> list[str]:
             pytest.raises(KeyboardInterrupt),
         ):
             F.scaled_dot_product_attention(*tensors, scale=scale)
-    for again in (scale, None):
-        messages.append(
-            refusal_of(lambda again=again: F.scaled_dot_product_attention(*tensors, scale=again))
-        )
-    return messages
-
-
-def test_who_was_interrupted_compares_again() -> None:
-    """What it has said before it was interrupted is not taken for agreed."""
-    for messages in run_ranks(2, check_a_rank_that_is_interrupted, deadline_s=90):
-        assert "scale: 1 / sqrt(head dim) on rank 0, 0.5 on rank 1" in messages[0]
-        assert messages[1] == "nothing"
+    message = refusal_of(lambda: F.scaled_dot_product_attention(*tensors, scale=scale))
+    assert "scale: 1 / sqrt(head dim) on rank 0, 0.5 on rank 1" in message
+    assert refusal_of(lambda: F.scaled_dot_product_attention(*tensors)) == "nothing"
 
 
 def check_a_rank_that_refuses() -> str:
@@ -559,22 +503,17 @@ def test_what_a_rank_calls_after_a_refusal_of_its_own_is_not_taken_for_what_othe
     assert refusing[2:] == others[2:] == ["nothing"] * 2
 
 
-def check_switched_off() -> str:
-    mesh = world_mesh()
-    with cp_inductor.config.patch(check_agreement=False):
-        scale = 0.5 if dist.get_rank() == ODD else None
-        tensors = make_dtensors(mesh)
-        function = torch.compile(
-            lambda *qkv: F.scaled_dot_product_attention(*qkv, scale=scale),
-            backend="cp_aot_eager",
-            fullgraph=True,
-        )
-        function(*tensors)
-        return refusal_of(lambda: F.scaled_dot_product_attention(*tensors, scale=scale))
-
-
+@on_ranks(2)
 def test_switched_off() -> None:
-    assert run_ranks(2, check_switched_off) == ["nothing", "nothing"]
+    scale = 0.5 if dist.get_rank() == ODD else None
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*qkv, scale=scale)
+
+    with cp_inductor.config.patch(check_agreement=False):
+        tensors = make_dtensors(world_mesh())
+        torch.compile(attend, backend="cp_aot_eager", fullgraph=True)(*tensors)
+        attend(*tensors)
 
 
 # --- No false alarm ---------------------------------------------------------------------------
@@ -587,7 +526,9 @@ def compare(function: Callable[..., Tensor], mesh: DeviceMesh, length: int, **ma
     assert_all_close(found, attend_with_grads(*whole, **mask), torch.float32)
 
 
-def check_who_comes_otherwise() -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_who_comes_otherwise() -> None:
     mesh = world_mesh()
     is_odd = dist.get_rank() == ODD
 
@@ -614,11 +555,6 @@ def check_who_comes_otherwise() -> None:
         compare(first, mesh, 33, is_causal=True)
 
 
-@pytest.mark.slow
-def test_who_comes_otherwise() -> None:
-    run_ranks(3, check_who_comes_otherwise)
-
-
 def in_parts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Rank 0 says something on its way: a graph break that the others do not have."""
     out = attend_causal(query, key, value)
@@ -643,7 +579,8 @@ def test_one_rank_runs_in_parts_what_others_run_whole() -> None:
     assert first == 2 and others == [1, 1]
 
 
-def check_submeshes() -> None:
+@on_ranks(4)
+def test_submeshes() -> None:
     """Two sequences, of different lengths, on two axes of ranks; and ranks outside of a mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     row = mesh.get_local_rank("dp")
@@ -653,33 +590,6 @@ def check_submeshes() -> None:
     some = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
         compare(attend_full, DeviceMesh.from_group(some, "cpu", mesh_dim_names=("cp",)), 6)
-
-
-def test_submeshes() -> None:
-    run_ranks(4, check_submeshes)
-
-
-def check_groups_that_come_again(path: str) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    server = dist.FileStore(f"{path}/shared", world_size)
-    for attempt in range(3):
-        # Gloo reads addresses of before from a store that it meets again; agreement must not.
-        store = dist.FileStore(f"{path}/{attempt}", world_size)
-        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
-        with mock.patch.object(agreement, "group_with_store", group_over(server)):
-            for length in (8, 12, 8):
-                compare(attend_causal, world_mesh(), length, is_causal=True)
-        dist.destroy_process_group()
-
-
-def group_over(store: dist.Store) -> Any:
-    original = agreement.group_with_store
-    return lambda name: (original(name)[0], lambda: (store, 60.0))
-
-
-def test_groups_that_come_again_on_one_store(tmp_path: Any) -> None:
-    run_ranks(2, check_groups_that_come_again, str(tmp_path))
 
 
 # --- Tables and seeds -------------------------------------------------------------------------
@@ -701,16 +611,22 @@ def dropped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
 
 
-def check_tables(backend: str) -> list[str]:
-    mesh, messages = world_mesh(), []
-    is_odd = dist.get_rank() == ODD
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "backend", ["cp_aot_eager", pytest.param("cp_inductor", marks=pytest.mark.long)]
+)
+@on_ranks(2)
+def test_tables_of_compiled_graphs(backend: str) -> None:
+    mesh, is_odd = world_mesh(), dist.get_rank() == ODD
     tensors = make_dtensors(mesh, 21)
-    ids = [distribute_tensor(t, mesh, [Replicate()], src_data_rank=None) for t in (
-        DOCUMENTS, DOCUMENTS + 1 if is_odd else DOCUMENTS)]  # fmt: skip
+    ids = [
+        distribute_tensor(table, mesh, [Replicate()], src_data_rank=None)
+        for table in (DOCUMENTS, DOCUMENTS + is_odd)
+    ]
 
-    def told(function: Any, *given: Tensor, **flags: int) -> None:
+    def told(function: Any, *given: Tensor, **flags: int) -> str:
         with implicit_replication(), cp_inductor.config.patch(**flags):
-            messages.append(refusal_of(lambda: function(*given)))
+            return refusal_of(lambda: function(*given))
 
     def compiled(function: Any) -> Any:
         return torch.compile(function, backend=backend, fullgraph=True)
@@ -719,65 +635,35 @@ def check_tables(backend: str) -> list[str]:
         for tensor in tensors:
             tensor.requires_grad_(requires_grad)
         function = compiled(twice_in_documents)
-        told(function, *tensors, ids[0])
-        told(function, *tensors, ids[1])
+        assert told(function, *tensors, ids[0]) == "nothing"
+        message = told(function, *tensors, ids[1])
+        assert_told_alike(message, "table 0: int64 of 2x21, digest", "on rank 1")
     # Every run may be compared, when the first have gone by.
     with mock.patch.object(agreement, "FIRST_RUNS", 0):
-        told(function, *tensors, ids[1])
-        told(function, *tensors, ids[1], check_tables_every=2)
+        assert told(function, *tensors, ids[1]) == "nothing"
+        message = told(function, *tensors, ids[1], check_tables_every=2)
+        assert_told_alike(message, "table 0: int64")
     torch.manual_seed(is_odd)
-    told(compiled(dropped), *tensors)
-    return messages
+    message = told(compiled(dropped), *tensors)
+    assert_told_alike(message, "dropout's seed: ", " on rank 1")
 
 
-def assert_tables(results: list[list[str]]) -> None:
-    for messages, parts in zip(
-        zip(*results, strict=True),
-        [
-            *(("",), ("table 0: int64 of 2x21, digest", "on rank 1"), ("",), ("table 0: int64",)),
-            *(("",), ("table 0: int64",), ("dropout's seed: ", " on rank 1")),
-        ],
-        strict=True,
-    ):
-        if parts == ("",):
-            assert messages == ("nothing", "nothing")
-        else:
-            assert_told_alike(list(messages), *parts)
-
-
-@pytest.mark.slow
-def test_tables_of_compiled_graphs() -> None:
-    assert_tables(run_ranks(2, check_tables, "cp_aot_eager"))
-
-
-@pytest.mark.long
-def test_tables_through_inductor() -> None:
-    assert_tables(run_ranks(2, check_tables, "cp_inductor"))
-
-
-def check_tables_in_eager() -> list[str]:
-    mesh, messages = world_mesh(), []
-    is_odd = dist.get_rank() == ODD
+@on_ranks(2)
+def test_tables_in_eager() -> None:
+    mesh, is_odd = world_mesh(), dist.get_rank() == ODD
     local = [shard(t, dist.get_rank(), 2) for t in make_qkv(20)[:3]]
+
+    def told(**how: Any) -> str:
+        torch.manual_seed(is_odd)
+        with cp_inductor.context_parallel(mesh):
+            return refusal_of(lambda: F.scaled_dot_product_attention(*local, **how))
+
     keys = torch.arange(20) < 15 + is_odd
+    assert_told_alike(told(attn_mask=keys[None]), "table 0: bool of 1x20, digest")
     rows = torch.ones(20, 20, dtype=torch.bool)
     rows[10 * (1 - dist.get_rank()) :][:10] = is_odd  # another rank's queries: not read here
-    for mask, dropout_p in ((keys[None], 0.0), (rows, 0.0), (None, 0.5)):
-        torch.manual_seed(is_odd)
-
-        def run(mask: Tensor | None = mask, dropout_p: float = dropout_p) -> None:
-            with cp_inductor.context_parallel(mesh):
-                F.scaled_dot_product_attention(*local, attn_mask=mask, dropout_p=dropout_p)
-
-        messages.append(refusal_of(run))
-    return messages
-
-
-def test_tables_in_eager() -> None:
-    keys, rows, seeds = zip(*run_ranks(2, check_tables_in_eager), strict=True)
-    assert_told_alike(list(keys), "table 0: bool of 1x20, digest")
-    assert rows == ("nothing", "nothing")
-    assert_told_alike(list(seeds), "dropout's seed: ")
+    assert told(attn_mask=rows) == "nothing"
+    assert_told_alike(told(dropout_p=0.5), "dropout's seed: ")
 
 
 def test_graphs_hand_tables_over_in_order_and_only_where_asked() -> None:

@@ -9,24 +9,20 @@ The long cases are the rest of the matrix: every fault at every time in every fo
 
 from __future__ import annotations
 
-import os
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from tests.support import faults
 from tests.support.combinations import AOT, COMPILED, EAGER
 from tests.support.faults import FAULTS, HARMLESS, NAMED, TIMES, Case, Outcome, launch, train
-from tests.support.ranks import RankError, run_ranks
 
 
 def assert_named(
@@ -69,98 +65,84 @@ WHAT_BECAME_OF_IT = {
 }
 
 
-def cases() -> Iterator[Any]:
-    in_every_run = {
-        *((EAGER, "kill", at) for at in ("forward", "backward", "optimizer")),
-        (EAGER, "stop", "backward"),
-        (AOT, "kill", "forward"),
-        (AOT, "kill", "backward"),
-        (AOT, "kill", "compile"),
-        (AOT, "fail", "backward"),
-        (AOT, "stop", "forward"),
-        (COMPILED, "kill", "backward"),
-    }
-    for form in (EAGER, AOT, COMPILED):
-        for fault in FAULTS:
-            for at in TIMES:
-                if (form, at) != (EAGER, "compile"):
-                    is_short = (form, fault, at) in in_every_run
-                    mark = pytest.mark.slow if is_short else pytest.mark.long
-                    yield pytest.param(form, fault, at, marks=mark)
+# Of each kind, those that run in every run; whatever torch has for debugging, and wherever the
+# store lives, the others are told the same.
+IN_EVERY_RUN = [
+    *(Case(EAGER, "kill", at) for at in ("forward", "backward", "optimizer")),
+    Case(EAGER, "stop", "backward"),
+    Case(AOT, "kill", "forward"),
+    Case(AOT, "kill", "backward"),
+    Case(AOT, "kill", "compile", step=0),
+    Case(AOT, "fail", "backward"),
+    *(Case(AOT, "kill", at, debugging="recorder") for at in ("forward", "backward")),
+    Case(AOT, "kill", "backward", odd=0, store="first"),
+]
+MORE = [
+    *(
+        Case(form, fault, at, step=0 if at == "compile" else 1)
+        for form in (EAGER, AOT, COMPILED)
+        for fault in FAULTS
+        for at in TIMES
+        if (form, at) != (EAGER, "compile")
+    ),
+    *(
+        Case(AOT, fault, at, debugging=debugging)
+        for debugging in ("detail", "recorder")
+        for fault in ("kill", "stop")
+        for at in ("forward", "backward")
+    ),
+    *(
+        Case(form, fault, at, odd=0, store="first")
+        for form, fault, at in ((EAGER, "stop", "forward"), (AOT, "stop", "backward"))
+    ),
+    Case(EAGER, "kill", "forward", odd=0, store="first"),
+    *(Case(AOT, fault, "compile", odd=0, step=0, store="first") for fault in ("stop", "kill")),
+]
 
 
-@pytest.mark.parametrize(("form", "fault", "at"), list(cases()))
-def test_the_others_are_told(form: str, fault: str, at: str) -> None:
-    case = Case(form, fault, at, step=0 if at == "compile" else 1)
-    fault_at, outcomes = launch(train, case)
-    if at == "compile":
+def id_of(case: Case) -> str:
+    more = case.debugging or (case.store if case.store != "file" else "")
+    return "-".join(filter(None, [case.form, case.fault, case.at, more]))
+
+
+def expected_of(case: Case) -> tuple[str, ...]:
+    """Return the class of the error that the others are told, and parts of its text."""
+    if case.at == "compile" and case.store == "first":
+        # Nothing is known of the rank that holds it, but where it is.
+        store = "expected the store of the process group, localhost:", "rank 0"
+        return "ProcessGroupError", *store, "got no answer for 4 s" * (case.fault == "stop")
+    if case.at == "compile":
         # No exchange has begun: the others wait for this rank to say what it will run.
-        told = "nothing from rank 1"
-        assert_named(case, fault_at, outcomes, told, error="RanksDisagree")
-        return
-    if fault in ("interrupt", "fail") and at != "backward":
+        return "RanksDisagree", "nothing from rank 1"
+    if case.fault in ("interrupt", "fail") and case.at != "backward":
         # Its program says that it has ended, so nobody begins the exchanges of the next attention.
-        told = "rank 1: its program has ended, after"
-        assert_named(case, fault_at, outcomes, told, error="RanksDisagree")
-        return
+        return "RanksDisagree", "rank 1: its program has ended, after"
     # Whoever is struck before its optimizer's step does not come to the next forward.
-    direction = "backward" if at == "backward" else "forward"
-    exchange = f"exchange 1 of 2 of its {direction} to end on ranks 0, 1 and 2"
+    direction = "backward" if case.at == "backward" else "forward"
     line = line_of("y = F.scaled" if direction == "forward" else "z = F.scaled")
-    became = WHAT_BECAME_OF_IT[fault]
-    parts = (exchange, f"(faults.py:{line})", "rank 1: its process", became)
-    assert_named(case, fault_at, outcomes, *parts)
-
-
-@pytest.mark.parametrize(
-    ("debugging", "fault"),
-    [
-        pytest.param("detail", "kill", marks=pytest.mark.slow),
-        pytest.param("detail", "stop", marks=pytest.mark.long),
-        pytest.param("recorder", "kill", marks=pytest.mark.slow),
-        pytest.param("recorder", "stop", marks=pytest.mark.long),
-    ],
-)
-@pytest.mark.parametrize("at", ["forward", "backward"])
-def test_beside_what_torch_has_for_debugging(debugging: str, fault: str, at: str) -> None:
-    case = Case(AOT, fault, at, debugging=debugging)
-    fault_at, outcomes = launch(train, case)
-    exchange = f"exchange 1 of 2 of its {at} to end on ranks 0, 1 and 2"
-    assert_named(case, fault_at, outcomes, exchange, WHAT_BECAME_OF_IT[fault])
-
-
-@pytest.mark.parametrize(
-    ("form", "fault", "at"),
-    [
-        pytest.param(EAGER, "stop", "forward", marks=pytest.mark.slow),
-        pytest.param(AOT, "kill", "backward", marks=pytest.mark.slow),
-        pytest.param(AOT, "stop", "backward", marks=pytest.mark.long),
-        pytest.param(EAGER, "kill", "forward", marks=pytest.mark.long),
-    ],
-)
-def test_the_rank_that_holds_the_store_is_named(form: str, fault: str, at: str) -> None:
-    """The store goes with it, but who it is was known before."""
-    case = Case(form, fault, at, odd=0, store="first")
-    fault_at, outcomes = launch(train, case)
-    exchange = f"exchange 1 of 2 of its {at} to end on ranks 0, 1 and 2"
-    assert_named(
-        case, fault_at, outcomes, exchange, "rank 0: its process", WHAT_BECAME_OF_IT[fault]
+    return (
+        "ExchangeFailed",
+        f"exchange 1 of 2 of its {direction} to end on ranks 0, 1 and 2",
+        f"(faults.py:{line})",
+        f"rank {case.odd}: its process",
+        WHAT_BECAME_OF_IT[str(case.fault)],
     )
 
 
 @pytest.mark.parametrize(
-    ("fault", "got"),
+    "case",
     [
-        pytest.param("stop", "got no answer for 4 s", marks=pytest.mark.slow),
-        pytest.param("kill", "", marks=pytest.mark.long),
+        *(pytest.param(case, id=id_of(case), marks=pytest.mark.slow) for case in IN_EVERY_RUN),
+        *(
+            pytest.param(case, id=id_of(case), marks=pytest.mark.long)
+            for case in MORE
+            if case not in IN_EVERY_RUN
+        ),
     ],
 )
-def test_a_store_that_is_gone_before_ranks_met_is_named(fault: str, got: str) -> None:
-    """Nothing is known of the rank that holds it, but where it is."""
-    case = Case(AOT, fault, "compile", odd=0, step=0, store="first")
-    fault_at, outcomes = launch(train, case)
-    store = "expected the store of the process group, localhost:"
-    assert_named(case, fault_at, outcomes, store, got, "rank 0", error="ProcessGroupError")
+def test_the_others_are_told(case: Case) -> None:
+    error, *parts = expected_of(case)
+    assert_named(case, *launch(train, case), *parts, error=error)
 
 
 # --- One rank has no memory left, or another time of day ---------------------------------------
@@ -216,33 +198,6 @@ def test_a_rank_whose_clock_is_late() -> None:
     fault_at, outcomes = launch(train_in_the_past, case)
     exchange = "exchange 1 of 2 of its backward"
     assert_named(case, fault_at, outcomes, exchange, " has ended")
-
-
-def path_of_store() -> str:
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return str(store.path)
-
-
-def test_the_folder_of_a_store_outlives_its_ranks() -> None:
-    """A rank writes to it when it leaves: a FileStore that cannot ends its process, by SIGABRT."""
-    one, other = run_ranks(2, path_of_store), run_ranks(2, path_of_store)
-    assert one[0] != other[0]
-    assert Path(one[0]).parent.is_dir()
-
-
-def abort_one() -> None:
-    if dist.get_rank() == 1:
-        os.write(2, b"terminate called after throwing\n")
-        os.abort()
-
-
-def test_a_rank_that_aborts_says_why() -> None:
-    """Also C++ has said it, and the line of Python that it was called from is there."""
-    words = r"rank 1: the process died with exit code -6\nterminate called .*\nFatal Python error: "
-    with pytest.raises(RankError, match=rf"{words}Aborted\n(.*\n)+.* in abort_one"):
-        run_ranks(2, abort_one)
 
 
 # --- Random faults ----------------------------------------------------------------------------

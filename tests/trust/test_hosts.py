@@ -18,7 +18,7 @@ from cp_inductor.dtensor.machines import machine_of
 from cp_inductor.trust import notes
 from cp_inductor.trust.bounded_store import BoundedStore
 from cp_inductor.trust.log import Log
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
 def answers(names: Sequence[str | None], delays_s: Sequence[float] = ()) -> list[tuple[int, ...]]:
@@ -55,19 +55,15 @@ def test_nobody_waits_long(monkeypatch: pytest.MonkeyPatch) -> None:
         assert answers(["a", "a", "b"], [0, 0, 0.8]) == [(), (), ()]
 
 
+@on_ranks(4)
 def test_two_hosts_of_gloo_ranks() -> None:
     cp_inductor.reset()
-    assert run_ranks(4, _machines) == [("2xcpu", "cpu", "cpu", "2xcpu")] * 4
-
-
-def _machines() -> tuple[str, ...]:
-    rank, found = dist.get_rank(), []
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     # What a rank asks first, its own group or all ranks, is no matter.
     groups = [dist.group.WORLD, mesh["cp"].get_group(), mesh["dp"].get_group(), dist.group.WORLD]
-    with mock.patch.object(socket, "gethostname", return_value=f"host {rank // 2}"):
-        for number, group in enumerate(groups):
-            assert group is not None
+    expected = ("2xcpu", "cpu", "cpu", "2xcpu")
+    with mock.patch.object(socket, "gethostname", return_value=f"host {dist.get_rank() // 2}"):
+        for number, (group, known) in enumerate(zip(groups, expected, strict=True)):
             if number == 3:
                 cp_inductor.reset()
             with warnings.catch_warnings():
@@ -75,5 +71,4 @@ def _machines() -> tuple[str, ...]:
                 machine = machine_of("auto", group.group_name, "cpu")
             name = "tcp" if len(machine.levels) > 1 or group is groups[1] else "eth10"
             assert machine.levels[0].name == name, (number, machine)
-            found.append(machine.format().partition("[")[0].partition(":")[0])
-    return tuple(found)
+            assert machine.format().partition("[")[0].partition(":")[0] == known

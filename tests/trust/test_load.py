@@ -205,10 +205,6 @@ def test_what_is_compiled_again_and_again_is_not_kept() -> None:
     assert at[3] - at[1] <= 1000, at
 
 
-def test_a_rank_of_64() -> None:
-    compile_attentions(64, 1)
-
-
 def test_some_of_64_ranks_are_processes_and_issue_the_same_collectives() -> None:
     """Each with another seed of its hashes, in the order that the schedule chose there.
 

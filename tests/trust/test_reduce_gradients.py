@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from torch.optim import optimizer as optimizers
 
 import cp_inductor
 from cp_inductor import RanksDisagree, SequenceWarning, UnsupportedPlacement, reduce_gradients
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import on_ranks, world_mesh
 
 LENGTH = 12
 
@@ -69,7 +68,9 @@ def backward(model: nn.Module, run: Callable[..., Tensor], mesh: DeviceMesh) -> 
 # --- Sums --------------------------------------------------------------------------------------
 
 
-def _train_as_the_readme_does() -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
+def test_a_step_in_a_region_has_the_gradients_of_one_process(world_size: int) -> None:
     mesh, model, alone = world_mesh(), make_model(), make_model()
     ids, labels = draw_batch()
     loss_of(alone(ids), labels).backward()
@@ -80,12 +81,9 @@ def _train_as_the_readme_does() -> None:
         torch.testing.assert_close(parameter.grad, known.grad, rtol=1e-12, atol=1e-14, msg=name)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_step_in_a_region_has_the_gradients_of_one_process(world_size: int) -> None:
-    run_ranks(world_size, _train_as_the_readme_does)
-
-
-def _reduce_all_kinds(bucket_bytes: int) -> None:
+@pytest.mark.parametrize("bucket_bytes", [32 << 20, 64])
+@on_ranks(2)
+def test_every_kind_of_gradient_is_summed_in_its_dtype(bucket_bytes: int) -> None:
     from cp_inductor.region import reduce_gradients as module
 
     module.BUCKET_BYTES = bucket_bytes
@@ -124,12 +122,9 @@ def _reduce_all_kinds(bucket_bytes: int) -> None:
             assert torch.equal(grad, torch.full_like(parameter, 1.0 if name == "some" else 3.0))
 
 
-@pytest.mark.parametrize("bucket_bytes", [32 << 20, 64])
-def test_every_kind_of_gradient_is_summed_in_its_dtype(bucket_bytes: int) -> None:
-    run_ranks(2, _reduce_all_kinds, bucket_bytes)
-
-
-def _reduce_beside_others() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_what_others_reduce_is_left_alone() -> None:
     """On a mesh of (dp, cp): what is reduced over dp alone is summed over cp, other is left."""
     mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")), dist.get_rank()
     by_dp = DistributedDataParallel(nn.Linear(2, 2), process_group=mesh["dp"].get_group())
@@ -169,43 +164,29 @@ def _reduce_beside_others() -> None:
         reduce_gradients(by_dp, flat)
 
 
-@pytest.mark.slow
-def test_what_others_reduce_is_left_alone() -> None:
-    run_ranks(4, _reduce_beside_others)
-
-
-def _refuse() -> list[str]:
-    mesh, found = world_mesh(), []
-    is_odd = dist.get_rank() == 1
-    models = (
-        nn.ModuleDict({name: nn.Linear(2, 2) for name in ("ba" if is_odd else "ab")}),
-        nn.Sequential(nn.Linear(2, 3 if is_odd else 2)),
-        nn.Sequential(*(nn.Linear(2, 2) for _ in range(2 + is_odd))),
-        nn.Sequential(nn.Linear(2, 2).requires_grad_(not is_odd)),
-        nn.Sequential(nn.Embedding(3, 2)),
-    )
-    for parameter in (parameter for model in models for parameter in model.parameters()):
-        parameter.grad = torch.ones_like(parameter)
-    if is_odd:
-        models[-1][0].weight.grad = torch.ones(3, 2).to_sparse()  # type: ignore[index]
-    for model in models:
-        with pytest.raises((RanksDisagree, UnsupportedPlacement)) as caught:
-            reduce_gradients(model, mesh)
-        found.append(str(caught.value))
-    return found
-
-
+@on_ranks(2)
 def test_parameters_that_differ_are_refused_on_all_ranks() -> None:
-    words = (
-        r"parameter 0: a.weight: torch.float32 \[2, 2\] on rank 0, b.weight: .* on rank 1",
-        r"parameter 0: 0.weight: torch.float32 \[2, 2\] on rank 0, .* \[3, 2\] on rank 1",
-        "parameters: 4 on rank 0, 6 on rank 1",
-        "parameters: 2 on rank 0, 0 on rank 1",
-        "expected dense gradients on all ranks, got sparse ones",
-    )
-    for found in run_ranks(2, _refuse):
-        for text, known in zip(found, words, strict=True):
-            assert re.search(known, text), text
+    mesh, is_odd = world_mesh(), dist.get_rank() == 1
+    models: dict[str, nn.Module] = {
+        r"parameter 0: a.weight: torch.float32 \[2, 2\] on rank 0, b.weight: .* on rank 1": (
+            nn.ModuleDict({name: nn.Linear(2, 2) for name in ("ba" if is_odd else "ab")})
+        ),
+        r"parameter 0: 0.weight: torch.float32 \[2, 2\] on rank 0, .* \[3, 2\] on rank 1": (
+            nn.Sequential(nn.Linear(2, 3 if is_odd else 2))
+        ),
+        "parameters: 4 on rank 0, 6 on rank 1": nn.Sequential(
+            *(nn.Linear(2, 2) for _ in range(2 + is_odd))
+        ),
+        "parameters: 2 on rank 0, 0 on rank 1": nn.Linear(2, 2).requires_grad_(not is_odd),
+        "expected dense gradients on all ranks, got sparse ones": nn.Embedding(3, 2),
+    }
+    for words, model in models.items():
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if is_odd and isinstance(model, nn.Embedding):
+            model.weight.grad = torch.ones(3, 2).to_sparse()
+        with pytest.raises((RanksDisagree, UnsupportedPlacement), match=words):
+            reduce_gradients(model, mesh)
 
 
 # --- Sums of sums ------------------------------------------------------------------------------
@@ -223,7 +204,10 @@ class Weights(nn.Module):
         return used.sum() * x
 
 
-def _train_with_zeros(form: str, axes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("form", ["none", "zeros", "buckets"])
+@pytest.mark.parametrize("axes", [("cp",), ("cp", "dp")])
+@on_ranks(2)
+def test_gradients_are_summed_anew_after_zero_grad(form: str, axes: tuple[str, ...]) -> None:
     mesh, model = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp")), Weights()
     run: nn.Module = model
     if form == "buckets":  # gradients are the same tensors in all steps
@@ -245,13 +229,8 @@ def _train_with_zeros(form: str, axes: tuple[str, ...]) -> None:
         model.zero_grad(set_to_none=form != "zeros")
 
 
-@pytest.mark.parametrize("form", ["none", "zeros", "buckets"])
-@pytest.mark.parametrize("axes", [("cp",), ("cp", "dp")])
-def test_gradients_are_summed_anew_after_zero_grad(form: str, axes: tuple[str, ...]) -> None:
-    run_ranks(2, _train_with_zeros, form, axes)
-
-
-def _sum_sums() -> None:
+@on_ranks(2)
+def test_sums_are_not_summed_again() -> None:
     mesh = world_mesh()
 
     def add(model: nn.Module) -> None:
@@ -276,10 +255,6 @@ def _sum_sums() -> None:
         add(model)
         reduce_gradients(model, mesh)
         assert torch.equal(model.shared.grad, torch.full((3,), 2.0).double())
-
-
-def test_sums_are_not_summed_again() -> None:
-    run_ranks(2, _sum_sums)
 
 
 # --- Who forgets it ----------------------------------------------------------------------------
@@ -359,21 +334,23 @@ REDUCES = [
 ]
 
 
-def _train_all(cases: list[tuple[Callable[..., None], str]]) -> list[list[str]]:
-    return [_train(reduce, form, backwards) for backwards in (1, 2) for reduce, form in cases]
-
-
 @pytest.mark.slow
+@on_ranks(2)
 def test_gradients_that_nobody_sums_are_warned_of_once_by_name() -> None:
-    first, second = run_ranks(2, _train_all, FORGETS)
-    for found in first:
-        (text,) = found
-        assert "gradients of tokens.weight, project.weight, project.bias are of each rank" in text
-        assert "call cp_inductor.reduce_gradients(model, mesh) after the backward" in text
-    assert second == [[]] * len(second)
+    for reduce, form in FORGETS:
+        for backwards in (1, 2):
+            found = _train(reduce, form, backwards)
+            if dist.get_rank() == 0:
+                names = "tokens.weight, project.weight, project.bias"
+                assert f"gradients of {names} are of each rank" in found[0]
+                remedy = "call cp_inductor.reduce_gradients(model, mesh) after the backward"
+                assert remedy in found[0]
+            assert len(found) == (dist.get_rank() == 0)
 
 
 @pytest.mark.slow
+@on_ranks(2)
 def test_whoever_sums_gradients_hears_nothing() -> None:
-    for found in run_ranks(2, _train_all, REDUCES):
-        assert found == [[]] * len(found)
+    for reduce, form in REDUCES:
+        for backwards in (1, 2):
+            assert _train(reduce, form, backwards) == []

@@ -15,14 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
 from cp_inductor import RanksDisagree
 from cp_inductor.trust import agreement, comparing, log
 from cp_inductor.trust.agreement import forget_agreements
-from cp_inductor.trust.record import MOST_TOLD, NUM_DIGITS, Entry, Trail
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import on_ranks, world_mesh
 
 
 def attend(x: Tensor) -> Tensor:
@@ -44,63 +42,30 @@ def batch(number: int) -> Tensor:
     return torch.randint(50, (1, 8), generator=torch.Generator().manual_seed(number))
 
 
-def raised(call: Any) -> str:
-    """Return the text of the RanksDisagree that a call raises; "" if it raises none."""
-    try:
-        call()
-    except RanksDisagree as error:
-        return str(error)
-    return ""
-
-
-def skip(where: str, form: str) -> tuple[int, str]:
-    """Return how many steps were right before the ranks noticed, and what they said."""
+@pytest.mark.parametrize("form", ["eager", "cp_aot_eager"])
+@pytest.mark.parametrize("where", ["region", "DTensors"])
+@on_ranks(2)
+def test_a_skipped_batch_is_noticed_before_its_attention(where: str, form: str) -> None:
     mesh = world_mesh()
     model = Model()
     if where == "DTensors":
         model = cp_inductor.parallelize(model, mesh)
     call: Any = model if form == "eager" else torch.compile(model, backend=form, fullgraph=True)
-    done = 0
-    try:
-        for number in range(6):
-            if number == 3 and dist.get_rank() == 1:
-                continue
-            ids = batch(number)
-            if where == "DTensors":
-                call(cp_inductor.shard(ids, mesh)).backward()
-            else:
-                with cp_inductor.context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):
-                    call(ids).backward()
-            done += 1
-    except RanksDisagree as error:
-        return done, str(error)
-    return done, ""
 
+    def step(number: int) -> None:
+        ids = batch(number)
+        if where == "DTensors":
+            call(cp_inductor.shard(ids, mesh)).backward()
+        else:
+            with cp_inductor.context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):
+                call(ids).backward()
 
-@pytest.mark.parametrize("form", ["eager", "cp_aot_eager"])
-@pytest.mark.parametrize("where", ["region", "DTensors"])
-def test_a_skipped_batch_is_noticed_before_its_attention(where: str, form: str) -> None:
-    for done, said in run_ranks(2, skip, where, form):
-        assert done == 3
-        assert "batch 4: 1x8 numbers with" in said and "on rank 0" in said and "on rank 1" in said
-        assert "skip a batch, or none" in said
-
-
-def skip_late() -> tuple[int, str]:
-    """The same where no event is waited for any more, but the first of a new kind."""
-    with mock.patch.object(agreement, "FIRST_EVENTS", 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        done = 0
-        try:
-            for number in range(2000):
-                if number == 20 and dist.get_rank() == 1:
-                    continue
-                attend_in_region(mesh, number)
-                done += 1
-                time.sleep(0.002)
-        except RanksDisagree as error:
-            return done, str(error)
-        return done, ""
+    for number in range(3):
+        step(number)
+    with pytest.raises(RanksDisagree, match="batch 4: 1x8 numbers with") as raised:
+        step(3 + dist.get_rank())  # one of them skips a batch
+    said = str(raised.value)
+    assert "on rank 0" in said and "on rank 1" in said and "skip a batch, or none" in said
 
 
 def attend_in_region(mesh: Any, number: int) -> None:
@@ -110,99 +75,48 @@ def attend_in_region(mesh: Any, number: int) -> None:
         attend(x + ids[..., None])
 
 
+@on_ranks(2)
 def test_later_a_thread_notices() -> None:
-    for done, said in run_ranks(2, skip_late):
-        assert 20 <= done < 500 and "batch 21" in said, (done, said)
+    """The same where no event is waited for any more, but the first of a new kind."""
+    mesh, done = world_mesh(), []
+
+    def train() -> None:
+        for number in range(2000):
+            if number != 20 or dist.get_rank() == 0:
+                attend_in_region(mesh, number)
+                done.append(number)
+                time.sleep(0.002)
+
+    skipped = pytest.raises(RanksDisagree, match="batch 21")
+    with mock.patch.object(agreement, "FIRST_EVENTS", 2), skipped:
+        train()
+    assert 20 <= len(done) < 500, done
 
 
-def evaluate_alone() -> tuple[str, str]:
+@on_ranks(2)
+def test_who_waits_says_where_all_are_and_gives_up() -> None:
     """Rank 0 evaluates once more than rank 1, which waits for it in a barrier."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    told = StringIO()
+    mesh, told = world_mesh(), StringIO()
     with mock.patch.object(log, "REPORT_AFTER_S", 0.3), mock.patch.object(sys, "stderr", told):
         for number in range(3):
             attend_in_region(mesh, number)
         agreed = agreement.agreed_of(str(mesh.get_group().group_name))
         assert agreed is not None
         agreed.log.timeout_s = 1.5
-        said = ""
         if dist.get_rank() == 0:
-            with torch.no_grad():
-                said = raised(lambda: attend_in_region(mesh, 7))
+            with torch.no_grad(), pytest.raises(RanksDisagree, match="nothing from rank 1") as said:
+                attend_in_region(mesh, 7)
+            assert "rank 1: outside of any attention, since" in str(said.value)
+            assert "after 3 attentions" in str(said.value)
         dist.barrier()
-    return said, told.getvalue()
+    first = ("rank 0 waits for others", "rank 0: in ", "rank 1: outside of any attention")
+    assert all(part in told.getvalue() for part in first) or dist.get_rank() == 1
+    assert bool(told.getvalue()) == (dist.get_rank() == 0)
 
 
-def test_who_waits_says_where_all_are_and_gives_up() -> None:
-    (said, told), (_, other) = run_ranks(2, evaluate_alone)
-    assert "nothing from rank 1" in said
-    assert "rank 1: outside of any attention, since" in said and "after 3 attentions" in said
-    assert "rank 0 waits for others" in told
-    assert "rank 0: in " in told and "rank 1: outside of any attention" in told
-    assert not other
-
-
-def refuse_alone() -> str:
-    """Rank 1 refuses what rank 0 goes on with."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    attend_in_region(mesh, 0)
-    ids, x = batch(1), torch.ones(1, 8, 8)
-    try:
-        with cp_inductor.context_parallel(mesh, buffers=[ids, x], buffer_seq_dims=[1, 1]):
-            attend(x.cumsum(1) if dist.get_rank() == 1 else x)
-    except cp_inductor.CPError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_all_ranks_name_the_refusal_of_one() -> None:
-    first, second = run_ranks(2, refuse_alone)
-    assert first.startswith("RanksDisagree") and second.startswith("SequenceMixed")
-    assert "cumsum" in second and "cumsum" in first, first
-
-
-def begin_anew() -> list[str]:
-    """After an error that all have caught, ranks go on together."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    attend_in_region(mesh, 0)
-    said = [raised(lambda: attend_in_region(mesh, 1 + dist.get_rank()))]
-    said += [raised(lambda n=n: attend_in_region(mesh, n)) for n in range(3)]  # type: ignore[misc]
-    return said
-
-
-def test_ranks_that_have_caught_it_go_on() -> None:
-    for first, *others in run_ranks(2, begin_anew):
-        assert "batch 2" in first and others == ["", "", ""]
-
-
-def test_trails_that_part_are_told_apart() -> None:
-    one, other, ahead = Trail(), Trail(), Trail()
-    for number in range(3 * MOST_TOLD):
-        kind = f"{number}" if number != 3 * MOST_TOLD - 5 else "another"
-        one.add(Entry(f"event {number}", {"what": "an event"}, kind=f"{number}"))
-        other.add(Entry("", {"what": "an event"}, kind=kind))
-    one.run_on()
-    told = Trail.parse(one.told())
-    assert told.first_difference(other) == other.first_difference(told) == 3 * MOST_TOLD - 4
-    last = told.entry_at(told.count)
-    assert last is not None and last.site == f"event {told.count - 1}"
-    assert told.entry_at(1) is None  # long ago
-    assert ahead.first_difference(told) is None and told.first_difference(one) is None
-    assert len(one.told()["digests"]) == MOST_TOLD * NUM_DIGITS
-
-
-def test_what_is_taken_back_was_never_there() -> None:
-    one, other = Trail(), Trail()
-    for trail, kinds in ((one, "abc"), (other, "ab")):
-        for kind in kinds:
-            trail.add(Entry(kind, {"what": kind}, kind=kind))
-    one.take_back(1)
-    assert one.told() == other.told() and one.digest == other.digest
-
-
-def leave_no_thread() -> int:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    attend_in_region(mesh, 0)
+@on_ranks(2)
+def test_a_thread_ends_with_its_group() -> None:
+    attend_in_region(world_mesh(), 0)
     dist.barrier()
     watches = list(comparing._comparing)
     assert any(watch.is_alive() for watch in watches)
@@ -211,11 +125,7 @@ def leave_no_thread() -> int:
     while any(watch.is_alive() for watch in watches) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.02)
-    return sum(watch.is_alive() for watch in watches)
-
-
-def test_a_thread_ends_with_its_group() -> None:
-    assert run_ranks(2, leave_no_thread) == [0, 0]
+    assert not any(watch.is_alive() for watch in watches)
 
 
 LEAVES_WHILE_ASKING = """

@@ -43,6 +43,7 @@ from cp_inductor.dtensor.limits import check_attention, refuse_both_masks
 from cp_inductor.dtensor.permuted import refuse_permuted
 from cp_inductor.dtensor.recipe import PlanOptions, make_recipe
 from cp_inductor.dtensor.rules.loss import correct_losses_along
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.mask.language import CAUSAL, FULL
 from cp_inductor.mask.rule import Rule, rule_of_table
@@ -113,7 +114,13 @@ def _handle_forward(
         if is_propagating and _mask_of(bound) is not None:
             # Dynamo only asks for shapes. What the mask is, the graph pass reads.
             return _shapes_of(op, _placed_alike(query, key, value, site=site)[0], bound)
-        _check_supported(op, bound)
+        if bound["dropout_p"]:
+            raise UnsupportedAttention(
+                site=site,
+                expected="dropout_p=0 in eager attention over a sharded sequence",
+                got=f"dropout_p={bound['dropout_p']}",
+                remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
+            )
         plan_options = _plan_options(site)
         this, sides, local, extras = _prepare_kernel(op, bound, plan_options)
     except CPError as error:
@@ -133,16 +140,15 @@ def _handle_forward(
         with agreement, named_steps(this, "forward", line):
             out, lse = run_forward(this, *local, *extras)
         site = line
-    _note(lse, site)
+    # For the backward, which runs on other threads: autograd saves the storage, not the tensor.
+    lse.untyped_storage()._cp_inductor_note = site
     # lse (B, H, S) is sharded along the same dims as the query (B, H, S, D).
     return _results_of(op, from_local_like(out, sides[0]), from_local_like(lse, sides[0]), bound)
 
 
 def _handle_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Tell Dynamo the shapes of flex_attention on DTensors; refuse it in eager code."""
-    is_propagating = is_propagating_shapes(
-        query.to_local() if isinstance(query, DTensor) else query
-    )
+    is_propagating = is_propagating_shapes(held_by_rank(query))
     if is_propagating and any(map(is_sequence_sharded, (query, key, value))):
         # The graph pass reads the functions, and refuses with the source line what it cannot.
         with suppress(CPError):
@@ -196,7 +202,8 @@ def _handle_backward(
     if axis_of_tensors(*tensors, site=site) is None:
         return _attend_within_ranks(op, bound)
     out, lse = (bound[name].to_local() for name in ("out", "logsumexp"))
-    site_of_forward = _noted(lse)
+    # Nothing if a hook has moved lse elsewhere.
+    site_of_forward = getattr(lse.untyped_storage(), "_cp_inductor_note", None)
     # SDPA chose the kernel in the forward. The sdpa_kernel context of the backward may differ, and
     # must not change that choice.
     chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
@@ -325,8 +332,13 @@ def attend(
         UnsupportedKernel: no kernel supports the device, dtype or head dim.
         UnsupportedStrategy: `config.strategy` does not support this mask.
     """
-    if not enable_gqa:
-        _check_equal_heads(query, key, site=EAGER)
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise UnsupportedAttention(
+            site=EAGER,
+            expected="equally many query and key heads, or enable_gqa=True",
+            got=f"{query.shape[1]} query and {key.shape[1]} key heads",
+            remedy="pass enable_gqa=True, or repeat keys and values",
+        )
     device = query.device.type
     is_cast = torch.is_autocast_enabled(device)
     sides = _placed_alike(query, key, value, site=EAGER)
@@ -404,8 +416,13 @@ def _prepare(
     extras = []
     if attn_mask is not None:
         _check_mask(attn_mask, query, key, is_causal=is_causal, site=site)
-        rule, own_rows = _rule_and_rows_of_mask(attn_mask, query, dtype)
-        extras.append(own_rows)
+        rule, indices = rule_of_table(attn_mask.shape, is_bool=attn_mask.dtype == torch.bool)
+        # A bias in a wider dtype than the attention is added unrounded; under autocast, SDPA casts
+        # it.
+        is_cast = torch.is_autocast_enabled(query.device.type)
+        is_wide = bool(rule.bias) and not is_cast and attn_mask.dtype.itemsize > dtype.itemsize
+        rule = replace(rule, is_wide=is_wide)
+        extras.append(local_part(attn_mask, query, roles_of(indices)))
     if dropout_p:
         seed = torch.randint(0, 1 << 31, (), device=query.device)
         extras.append(seed_of_shard(seed, query if like is None else like))
@@ -414,31 +431,6 @@ def _prepare(
     recipe = make_recipe(plan_options, axis, query, key, rule=rule.format(), dtype=dtype, site=site)
     this = Attention(recipe, axis.rank, scale, kernel, axis.group_name, dropout_p)
     return this, local, extras
-
-
-def _check_equal_heads(query: Tensor, key: Tensor, *, site: str) -> None:
-    if query.shape[1] != key.shape[1]:
-        raise UnsupportedAttention(
-            site=site,
-            expected="equally many query and key heads, or enable_gqa=True",
-            got=f"{query.shape[1]} query and {key.shape[1]} key heads",
-            remedy="pass enable_gqa=True, or repeat keys and values",
-        )
-
-
-def _rule_and_rows_of_mask(mask: Tensor, query: DTensor, dtype: torch.dtype) -> tuple[Rule, Tensor]:
-    """Return the rule that reads a mask as a table, and the part of the mask that this rank reads.
-
-    Args:
-        mask: broadcasts to (B, H, S, T) of the whole sequence.
-        query: says which batch entries, heads and rows are this rank's.
-        dtype: in which the attention is computed.
-    """
-    rule, indices = rule_of_table(mask.shape, is_bool=mask.dtype == torch.bool)
-    # A bias in a wider dtype than the attention is added unrounded; under autocast, SDPA casts it.
-    is_cast = torch.is_autocast_enabled(query.device.type)
-    is_wide = bool(rule.bias) and not is_cast and mask.dtype.itemsize > dtype.itemsize
-    return replace(rule, is_wide=is_wide), local_part(mask, query, roles_of(indices))
 
 
 class _AttendWithGradient(torch.autograd.Function):
@@ -509,31 +501,6 @@ def _plan_options(site: str) -> PlanOptions:
 def _flags() -> PlanOptions:
     """Return the flags, without keeping fetched data: SDPA's own op saves only its results."""
     return replace(PlanOptions.read({})[0], can_keep=False)
-
-
-def _note(lse: Tensor, site: str) -> None:
-    """Record the site for the backward, which runs on other threads.
-
-    The record is an attribute of the storage, because autograd saves the storage, not the tensor
-    object.
-    """
-    lse.untyped_storage()._cp_inductor_note = site  # type: ignore[attr-defined]
-
-
-def _noted(lse: Tensor) -> str | None:
-    """Return what the forward recorded; nothing if a hook has moved lse elsewhere."""
-    return getattr(lse.untyped_storage(), "_cp_inductor_note", None)
-
-
-def _check_supported(op: torch._ops.OpOverload, bound: dict[str, Any]) -> None:
-    """Refuse dropout, which these handlers do not compute."""
-    if bound["dropout_p"]:
-        raise UnsupportedAttention(
-            site=_site(op),
-            expected="dropout_p=0 in eager attention over a sharded sequence",
-            got=f"dropout_p={bound['dropout_p']}",
-            remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
-        )
 
 
 def _site(op: torch._ops.OpOverload) -> str:

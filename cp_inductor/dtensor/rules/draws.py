@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.rules.partials import make_whole, part_of
 from cp_inductor.dtensor.sequence_meshes import holds_sequences
-from cp_inductor.dtensor.wrap import wrap_parts
+from cp_inductor.dtensor.wrap import is_whole, whole_tensor, wrap_parts
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,
@@ -64,7 +64,7 @@ def _draw(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         return without_handler(op, args, kwargs)
     # A fake tensor is traced. A program that passes a generator seeds it itself.
     is_compared = type(of.to_local()) is Tensor and bound.get("generator") is None
-    if not all(place.is_replicate() for place in of.placements):
+    if not is_whole(of):
         drawn = _part_of_whole(op, bound, of)
     elif is_compared:
         drawn = dispatch_as_dtensor(op, args, kwargs)
@@ -85,8 +85,7 @@ def _part_of_whole(op: torch._ops.OpOverload, bound: dict[str, Any], of: DTensor
         return wrap_parts(part_of(whole, of), mesh, of.placements, of.shape)
 
     if op in OF_VALUES:
-        whole = of.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
-        return replicated(op(**bound | {name: whole}), mesh)
+        return replicated(op(**bound | {name: whole_tensor(of)}), mesh)
     if op is DROPOUT:
         if not bound["train"]:
             return without_handler(op, tuple(bound.values()), {})

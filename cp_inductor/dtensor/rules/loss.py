@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cp_inductor.dtensor.rules.partials import make_whole
 from cp_inductor.dtensor.sequence_meshes import hold_sequences_along, holds_sequences
+from cp_inductor.dtensor.wrap import is_whole, whole_tensor, wrap_whole
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,
@@ -43,20 +44,13 @@ aten = torch.ops.aten
 FORWARD_OPS = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 BACKWARD_OPS = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
-# Losses of elements. All elements count alike.
+# Losses of elements, forward and backward. All elements count alike.
 ELEMENT_OPS = (
-    aten.mse_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.huber_loss.default,
-    aten.soft_margin_loss.default,
-    aten.binary_cross_entropy.default,
-)
-ELEMENT_BACKWARD_OPS = (
-    aten.mse_loss_backward.default,
-    aten.smooth_l1_loss_backward.default,
-    aten.huber_loss_backward.default,
-    aten.soft_margin_loss_backward.default,
-    aten.binary_cross_entropy_backward.default,
+    *(aten.mse_loss.default, aten.mse_loss_backward.default),
+    *(aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default),
+    *(aten.huber_loss.default, aten.huber_loss_backward.default),
+    *(aten.soft_margin_loss.default, aten.soft_margin_loss_backward.default),
+    *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default),
 )
 
 # torch 2.13 averages the ranks' means of this loss, or does not trace its sum.
@@ -89,7 +83,6 @@ def correct_losses() -> None:
         (FORWARD_OPS, _mean_loss),
         (BACKWARD_OPS, _mean_loss_backward),
         (ELEMENT_OPS, _mean_of_elements),
-        (ELEMENT_BACKWARD_OPS, _mean_of_elements_backward),
         ((WITH_LOGITS,), _with_logits),
     ):
         for op in ops:
@@ -112,7 +105,7 @@ def _handle(
     if results is None:
         results = (parallel or dispatch_as_dtensor)(op, args, kwargs)
     given = [bound[name] for name in ("self", "target") if isinstance(bound[name], DTensor)]
-    if op in BACKWARD_OPS + ELEMENT_BACKWARD_OPS or not holds_sequences(given[0].device_mesh):
+    if "grad_output" in bound or not holds_sequences(given[0].device_mesh):
         return results
     return pytree.tree_map_only(DTensor, make_whole, results)
 
@@ -125,12 +118,18 @@ def _mean_loss(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) 
         or not holds_sequences(logits.device_mesh)
     ):
         return None
-    if parallel is not None:
-        return _mean_loss_of_sharded_vocabulary(parallel, op, bound)
-    total, weight = dispatch_as_dtensor(op, (*_with_reduction(bound, SUM),), {})
-    weight = weight.redistribute(weight.device_mesh, [Replicate()] * weight.device_mesh.ndim)
-    mean = total.to_local() / weight.to_local()
-    return DTensor.from_local(mean, total.device_mesh, total.placements, run_check=False), weight
+    total, weight = (parallel or dispatch_as_dtensor)(op, _with_reduction(bound, SUM), {})
+    mesh = total.device_mesh
+    if parallel is not None:  # it sums over this rank's tokens; its backward divides by the count
+        shares = [Partial() if place.is_partial() else Replicate() for place in total.placements]
+        weight = DTensor.from_local(weight, mesh, shares, run_check=False)
+    count = whole_tensor(weight)
+    return _divided(total, count), count if parallel is not None else wrap_whole(count, mesh)
+
+
+def _divided(total: DTensor, count: Any) -> DTensor:
+    mean = total.to_local() / count
+    return DTensor.from_local(mean, total.device_mesh, total.placements, run_check=False)
 
 
 def _mean_loss_backward(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
@@ -139,7 +138,9 @@ def _mean_loss_backward(parallel: Any, op: torch._ops.OpOverload, bound: dict[st
         parallel is not None
         or bound["reduction"] != MEAN
         or not _is_of_sharded_tokens(bound["self"])
-        or not _is_whole(weight)
+        # Ours covers all ranks; DTensor sums its own later. Between a forward and its backward, a
+        # mesh may have started to hold sequences.
+        or not (isinstance(weight, DTensor) and is_whole(weight))
     ):
         return None
     return _sum_backward(op, bound, weight.device_mesh, weight.to_local())
@@ -149,10 +150,8 @@ def _sum_backward(
     op: torch._ops.OpOverload, bound: dict[str, Any], mesh: DeviceMesh, count: Any
 ) -> Any:
     """Call the backward of the sum, with the gradient of a mean over a count."""
-    grad, whole = bound["grad_output"], [Replicate()] * mesh.ndim
-    if isinstance(grad, DTensor):
-        grad = grad.redistribute(mesh, whole).to_local()
-    grad = DTensor.from_local(grad / count, mesh, whole, run_check=False)
+    grad = bound["grad_output"]
+    grad = wrap_whole((whole_tensor(grad) if isinstance(grad, DTensor) else grad) / count, mesh)
     return dispatch_as_dtensor(op, _with_reduction(bound | {"grad_output": grad}, SUM), {})
 
 
@@ -160,16 +159,10 @@ def _mean_of_elements(_: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) 
     mesh = _mesh_of_mean(bound)
     if mesh is None:
         return None
-    total = dispatch_as_dtensor(op, _with_reduction(bound, SUM), {})
-    mean = total.to_local() / _num_elements(bound)
-    return DTensor.from_local(mean, mesh, total.placements, run_check=False)
-
-
-def _mean_of_elements_backward(_: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
-    mesh = _mesh_of_mean(bound)
-    if mesh is None:
-        return None
-    return _sum_backward(op, bound, mesh, _num_elements(bound))
+    count = prod(torch.broadcast_shapes(bound["self"].shape, bound["target"].shape))
+    if "grad_output" in bound:
+        return _sum_backward(op, bound, mesh, count)
+    return _divided(dispatch_as_dtensor(op, _with_reduction(bound, SUM), {}), count)
 
 
 def _with_logits(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
@@ -204,35 +197,6 @@ def _mesh_of_mean(bound: dict[str, Any]) -> DeviceMesh | None:
         if isinstance(tensor, DTensor) and _is_sharded(tensor):
             return tensor.device_mesh if holds_sequences(tensor.device_mesh) else None
     return None
-
-
-def _num_elements(bound: dict[str, Any]) -> int | torch.SymInt:
-    shape = torch.broadcast_shapes(bound["self"].shape, bound["target"].shape)
-    return prod(shape)
-
-
-def _is_whole(weight: Tensor) -> bool:
-    """Whether the count covers all ranks, as ours does; DTensor sums its own count later.
-
-    Between a forward and its backward, a mesh may have started to hold sequences.
-    """
-    return isinstance(weight, DTensor) and all(p.is_replicate() for p in weight.placements)
-
-
-def _mean_loss_of_sharded_vocabulary(
-    parallel: Callable[..., Any], op: torch._ops.OpOverload, bound: dict[str, Any]
-) -> Any:
-    """Let `loss_parallel` sum over this rank's tokens; its backward divides by the count."""
-    total, weight = parallel(op, _with_reduction(bound, SUM), {})
-    mesh = total.device_mesh
-    shares = [
-        Partial() if placement.is_partial() else Replicate() for placement in total.placements
-    ]
-    whole = [Replicate()] * mesh.ndim
-    weight = DTensor.from_local(weight, mesh, shares, run_check=False).redistribute(mesh, whole)
-    weight = weight.to_local()
-    mean = DTensor.from_local(total.to_local() / weight, mesh, total.placements, run_check=False)
-    return mean, weight
 
 
 def _is_of_sharded_tokens(tensor: Tensor) -> bool:

@@ -20,10 +20,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from cp_inductor.dtensor.sequence_meshes import holds_sequences
+from cp_inductor.dtensor.wrap import whole_tensor
 from cp_inductor.torch_private.dtensor import (
     read_memory_of,
     register_dtensor_handler,
@@ -36,16 +35,13 @@ ITEM = torch.ops.aten._local_scalar_dense.default
 def read_on_all() -> None:
     """Register what reads; a second call changes nothing."""
     register_dtensor_handler(ITEM, _item)
-    read_memory_of(lambda tensor: _whole(tensor) if holds_sequences(tensor.device_mesh) else None)
+    read_memory_of(
+        lambda tensor: whole_tensor(tensor) if holds_sequences(tensor.device_mesh) else None
+    )
 
 
 def _item(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor: Any = args[0]
     if not holds_sequences(tensor.device_mesh):
         return without_handler(op, args, kwargs)
-    return op(_whole(tensor.detach()))
-
-
-def _whole(tensor: DTensor) -> Tensor:
-    placements = [Replicate()] * tensor.device_mesh.ndim
-    return tensor.redistribute(placements=placements).to_local()
+    return op(whole_tensor(tensor.detach()))

@@ -38,12 +38,12 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import SymInt, Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.rules.draws import take_from_first
 from cp_inductor.dtensor.rules.partials import compute_whole, makes_parts, part_of
+from cp_inductor.dtensor.wrap import is_whole, whole_tensor
 from cp_inductor.errors import CPError, UnsupportedPlacement
 from cp_inductor.kept import cache
 from cp_inductor.torch_private.arguments import bind_arguments, tensors_written_by
@@ -54,6 +54,7 @@ from cp_inductor.torch_private.dispatch import (
     on_failed_sharding,
 )
 from cp_inductor.torch_private.dtensor import (
+    dispatch_as_dtensor,
     dtensor_handler,
     register_dtensor_handler,
     replicated,
@@ -97,9 +98,8 @@ def compute_on_whole() -> None:
     """Register the functions; a second call changes nothing."""
     on_failed_sharding(run_on_whole, _is_misjudged, makes_parts, compute_whole)
     for op in NAMES:
-        register_dtensor_handler(op, _under_its_name)
+        register_dtensor_handler(op, lambda op, args, kwargs: NAMES[op](*args, **kwargs))
     register_dtensor_handler(aten.as_strided.default, _as_strided)
-    register_dtensor_handler(aten.embedding_dense_backward.default, _gradient_of_table)
     for op, is_right in HANDLED.items():
         before = dtensor_handler(op)
         if not isinstance(before, _IfRight):
@@ -107,14 +107,15 @@ def compute_on_whole() -> None:
 
 
 class _IfRight:
-    """Calls the handler that torch has for an op, for calls whose result it gets right."""
+    """Calls what torch has for an op, for calls whose result it gets right."""
 
     def __init__(self, before: Any, is_right: Callable[[dict[str, Any]], bool]) -> None:
         self.before, self.is_right = before, is_right
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_right = self.is_right(bind_arguments(op, args, kwargs))
-        return (self.before if is_right else run_on_whole)(op, args, kwargs)
+        before = without_handler if self.before is dispatch_as_dtensor else self.before
+        return (before if is_right else run_on_whole)(op, args, kwargs)
 
 
 def _is_found_in_parts(bound: dict[str, Any]) -> bool:
@@ -150,12 +151,13 @@ def _is_convolved_in_parts(bound: dict[str, Any]) -> bool:
     )
 
 
-# Ops for which torch has a handler that is wrong at times => whether it is right for a call.
+# Ops for which torch has a rule that is wrong at times => whether it is right for a call.
 HANDLED = {
     aten.argmax.default: _is_found_in_parts,
     aten.argmin.default: _is_found_in_parts,
     aten.convolution.default: _is_convolved_in_parts,
     aten.convolution_backward.default: _is_convolved_in_parts,
+    aten.embedding_dense_backward.default: lambda bound: not bound["scale_grad_by_freq"],
 }
 
 
@@ -169,10 +171,7 @@ def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if is_same and (offset is None or tensor.storage_offset() == offset):
         return aten.alias.default(tensor)
     part = tensor.to_local()
-    if (
-        all(place.is_replicate() for place in tensor.placements)
-        and part.stride() == tensor.stride()
-    ):
+    if is_whole(tensor) and part.stride() == tensor.stride():
         view = op(part, *args[1:], **kwargs)
         return as_view(op, args, kwargs, replicated(view, tensor.device_mesh))
     raise UnsupportedPlacement(
@@ -182,15 +181,6 @@ def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         remedy="use unfold or slices, name the module that calls it in parallelize(..., whole=), or"
         " call it on x.full_tensor()",
     )
-
-
-def _gradient_of_table(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    is_counting = bind_arguments(op, args, kwargs)["scale_grad_by_freq"]
-    return run_on_whole(op, args, kwargs) if is_counting else without_handler(op, args, kwargs)
-
-
-def _under_its_name(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return NAMES[op](*args, **kwargs)
 
 
 def _is_misjudged(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
@@ -233,18 +223,32 @@ def run_on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
         return op(*args[:no_dims], all_dims, *args[no_dims + 1 :], **kwargs)
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
     if not _is_computable(op, given):
-        _raise_again(op)
+        error = sys.exc_info()[1]
+        assert error is not None, op
+        raise error
     written = tensors_written_by(op, args, kwargs)
-    _check_written(op, written)
+    for tensor in written:
+        if not isinstance(tensor, DTensor):  # of which no rank could keep its part
+            raise UnsupportedPlacement(
+                site=f"{op} ({user_line()})",
+                expected="a DTensor to write a DTensor into",
+                got=f"a plain tensor of shape {tuple(tensor.shape)}",
+                remedy="make it from a DTensor (torch.zeros_like, x.new_zeros), write"
+                " x.full_tensor(), or name the module that does it in parallelize(..., whole=)",
+            )
     _tell(op, given)
     mesh = given[0].device_mesh
-    whole_args, whole_kwargs = pytree.tree_map_only(DTensor, _whole, (args, kwargs))
+    whole_args, whole_kwargs = pytree.tree_map_only(DTensor, whole_tensor, (args, kwargs))
     results = op(*whole_args, **whole_kwargs)
     copies = tensors_written_by(op, whole_args, whole_kwargs)
     if torch.Tag.nondeterministic_seeded in op.tags:
-        _draw_alike([*pytree.tree_leaves(results), *copies], mesh)
+        for drawn in (*pytree.tree_leaves(results), *copies):
+            if type(drawn) is Tensor:  # a fake one is traced
+                take_from_first(replicated(drawn, mesh))
     for tensor, whole in zip(written, copies, strict=True):
-        _keep_part(tensor, whole)
+        assert isinstance(tensor, DTensor)
+        if not is_whole(tensor):  # else it was written to itself
+            tensor.to_local().detach().copy_(part_of(whole, tensor))
     return _wrapped(op, results, args, kwargs, given)
 
 
@@ -266,27 +270,8 @@ def _is_computable(op: torch._ops.OpOverload, given: Sequence[DTensor]) -> bool:
     return not is_composite(op) and is_on_one and mesh.get_coordinate() is not None
 
 
-def _raise_again(op: torch._ops.OpOverload) -> None:
-    error = sys.exc_info()[1]
-    assert error is not None, op
-    raise error
-
-
-def _check_written(op: torch._ops.OpOverload, written: Sequence[Tensor]) -> None:
-    """Refuse writes of which no rank could keep its part."""
-    for tensor in written:
-        if not isinstance(tensor, DTensor):
-            raise UnsupportedPlacement(
-                site=f"{op} ({user_line()})",
-                expected="a DTensor to write a DTensor into",
-                got=f"a plain tensor of shape {tuple(tensor.shape)}",
-                remedy="make it from a DTensor (torch.zeros_like, x.new_zeros), write"
-                " x.full_tensor(), or name the module that does it in parallelize(..., whole=)",
-            )
-
-
 def _tell(op: torch._ops.OpOverload, given: Sequence[DTensor]) -> None:
-    moved = [one for one in given if not all(place.is_replicate() for place in one.placements)]
+    moved = [tensor for tensor in given if not is_whole(tensor)]
     if moved and is_first_rank(moved[0].device_mesh):
         if op is aten.convolution.default:
             warnings.warn(
@@ -294,7 +279,7 @@ def _tell(op: torch._ops.OpOverload, given: Sequence[DTensor]) -> None:
                 " it, and keeps its part",
                 stacklevel=2,
             )
-        sizes = [one.numel() * one.element_size() for one in moved]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in moved]
         _tell_once(op, sum(size for size in sizes if not isinstance(size, SymInt)))
 
 
@@ -307,26 +292,6 @@ def _tell_once(op: torch._ops.OpOverload, num_bytes: int) -> None:
         user_line(),
         f"{num_bytes:,}",
     )
-
-
-def _whole(tensor: DTensor) -> Tensor:
-    """Return all of a tensor, plain. A replicated tensor is not copied."""
-    mesh = tensor.device_mesh
-    whole: Tensor = tensor.redistribute(mesh, [Replicate()] * mesh.ndim).to_local()
-    return whole
-
-
-def _keep_part(tensor: Tensor, whole: Tensor) -> None:
-    assert isinstance(tensor, DTensor)
-    if all(place.is_replicate() for place in tensor.placements):
-        return  # it was written to itself
-    tensor.to_local().detach().copy_(part_of(whole, tensor))
-
-
-def _draw_alike(drawn: Sequence[Any], mesh: DeviceMesh) -> None:
-    for one in drawn:
-        if type(one) is Tensor:  # a fake one is traced
-            take_from_first(replicated(one, mesh))
 
 
 def _wrapped(
@@ -367,13 +332,10 @@ def _argument_of(
 def _sharded_like(whole: Tensor, given: Sequence[DTensor], op: torch._ops.OpOverload) -> DTensor:
     """Shard a result like the first sharded input of its shape, or like what is convolved."""
     made = replicated(whole, given[0].device_mesh)
-    for one in given:
-        is_sharded = any(place.is_shard() for place in one.placements)
-        is_convolved = op is aten.convolution.default and one is given[0]
-        if is_sharded and (is_convolved or whole.shape == one.shape):
-            return made.redistribute(placements=[_shard_or_whole(p) for p in one.placements])
+    for like in given:
+        is_sharded = any(place.is_shard() for place in like.placements)
+        is_convolved = op is aten.convolution.default and like is given[0]
+        if is_sharded and (is_convolved or whole.shape == like.shape):
+            places = [place if place.is_shard() else Replicate() for place in like.placements]
+            return made.redistribute(placements=places)
     return made
-
-
-def _shard_or_whole(placement: Placement) -> Placement:
-    return placement if placement.is_shard() else Replicate()

@@ -80,8 +80,11 @@ def makes_parts(op: torch._ops.OpOverload, args: tuple[Any, ...], output_spec: A
         output_spec: DTensor's choice for it: a DTensorSpec, several, or none.
     """
     specs = output_spec if isinstance(output_spec, (tuple, list)) else (output_spec,)
+    tensors = (leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, DTensor))
+    # It multiplies matrices, or is linear in what is a sum already.
+    may_sum = op in PRODUCTS or any(map(is_partial, tensors))
     return any(
-        place.is_partial() and not (_is_sum(place) and _may_sum(op, args))
+        place.is_partial() and not (_is_sum(place) and may_sum)
         for spec in specs
         for place in getattr(spec, "placements", ())
     )
@@ -107,9 +110,3 @@ def compute_whole(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
 def _is_sum(place: Any) -> bool:
     # A norm's placement is derived from that of sums, which it is not.
     return place.reduce_op == "sum" and not hasattr(place, "norm_type")
-
-
-def _may_sum(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether an op multiplies matrices, or is linear in what is a sum already."""
-    tensors = (leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, DTensor))
-    return op in PRODUCTS or any(map(is_partial, tensors))

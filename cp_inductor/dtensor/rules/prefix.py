@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_inductor.dtensor.wrap import wrap_parts
+from cp_inductor.dtensor.wrap import whole_tensor, wrap_parts
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import register_dtensor_handler, without_handler
 
@@ -68,7 +68,10 @@ def _accumulate(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     if len(own) == 2:  # the second are indices
         own = own[0], own[1] + rank * -(-tensor.shape[dim] // mesh.size(axis))
     # Ranks without elements are the last, and no other reads what they send.
-    columns = [one.narrow(dim, length - 1, 1) if length else _column(one, dim) for one in own]
+    shape = (*part.shape[:dim], 1, *part.shape[dim + 1 :])
+    columns = [
+        values.narrow(dim, length - 1, 1) if length else values.new_zeros(shape) for values in own
+    ]
     before = list(
         zip(*(_of_all_ranks(one, tensor, axis).unbind(0) for one in columns), strict=True)
     )
@@ -94,16 +97,8 @@ def _axis_of(tensor: Any, dim: int) -> int | None:
     return axes[0] if len(axes) == 1 else None
 
 
-def _column(one: Tensor, dim: int) -> Tensor:
-    shape = list(one.shape)
-    shape[dim] = 1
-    return one.new_zeros(shape)
-
-
 def _of_all_ranks(column: Tensor, tensor: DTensor, axis: int) -> Tensor:
     mesh = tensor.device_mesh
     parts: list[Any] = [Replicate()] * mesh.ndim
     parts[axis] = Shard(0)
-    shards = DTensor.from_local(column[None].contiguous(), mesh, parts, run_check=False)
-    gathered: Tensor = shards.redistribute(mesh, [Replicate()] * mesh.ndim).to_local()
-    return gathered
+    return whole_tensor(DTensor.from_local(column[None].contiguous(), mesh, parts, run_check=False))

@@ -27,13 +27,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.dtensor.limits import refuse_empty
 from cp_inductor.dtensor.rules.on_whole import run_on_whole
 from cp_inductor.dtensor.rules.partials import is_partial
 from cp_inductor.dtensor.sequence_meshes import holds_sequences
+from cp_inductor.dtensor.wrap import wrap_whole
 from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.sequence.eager import place_of_caller
 from cp_inductor.torch_private.arguments import bind_arguments, tensors_written_by
@@ -192,17 +193,14 @@ def _trace(
     try:
         return without_handler(op, args, kwargs)
     except (NotImplementedError, RuntimeError):
-        if _is_strict.get() or not traces.is_ours or _has_plain(args, kwargs):
+        # Plain tensors beside DTensors torch refuses.
+        is_mixed = not are_plain_tensors_replicated() and any(
+            x.ndim and not isinstance(x, DTensor) for x in tensors_in((args, kwargs))
+        )
+        if _is_strict.get() or not traces.is_ours or is_mixed:
             raise
         returned = op._schema.returns
         return tuple(written) if len(returned) > 1 else written[0] if returned else None
-
-
-def _has_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether there are plain tensors beside DTensors, which torch refuses."""
-    if are_plain_tensors_replicated():
-        return False
-    return any(x.ndim and not isinstance(x, DTensor) for x in tensors_in((args, kwargs)))
 
 
 def _check(op: torch._ops.OpOverload, tensor: DTensor) -> None:
@@ -242,5 +240,4 @@ def replicated_numbers(numbers: Any, dtype: torch.dtype, like: DTensor) -> DTens
 
 def replicated_like(local: Tensor, like: DTensor) -> DTensor:
     """Return a tensor that all ranks have alike as a DTensor on the mesh of another."""
-    mesh = like.device_mesh
-    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return wrap_whole(local, like.device_mesh)

@@ -255,52 +255,35 @@ def true_quotient(left: Expr, right: Expr) -> Expr:
     return left if right == 1 else multiply(left, sympy.Float(1 / float(right)))
 
 
-def _rounded_quotient(call: OpCall) -> Value:
-    left, right = _whole_operands(call)
-    if call["rounding_mode"] == "trunc":
-        _check_not_negative(left, call)
-    elif call["rounding_mode"] != "floor":
-        raise Unknown
-    return _by_a_number(divide, left, right, call)
+def _by_whole_number(
+    function: Callable[[Expr, int, Sequence[int], RunTimeTables], Expr], rounding: str
+) -> Row:
+    """Return the row of a quotient or remainder of integers by a positive one.
 
+    Args:
+        function: that rounds down.
+        rounding: "floor" or "trunc", which are alike from 0 on; of ops that are not told.
+    """
 
-def _modulo(call: OpCall) -> Value:
-    return _by_a_number(remainder, *_whole_operands(call), call)
-
-
-def _c_modulo(call: OpCall) -> Value:
-    left, right = _whole_operands(call)
-    _check_not_negative(left, call)
-    return _by_a_number(remainder, left, right, call)
-
-
-def _whole_operands(call: OpCall) -> tuple[Value, int]:
-    left, right = (value.exact() for value in call.operands("self", "other"))
-    numbers = right.numbers()
-    if len(numbers) != 1 or not numbers[0][1].is_Integer or numbers[0][1] <= 0:
-        raise Unknown
-    shape, (left, _) = align([left, right])
-    return replace(left, shape=shape), int(numbers[0][1])
-
-
-def _check_not_negative(value: Value, call: OpCall) -> None:
-    sizes = sizes_of(value.shape)
-    if any(range_of(e, sizes, call.tables)[0] < 0 for _, e in value.numbers()):
-        raise Unknown
-
-
-def _by_a_number(
-    function: Callable[[Expr, int, Sequence[int], RunTimeTables], Expr],
-    left: Value,
-    right: int,
-    call: OpCall,
-) -> Value:
-    def of(expression: Expr) -> Expr:
-        if not expression.is_integer or expression.has(sympy.Float):
+    def row(call: OpCall) -> Value:
+        left, right = (value.exact() for value in call.operands("self", "other"))
+        numbers = right.numbers()
+        if len(numbers) != 1 or not numbers[0][1].is_Integer or numbers[0][1] <= 0:
             raise Unknown
-        return function(expression, right, left.shape, call.tables)
+        shape, (left, _) = align([left, right])
+        left, mode = replace(left, shape=shape), call.arguments.get("rounding_mode", rounding)
+        lows = (range_of(e, sizes_of(shape), call.tables)[0] for _, e in left.numbers())
+        if mode not in ("floor", "trunc") or (mode == "trunc" and any(low < 0 for low in lows)):
+            raise Unknown
 
-    return call.settled(pointwise(of, left))
+        def of(expression: Expr) -> Expr:
+            if not expression.is_integer or expression.has(sympy.Float):
+                raise Unknown
+            return function(expression, int(numbers[0][1]), shape, call.tables)
+
+        return call.settled(pointwise(of, left))
+
+    return row
 
 
 # --- Conditions -------------------------------------------------------------------------------
@@ -566,11 +549,11 @@ OPS: Mapping[torch._ops.OpOverload, Row] = {
     aten.clamp.default: _clamped,
     aten.clamp.Tensor: _clamped,
     aten.div.Tensor: _quotient,
-    aten.div.Tensor_mode: _rounded_quotient,
-    aten.remainder.Scalar: _modulo,
-    aten.remainder.Tensor: _modulo,
-    aten.fmod.Scalar: _c_modulo,
-    aten.fmod.Tensor: _c_modulo,
+    aten.div.Tensor_mode: _by_whole_number(divide, "floor"),
+    aten.remainder.Scalar: _by_whole_number(remainder, "floor"),
+    aten.remainder.Tensor: _by_whole_number(remainder, "floor"),
+    aten.fmod.Scalar: _by_whole_number(remainder, "trunc"),
+    aten.fmod.Tensor: _by_whole_number(remainder, "trunc"),
     **{getattr(aten, word).Tensor: _relation(word) for word in _RELATIONS},
     **{getattr(aten, word).Scalar: _relation(word) for word in _RELATIONS},
     aten.logical_and.default: _logic(And, *_BOTH),

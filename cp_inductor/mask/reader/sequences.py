@@ -79,7 +79,10 @@ def fit(tensor: Tensor) -> Value:
         raise Unknown
     with without_modes():
         if bool((tensor == tensor.flatten()[0]).all()):
-            return _of_dtype(constant(tensor.flatten()[0].item(), shape), dtype)
+            value = constant(tensor.flatten()[0].item(), shape)
+            if value.truth is None and dtype not in {*INTEGERS, *WHOLE_UP_TO}:
+                raise Unknown
+            return Value(value.shape, dtype, value.truth, value.cases)
         if dtype not in {torch.bool, *INTEGERS, *WHOLE_UP_TO}:
             raise Unknown
         if dtype in WHOLE_UP_TO and not bool(
@@ -98,12 +101,6 @@ def fit(tensor: Tensor) -> Value:
             raise Unknown
         flat = whole.numpy()[tuple(slice(None) if d in varying else 0 for d in range(len(shape)))]
     return Value.of(shape, dtype, _line_and_steps(flat, DIMS[varying[0]]))
-
-
-def _of_dtype(value: Value, dtype: torch.dtype) -> Value:
-    if value.truth is None and dtype not in {*INTEGERS, *WHOLE_UP_TO}:
-        raise Unknown
-    return Value(value.shape, dtype, value.truth, value.cases)
 
 
 def _line_and_steps(flat: np.ndarray, at: Expr) -> Expr:

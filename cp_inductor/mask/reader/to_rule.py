@@ -119,11 +119,15 @@ def as_rule(value: Value, tables: RunTimeTables) -> Recognized | None:
     lowest = -math.inf
     if value.dtype.is_floating_point:
         lowest = torch.finfo(value.dtype).min
-    # The lowest finite number acts as -oo where every row attends to something.
+    # The lowest finite number acts as -oo where every row attends to something: the key of its own
+    # index, whatever the tables hold.
     recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity, number(lowest)})
     if value.truth is not None:
         return recognized
-    if recognized is None or not _sees_itself(recognized.rule, value.shape):
+    *_, num_queries, num_keys = (1, 1, *value.shape)
+    at_itself = None if recognized is None else substitute(recognized.rule.allowed, {KEY: QUERY})
+    sees_itself = len(value.shape) >= 2 and num_keys >= num_queries
+    if at_itself is None or not sees_itself or canonical(at_itself) != sympy.true:
         recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity})
     return recognized
 
@@ -157,12 +161,6 @@ def _rest(number: Expr) -> Expr | None:
     parts = sympy.Add.make_args(number)
     rest = sympy.Add(*(part for part in parts if part != SCORE))
     return rest if SCORE in parts and SCORE not in rest.free_symbols else None
-
-
-def _sees_itself(rule: Rule, shape: Sequence[int]) -> bool:
-    """Whether every query attends to the key of its own index, whatever the tables hold."""
-    at_itself = substitute(rule.allowed, {KEY: QUERY})
-    return len(shape) >= 2 and shape[-1] >= shape[-2] and canonical(at_itself) == sympy.true
 
 
 def _as_rule(value: Value, tables: RunTimeTables, nothing: Collection[Expr]) -> Recognized | None:

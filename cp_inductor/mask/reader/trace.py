@@ -28,7 +28,7 @@ from torch.fx.traceback import annotate
 
 from cp_inductor.mask.reader.lengths import Frozen, UnknownLength, as_number, shape_of
 from cp_inductor.mask.reader.writes import Writes, is_in_place, is_writing_op, storages_of
-from cp_inductor.torch_private.tracing import core_decompositions, trace_of_shapes
+from cp_inductor.torch_private.tracing import core_decompositions, tensors_in, trace_of_shapes
 
 # Trace at most this many nodes: a mask may depend on all that a model computes before it.
 MAX_NODES = 400
@@ -226,7 +226,8 @@ def _slice(ends: Sequence[fx.Node], is_leaf: Callable[[fx.Node], bool]) -> dict[
     for node in queue:
         if node in found:
             continue
-        sources = [source for source in node.all_input_nodes if _has_tensors(source)]
+        examples = ((source, source.meta.get("example_value")) for source in node.all_input_nodes)
+        sources = [source for source, example in examples if tensors_in(example)]
         # An input must be one tensor. If a node that returns several cannot be run, each node that
         # takes a tensor out of it becomes an input.
         is_taken = any(is_leaf(source) and not _is_tensor(source) for source in sources)
@@ -240,13 +241,6 @@ def _slice(ends: Sequence[fx.Node], is_leaf: Callable[[fx.Node], bool]) -> dict[
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), Tensor)
-
-
-def _has_tensors(node: fx.Node) -> bool:
-    example = node.meta.get("example_value")
-    if isinstance(example, (tuple, list)):
-        return any(isinstance(part, Tensor) for part in example)
-    return isinstance(example, Tensor)
 
 
 def _can_run(node: fx.Node) -> bool:
@@ -267,7 +261,9 @@ def _run(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
         target: Any = _whole if node.target is DTensor.from_local else node.target
         if node.op == "call_method":
             name = target.removesuffix("_") if _is_first_write(node) else target
-            target, args = _method(args[0], name), args[1:]
+            is_move = getattr(Tensor, name, None) in (Tensor.cuda, Tensor.cpu)
+            tensor, *args = args
+            target = (lambda *_, **__: tensor) if is_move else getattr(tensor, name)
         result = target(*args, **kwargs)
     except Exception as error:  # a model may call anything, which may raise anything
         raise _Cut(node) from error
@@ -292,12 +288,6 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, str) and value.partition(":")[0] in ("cpu", "cuda"):
         return "cpu"
     return torch.device("cpu") if isinstance(value, torch.device) else as_number(value)
-
-
-def _method(tensor: Tensor, name: str) -> Callable[..., Any]:
-    method = getattr(tensor, name)
-    is_move = getattr(Tensor, name, None) in (Tensor.cuda, Tensor.cpu)
-    return (lambda *_, **__: tensor) if is_move else method
 
 
 def _whole(local: Tensor, mesh: Any, placements: Sequence[Any], **_: Any) -> Tensor:

@@ -512,16 +512,13 @@ def _compare(
     if not isinstance(inner, sympy.core.relational.Relational):
         return relation
     # A condition may be negated later, so its contrary must be evaluable as well.
-    if all(_is_evaluable(way, sizes, tables) for way in (inner, _contrary(inner))):
+    contrary = at_most_zero(1 - inner.lhs) if isinstance(inner, sympy.Le) else inner
+    if all(_is_evaluable(way, sizes, tables) for way in (inner, contrary)):
         return relation
     low, high = range_of(inner.lhs - inner.rhs, sizes, tables)
     if isinstance(inner, sympy.Le) and (high <= 0 or low > 0):
         return sympy.sympify(bool(high <= 0))
     raise Unknown
-
-
-def _contrary(relation: Any) -> Any:
-    return at_most_zero(1 - relation.lhs) if isinstance(relation, sympy.Le) else relation
 
 
 def _is_evaluable(relation: Any, sizes: Mapping[Expr, int], tables: RunTimeTables) -> bool:

@@ -23,10 +23,17 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.fx.node import map_aggregate, map_arg
 
+from cp_inductor.graph.nodes import call_target, modules_of
 from cp_inductor.graph.subgraphs import bodies_of
-from cp_inductor.torch_private.dtensor import flex_attention_op
+from cp_inductor.torch_private.dtensor import flex_attention_op, local_of
 from cp_inductor.torch_private.sizes import size_hint
-from cp_inductor.torch_private.tracing import fakes_of_shapes, tensors_written, without_vmap
+from cp_inductor.torch_private.tracing import (
+    fakes_of_shapes,
+    memory_of,
+    tensors_in,
+    tensors_written,
+    without_vmap,
+)
 
 
 def is_writing_op(node: fx.Node) -> bool:
@@ -52,7 +59,8 @@ class Writes:
     def __init__(self, graph: fx.Graph) -> None:
         self.users: dict[int, list[fx.Node]] = {}
         for node, module in _calls(graph):
-            if _is_of_bodies(node, module):
+            is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
+            if is_higher_order and module is not None and bodies_of(node, module):
                 continue
             for storage in {_storage_of(tensor) for tensor in _inputs_of(node)}:
                 self.users.setdefault(storage, []).append(node)
@@ -84,7 +92,7 @@ def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule | None]]:
     The functions of flex_attention are left out: they write to no tensor that they capture.
     """
     owner = graph.owning_module
-    modules = [m for m in owner.modules() if isinstance(m, fx.GraphModule)] if owner else []
+    modules = list(modules_of(owner)) if owner else []
     of_flex = {
         body
         for module in modules
@@ -96,11 +104,6 @@ def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule | None]]:
         for node in part.nodes:
             if node.op in ("call_function", "call_method", "call_module"):
                 yield node, module
-
-
-def _is_of_bodies(node: fx.Node, module: fx.GraphModule | None) -> bool:
-    is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
-    return is_higher_order and module is not None and bool(bodies_of(node, module))
 
 
 def _written_by(node: fx.Node) -> set[int]:
@@ -134,32 +137,18 @@ def _run(node: fx.Node, of: Callable[[Any], Any]) -> None:
     """Call what a node calls, with each argument replaced by `of` of it."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["example_value"])
     args, kwargs = map_aggregate((args, kwargs), of)
-    if node.op == "call_method":
-        getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    elif callable(node.target):
-        node.target(*args, **kwargs)
-    else:
-        raise TypeError(node.op)
+    call_target(node, args, kwargs)
 
 
 def _inputs_of(node: fx.Node) -> list[Tensor]:
     examples = [source.meta.get("example_value") for source in node.all_input_nodes]
-    return [tensor for example in examples for tensor in _tensors_in(example)]
+    return tensors_in(examples)
 
 
 def storages_of(node: fx.Node) -> set[int]:
     """Return the storages of a node's tensors."""
-    return {_storage_of(tensor) for tensor in _tensors_in(node.meta.get("example_value"))}
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_aggregate(value, lambda part: found.append(part) if isinstance(part, Tensor) else None)
-    return found
+    return {_storage_of(tensor) for tensor in tensors_in(node.meta.get("example_value"))}
 
 
 def _storage_of(tensor: Tensor) -> int:
-    # Without gradients, the local tensor is returned as it is; otherwise a view is recorded.
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else without_vmap(tensor)
-    return int(local.untyped_storage()._cdata)
+    return memory_of(local_of(tensor) if isinstance(tensor, DTensor) else tensor)

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 def reduce(call: OpCall) -> list[Type]:
     """Reduce over dims: over tokens, only sums and means are parts of the whole's."""
     tensor = call.tensors[0]
-    given, dims = call.types[0], call.dims(of=_first(call))
+    given, dims = call.types[0], call.dims(of=call.op._schema.arguments[0].name)
     is_sum, is_mean = (call.op in overloads([op]) for op in (aten.sum, aten.mean))
     if isinstance(given, Sum) and (is_sum or is_mean):
         return [given]
@@ -38,25 +38,15 @@ def reduce(call: OpCall) -> list[Type]:
     return [replace(given, dim=given.dim - lost)] * len(call.outs)
 
 
-def _first(call: OpCall) -> str:
-    return str(call.op._schema.arguments[0].name)
-
-
 @rule(aten._softmax, aten._log_softmax, aten._safe_softmax, aten.cumsum, aten.cumsum_, aten.cumprod)
 @rule(aten.cummax, aten.cummin, aten.logcumsumexp, aten.glu, aten.sort, aten.argsort, aten.topk)
-@rule(aten.flip, aten._fft_c2c, aten._fft_r2c, aten._fft_c2r)
+@rule(aten.flip, aten.roll, aten._fft_c2c, aten._fft_r2c, aten._fft_c2r)
 def along_dims(call: OpCall) -> list[Type]:
-    """Mix along dims."""
+    """Mix along dims, or along all at once where no dims are named."""
     given = call.shards()
     if given.dim in call.dims("dims" if "dims" in call.bound else "dim"):
         raise Mixes(f"{call.op}, which mixes tokens")
     return [given] * len(call.outs)
-
-
-@rule(aten.roll)
-def roll(call: OpCall) -> list[Type]:
-    """Shift along dims; without dims, along all at once."""
-    return along_dims(call)
 
 
 @rule(aten.triu, aten.tril, aten.triu_, aten.tril_)

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import attention as torchs
 
 from cp_inductor.dtensor.recipe import lengths_at_run_time, make_recipe
 from cp_inductor.dtensor.wrap import held_by_rank
@@ -43,8 +42,7 @@ from cp_inductor.passes.sites import Site
 from cp_inductor.plan import Machine, Plan, backward_plan, forward_plan
 from cp_inductor.plan.machine import DEVICES, Rate
 from cp_inductor.plan.simulate import predict_timeline
-from cp_inductor.tiles.aten_kernels import FlashCUDA
-from cp_inductor.tiles.kernel_table import KERNELS
+from cp_inductor.tiles.kernel_table import KERNELS, implementation_of, known_wrong_of
 from cp_inductor.torch_private.dynamo import graph_break_reason
 from cp_inductor.torch_private.sizes import size_hint
 
@@ -131,7 +129,7 @@ def _of_kernel(facts: Mapping[str, Any]) -> str:
     rate = facts["flops_per_s"]
     if rate is not None:
         text += f";\n{'':13}{rate / 1e12:.0f} TFLOP/s at best: {facts['rate_source']}"
-    return text
+    return text + "".join(f";\n{'':13}known to be wrong: {row}" for row in facts["known_wrong"])
 
 
 def _format(report: PassReport) -> str:
@@ -305,6 +303,7 @@ def _facts(site: Site) -> dict[str, Any]:
     """Return the facts of an attention; if the batch decides its plan, lengths are those of now."""
     this = site.attention
     query, key = (node.meta["example_value"] for node in (site.query, site.key))
+    capability = None if site.plan_options is None else site.plan_options.capability
     if this.is_per_batch:
         assert site.plan_options is not None
         here: Any = site.plan_options, site.axis, query, key
@@ -331,7 +330,8 @@ def _facts(site: Site) -> dict[str, Any]:
         "kernel": this.kernel,
         "recipe": recipe.format(),
         "why_kernel": site.why_kernel,
-        "implementation": _implementation(this.kernel),
+        "known_wrong": known_wrong_of(this.kernel, query.device, capability),
+        "implementation": implementation_of(this.kernel),
         "kernel_under_mask": "" if _is_plain(site) else KERNELS[this.kernel].under_rule.name,
         "flops_per_s": None,
         "rate_source": "",
@@ -343,17 +343,10 @@ def _is_plain(site: Site) -> bool:
     return site.mask.rule in (Rule(CAUSAL), Rule(FULL))
 
 
-def _implementation(kernel: str) -> str:
-    """Return what has taken the place of torch's flash kernel, such as "FA3"; "" if nothing has."""
-    current = getattr(torchs, "current_flash_attention_impl", None)
-    is_flash = KERNELS[kernel].plain is FlashCUDA
-    return (current() or "") if is_flash and current is not None else ""
-
-
 def _rate(site: Site, chip: str) -> Rate | None:
     """Return the measured rate of the kernel of most tiles."""
     row = KERNELS[site.attention.kernel]
-    name = _implementation(site.attention.kernel) or row.plain.switch.name
+    name = implementation_of(site.attention.kernel) or row.plain.switch.name
     name = name if _is_plain(site) else row.under_rule.name
     return DEVICES[chip].rate_of(name) if chip in DEVICES else None
 

@@ -12,7 +12,8 @@ device         compute capability 8.0 to 12.1, cuDNN 9; first choice on 9.0 and 
 dtypes         bfloat16 and float16                                                    sdp_utils.cpp
 head dim       a multiple of 8 up to 128 (beyond: some builds, some directions)        sdp_utils.cpp
 heads          G divides H; B and H up to 65535                                        sdp_utils.cpp
-lengths        more than one key (one query alone has failed, too: issue 138529)       sdp_utils.cpp
+lengths        more than one key (one query alone has failed, too: issue 138529);      sdp_utils.cpp
+               see also `known_wrong`
 causal         aligned at the upper left; here S == T                                  MHA.cpp
 strides        1 of the last dim, any others; dim and stride of each go to cuDNN       MHA.cpp
 lse            float32 (B, H, S, 1), natural log; the backward reads it packed,        meta, cudnn-
@@ -42,6 +43,7 @@ from cp_inductor.tiles.kernels import (
     TileCall,
     with_whole_rows,
 )
+from cp_inductor.tiles.known_wrong import TAIL_OF_KEYS, chip_of
 from cp_inductor.torch_private.sizes import is_known
 
 aten = torch.ops.aten
@@ -100,7 +102,7 @@ class CudnnCUDA(PlainKernel):
 
     def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         """See `Kernel.backward`."""
-        other = _instead(call)
+        other = _instead(call, is_backward=True)
         if other is not None:
             return other.backward(call, grad_out, whole)
         query, key, value = with_whole_rows(*call.tensors)
@@ -131,14 +133,16 @@ class CudnnCUDA(PlainKernel):
         return dq, dk, dv
 
 
-def _instead(call: TileCall) -> PlainKernel | None:
-    """Return the kernel of a tile that cuDNN does not take."""
+def _instead(call: TileCall, *, is_backward: bool = False) -> PlainKernel | None:
+    """Return the kernel of a tile that cuDNN does not take, or computes wrongly."""
     if call.bias is not None:
         return EfficientCUDA()
     query, key = call.query, call.key
     is_long = is_known(query.shape[2] > 1) and is_known(key.shape[2] > 1)
     has_order = _is_by_rows(query) or is_known(query.stride(2) < query.stride(1))
-    return None if is_long and has_order else FlashCUDA()
+    has_tail = is_backward and not call.is_causal and not is_known(key.shape[2] % 128 != 64)
+    is_wrong = has_tail and TAIL_OF_KEYS.is_met(chip_of(query.device))
+    return None if is_long and has_order and not is_wrong else FlashCUDA()
 
 
 def _is_by_rows(query: Tensor) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cp_inductor.errors import UnsupportedKernel
+from cp_inductor.tiles import known_wrong
 from cp_inductor.tiles.aten_kernels import EfficientCUDA, FlashCPU, FlashCUDA
 from cp_inductor.tiles.cudnn_tiles import CudnnCUDA
 from cp_inductor.tiles.flex_tiles import FlexCUDA
@@ -90,7 +91,7 @@ def choose_kernel(
             remedy="pad value to the head dim of query and slice the output",
         )
     for name, row in _in_order(device, query.device, capability):
-        is_served = row.plain.obstacle(dtype, head_dim, has_bias=has_bias) is None
+        is_served = _obstacle(row, query, dtype, capability, has_bias=has_bias) is None
         if is_served and row.plain.runs_on(query.device):
             return name
     raise UnsupportedKernel(
@@ -123,9 +124,42 @@ def why_kernel(
     for other, row in _in_order(device or query.device.type, query.device, capability):
         if other == name:
             break
-        reason = row.plain.obstacle(dtype, query.shape[-1], has_bias=has_bias)
+        reason = _obstacle(row, query, dtype, capability, has_bias=has_bias)
         reasons.append(reason or f"{row.plain.switch.name} does not run on {query.device}")
     return "; ".join(reasons) or "SDPA's first choice"
+
+
+def implementation_of(name: str) -> str:
+    """Return what has taken the place of a row's kernel, such as "FA3"; "" if nothing has."""
+    is_flash = KERNELS[name].plain is FlashCUDA
+    return known_wrong.flash_implementation() if is_flash else ""
+
+
+def known_wrong_of(
+    name: str, device: torch.device, capability: tuple[int, int] | None
+) -> tuple[str, ...]:
+    """Say where the kernel of a row is known to be wrong, and what computes that in its place."""
+    kernel = implementation_of(name) or KERNELS[name].plain.switch.name
+    return known_wrong.rows_of(kernel, capability or known_wrong.chip_of(device))
+
+
+def _obstacle(
+    row: KernelRow,
+    query: Tensor,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+    *,
+    has_bias: bool,
+) -> str | None:
+    """Say why a row does not serve; None if it does, on a device that has it."""
+    if row.plain is FlashCUDA:
+        chip = capability or known_wrong.chip_of(query.device)
+        wrong = known_wrong.obstacle(
+            known_wrong.flash_implementation(), query.shape[0], query.shape[-1], chip
+        )
+        if wrong is not None:
+            return wrong
+    return row.plain.obstacle(dtype, query.shape[-1], has_bias=has_bias)
 
 
 # Dynamo evaluates it, where it would break the graph.

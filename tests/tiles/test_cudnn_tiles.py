@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_inductor import explain
 from cp_inductor.tiles.cudnn_tiles import CudnnCUDA
 from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
 from cp_inductor.tiles.kernels import Gradients, Partial, TileCall
-from tests.rehearsal.stand_ins import STAND_INS, stand_in
+from tests.rehearsal.stand_ins import StandIns, stand_in
 from tests.support.graphs import attend_causal
 from tests.support.ranks import fake_mesh
 from tests.support.reference import (
@@ -39,21 +38,6 @@ CUDNN, FLASH, EFFICIENT = (
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
 )
-
-
-class StandIns(TorchDispatchMode):
-    """Replaces the kernels of CUDA, and keeps what they were and what was wrong with the calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[Any] = []
-        self.complaints: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in STAND_INS:
-            return func(*args, **(kwargs or {}))
-        self.called.append(func)
-        return stand_in(func, args, kwargs or {}, self.complaints.append)
 
 
 def choose(

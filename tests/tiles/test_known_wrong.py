@@ -1,0 +1,125 @@
+"""Kernels that are known to be wrong: each row is met, and something else computes in their place.
+
+No such GPU is here, and no such library: devices, versions and ops are stand-ins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import attention as torchs
+from torch.nn.attention import SDPBackend, _fa4
+
+from cp_inductor import explain
+from cp_inductor.tiles import known_wrong
+from cp_inductor.tiles.cudnn_tiles import CudnnCUDA
+from cp_inductor.tiles.kernel_table import choose_kernel, why_kernel
+from cp_inductor.tiles.kernels import TileCall
+from tests.rehearsal.stand_ins import StandIns
+from tests.support.graphs import attend_causal
+from tests.support.ranks import fake_mesh
+from tests.support.reference import make_qkv
+
+aten = torch.ops.aten
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+FORWARDS = (
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+)
+BACKWARDS = (
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+)
+
+
+def ops_of_tile(num_queries: int, num_keys: int, *, is_causal: bool = False) -> list[Any]:
+    """Return what a tile of cuDNN calls, forward and backward."""
+    query, grad = torch.randn(2, 1, 2, num_queries, 16, dtype=torch.bfloat16)
+    key, value = torch.randn(2, 1, 2, num_keys, 16, dtype=torch.bfloat16)
+    call = TileCall(query, key, value, is_causal)
+    with StandIns() as seen:
+        kernel = CudnnCUDA()
+        kernel.backward(call, grad, kernel.forward(call))
+    return seen.called
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Take the CPU for an H100 with the cuDNN of torch 2.13's wheels."""
+    monkeypatch.setattr("cp_inductor.tiles.cudnn_tiles.chip_of", lambda device: HOPPER)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    return monkeypatch
+
+
+def test_a_tail_of_keys_has_its_gradient_from_flash(hopper: pytest.MonkeyPatch) -> None:
+    assert ops_of_tile(128, 192) == [FORWARDS[0], BACKWARDS[1]]
+    assert ops_of_tile(128, 128) == [FORWARDS[0], BACKWARDS[0]]
+    assert ops_of_tile(192, 192, is_causal=True) == [FORWARDS[0], BACKWARDS[0]]
+    hopper.setattr(torch.backends.cudnn, "version", lambda: 92600)
+    assert ops_of_tile(128, 192) == [FORWARDS[0], BACKWARDS[0]]
+
+
+def test_one_query_is_no_tile_of_cudnn() -> None:
+    assert ops_of_tile(1, 128) == [FORWARDS[1], BACKWARDS[1]]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_wrong"),
+    [(None, False), (91800, False), (91900, True), (92401, False), (92500, True), (92501, False)],
+)
+def test_which_cudnn_is_wrong_for_one_query(
+    version: int | None, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    assert known_wrong.ONE_QUERY.is_met(BLACKWELL) == is_wrong
+    assert not known_wrong.ONE_QUERY.is_met(HOPPER)
+    assert not known_wrong.ONE_QUERY.is_met(None)
+
+
+@pytest.fixture
+def fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    monkeypatch.setattr(torchs, "current_flash_attention_impl", lambda: "FA4")
+    with torchs.sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], set_priority=True
+    ):
+        yield monkeypatch
+
+
+def test_fa4_is_not_chosen_for_two_wide_sequences(fa4: pytest.MonkeyPatch) -> None:
+    def choose(batch: int, head_dim: int, capability: tuple[int, int]) -> tuple[str, str]:
+        one: Tensor = torch.empty(batch, 2, 4, head_dim)
+        how: dict[str, Any] = {"device": "cuda", "capability": capability}
+        how["dtype"] = torch.bfloat16
+        name = choose_kernel(one, one, one, site="here", **how)
+        return name, why_kernel(name, one, **how)
+
+    name, why = choose(2, 256, BLACKWELL)
+    assert name == "efficient_cuda"
+    assert "FA4 4.0.0 betas, head dim 256 and two sequences or more: wrong gradients" in why
+    for batch, head_dim, chip in ((1, 256, BLACKWELL), (2, 128, BLACKWELL), (2, 256, HOPPER)):
+        assert choose(batch, head_dim, chip)[0] == "flash_cuda"
+    fa4.setattr(known_wrong, "version", lambda name: "4.0.0")
+    assert choose(2, 256, BLACKWELL)[0] == "flash_cuda"
+
+
+def test_torch_hands_fa4_no_window_of_minus_one() -> None:
+    """If it does one day, flash may not be chosen where FA4 has taken its place."""
+    assert _fa4._aten_to_fa4_window_size(-1) is None
+
+
+def test_the_report_prints_the_rows_of_its_kernel() -> None:
+    query, key, value, _ = make_qkv(32, head_dim=16, dtype=torch.bfloat16)
+    with fake_mesh(0, 2) as mesh:
+        tensors = [distribute_tensor(t, mesh, [Shard(2)]) for t in (query, key, value)]
+        of = {name: explain(attend_causal, *tensors, target=f"cuda:{name}") for name in CHIPS}
+    for name, row in CHIPS.items():
+        assert of[name].attentions[0].facts["known_wrong"] == ((str(row),) if row else ())
+        assert ("known to be wrong" in str(of[name])) == (row is not None)
+
+
+CHIPS = {"h100": known_wrong.TAIL_OF_KEYS, "b200": known_wrong.ONE_QUERY, "a100": None}

@@ -361,7 +361,7 @@ def test_styles_that_hand_on_dtensors_are_refused(style: str) -> None:
         split_over_tp(model.decoder, mesh["tp"], style)
         with pytest.raises(
             UnsupportedPlacement,
-            match="a style for a LayerNorm|hands on DTensors",
+            match=r"a style for a LayerNorm|hands on DTensors",
         ):
             cp_inductor.parallelize(model, mesh["cp"])(*make_batch(2, 16))
 

@@ -53,6 +53,7 @@ def with_all_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def _complete_gradients(outputs: Sequence[Any], inputs: Sequence[Any], is_replaced: bool) -> bool:
     """Let the backward of outputs complete gradients; return whether it is replaced by then."""
     of_nodes: dict[Any, dict[int, _Complete]] = {}
+    replayed = set()  # nodes with outputs whose base, kept by AOTAutograd, nothing here holds
     given = [tensor for tensor in inputs if isinstance(tensor, Tensor)]
     earlier = {_viewed(tensor).grad_fn for tensor in given}  # of graphs that ran before
     for output in outputs:
@@ -60,6 +61,8 @@ def _complete_gradients(outputs: Sequence[Any], inputs: Sequence[Any], is_replac
             made = _viewed(output)
             if is_of_compiled_graph(made.grad_fn) and made.grad_fn not in earlier:
                 of_nodes.setdefault(made.grad_fn, {})[made.output_nr] = _completing(made)
+            elif made.grad_fn is None:
+                replayed.add(_node_behind(output.grad_fn))
     for written in given:
         # What the graph writes to an input is another output, of which torch expects plain zeros.
         for node, place in getattr(written.grad_fn, "next_functions", ()):
@@ -69,7 +72,8 @@ def _complete_gradients(outputs: Sequence[Any], inputs: Sequence[Any], is_replac
     for node, completing in of_nodes.items():
         is_replaced = is_replaced or replace_backward([node], _completed)
         node.completing = completing
-        node.set_materialize_grads(False)  # autograd's zeros are plain, and of all ranks
+        # Autograd's zeros are plain, and of all ranks.
+        node.set_materialize_grads(node in replayed)
     return is_replaced
 
 
@@ -147,6 +151,14 @@ def _or_zeros(zero: Tensor, shape: torch.Size, gradient: Tensor | None) -> Tenso
 def _viewed(tensor: Tensor) -> Tensor:
     """Return what AOTAutograd differentiates where a tensor is a view."""
     return tensor if tensor._base is None else tensor._base
+
+
+def _node_behind(node: Any) -> Any:
+    """Return the node of a compiled graph whose output a replayed view was made of, or None."""
+    while node is not None and not is_of_compiled_graph(node):
+        behind = [function for function, _ in node.next_functions if function is not None]
+        node = behind[0] if len(behind) == 1 else None
+    return node
 
 
 def _as_plain(gradient: Tensor) -> Tensor:

@@ -177,18 +177,17 @@ def _mapped(function: Callable[[str, Tensor], Any], name: str, value: Any) -> An
     """Return a value with its tensors replaced; what has none is returned as it is."""
     if isinstance(value, Tensor):
         return function(name, value)
+    if not any(True for _ in _leaves(name, value)):
+        return value
     if isinstance(value, dict):
         items = {key: _mapped(function, str(key), item) for key, item in value.items()}
         if type(value) is dict:
             return items
         for key, item in items.items():  # such as a ModelOutput
-            if item is not value[key]:
-                value[key] = item
+            value[key] = item
         return value
     if isinstance(value, (list, tuple)):
         parts = [_mapped(function, name, item) for item in value]
-        if all(new is old for new, old in zip(parts, value, strict=True)):
-            return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if _is_record(value):
         fields = {

@@ -57,7 +57,8 @@ y, i = x * 1, x[..., 0] > 0; y[i] = y[i].tanh(); weigh(y)
 t = x.flatten(0, 1); e = t.detach()[:, :3].argmax(-1); y = torch.zeros_like(t); \
 for k in range(3): y.index_add_(0, torch.where(e == k)[0], t[torch.where(e == k)[0]] * (k + 1.0)); \
 weigh(y)
-weigh(F.layer_norm(x.mT, ($n,)).square().sum(0))
+weigh(F.layer_norm(x.mT, ($n,)).square().sum(0))   y = torch.polar(x, x * 2); \
+weigh(y.real) + weigh(y.angle())  # graph
 weigh(F.embedding(b.ids, m.head.weight)) + weigh(F.embedding(b.ids, m.head.weight, \
 scale_grad_by_freq=True)) + weigh(F.embedding(b.labels, m.head.weight))
 F.cross_entropy(m.head(x).flip(1).flatten(0, 1), b.labels.flatten())  # graph
@@ -284,8 +285,11 @@ def test_gradients_are_written_to_as_wholes(ranks: int) -> None:
 def test_writes_to_parts_and_views(ranks: int) -> None:
     assert_right(rows(WRITES), "aot", *of_lengths(33, ranks=ranks))
     step = "y = x.sin(); y[:, 1:] = x[:, :-1]; m.attend(y)"
-    how: dict[str, Any] = {"lengths": (33,), "is_whole": True, "ranks": ranks}
-    assert judge([Program(0, "aot", (step,), mode="checkpoint", **how)]) == {}
+    how: dict[str, Any] = {"is_whole": True, "ranks": ranks}
+    assert judge([Program(0, "aot", (step,), mode="checkpoint", lengths=(33,), **how)]) == {}
+    step = "y = x.sin(); y[:, 3] = 0; y[:, x.shape[1] // 2] = y[:, 0] * 2; y"
+    how |= {"mode": "lengths", "lengths": (33, 20), "dynamic": "marked"}
+    assert judge([Program(0, "aot", (step,), **how)]) == {}
 
 
 @pytest.mark.long

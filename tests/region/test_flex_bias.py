@@ -115,10 +115,10 @@ def results(
     model: nn.Module, whole: tuple[Tensor, ...], region: AbstractContextManager[Any] | None = None
 ) -> list[Tensor]:
     """Return output, and gradients of query, key, value and what is learned."""
-    *leaves, grad_out = (tensor.detach().clone() for tensor in whole)
-    for leaf in leaves:
-        leaf.requires_grad_()
-    with region or nullcontext():  # its attention alone says where tokens are in four dims
+    with region or nullcontext():  # which has cut its buffers, and knows where their tokens are
+        *leaves, grad_out = (tensor.detach().clone() for tensor in whole)
+        for leaf in leaves:
+            leaf.requires_grad_()
         out = model(*leaves)
     grads = torch.autograd.grad(out, [*leaves, *model.parameters()], grad_out)
     return [out.detach(), *grads]
@@ -151,6 +151,7 @@ def run(
 ) -> None:
     """Compare output and gradients, of what is learned as well, with those of one process."""
     whole, mesh, places = qkv_of(dtype), world_mesh(), [Shard(2)]
+    sharded = [shard(tensor, dist.get_rank(), dist.get_world_size()) for tensor in whole]
     options: dict[str, Any] = {}
     region: AbstractContextManager[Any] | None = None
     with flex_gradients_on_cpu():
@@ -161,7 +162,10 @@ def run(
         if how == "parallelized":
             cp_inductor.parallelize(model, mesh)
         elif how == "region":
-            region = cp_inductor.context_parallel(mesh)
+            sharded[:3] = [tensor.clone() for tensor in whole[:3]]
+            region = cp_inductor.context_parallel(
+                mesh, buffers=sharded[:3], buffer_seq_dims=[2, 2, 2]
+            )
         elif how == "mesh":
             options = {"mesh": mesh}
         elif how != "DTensors":  # one is sharded on the other axis, the weight on the sequence's
@@ -175,7 +179,7 @@ def run(
         )
         rank, world_size, is_plain = dist.get_rank(), dist.get_world_size(), how in HOW[-2:]
         if is_plain:
-            found = results(compiled, tuple(shard(t, rank, world_size) for t in whole), region)
+            found = results(compiled, tuple(sharded), region)
             dist.all_reduce(found[-1])
             expected[:-1] = (shard(tensor, rank, world_size) for tensor in expected[:-1])
         else:

@@ -39,6 +39,7 @@ from cp_inductor import (
     UnsupportedWrite,
     UntiedWeights,
 )
+from tests.support import models
 from tests.support.combinations import (
     AOT,
     COMPILED,
@@ -55,6 +56,7 @@ from tests.support.combinations import make_model as make_decoder
 from tests.support.graphs import lowered_graphs
 from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
 from tests.support.tensor_parallel import parallelize as split_over_tp
+from tests.support.tensor_parallel import split_llama
 
 TOLERANCE = 1e-12  # relative to the largest of a tensor
 
@@ -321,10 +323,25 @@ def test_mixed_precision_and_accumulation_of_fully_shard(form: str) -> None:
     run_ranks(4, check_accumulated, form)
 
 
+class Llama(nn.Module):
+    """That of transformers, whose own loss is computed in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = models.make("Llama")
+
+    def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+        return mean_loss(self.model(ids, position_ids=positions, use_cache=False).logits, labels)
+
+
 def check_tensor_parallel(form: str, style: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    model, reference = make_model(1), make_model(1)
-    split_over_tp(model.decoder, mesh["tp"], style)
+    if style == "llama":
+        model, reference = (Llama().double() for _ in range(2))
+        split_llama(model.model, mesh["tp"])
+    else:
+        model, reference = make_model(1), make_model(1)
+        split_over_tp(model.decoder, mesh["tp"], style)
     cp_inductor.parallelize(model, mesh["cp"])
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference)]
     run = compiled(model, form, **({} if form == EAGER else {"fullgraph": True}))
@@ -345,8 +362,11 @@ def check_tensor_parallel(form: str, style: str) -> None:
     [
         (EAGER, "blocks"),
         (EAGER, "tied"),
+        (EAGER, "llama"),
+        pytest.param(AOT, "llama", marks=pytest.mark.long),
         pytest.param(AOT, "tied", marks=pytest.mark.long),
         pytest.param(COMPILED, "tied", marks=pytest.mark.long),
+        pytest.param(COMPILED, "llama", marks=pytest.mark.long),
     ],
 )
 def test_layers_that_are_split_over_another_axis(form: str, style: str) -> None:

@@ -66,6 +66,7 @@ from cp_inductor.torch_private.modes import (
     function_modes_of_program,
     is_transforming,
     name_of_function,
+    note_parameters,
     run_uncompiled,
 )
 from cp_inductor.torch_private.multi_head import multi_head_attention, needs_weights
@@ -394,6 +395,12 @@ def _typers(inner: SequenceRegion | None) -> dict[EagerTyper, bool]:
 def typers_of_program() -> list[EagerTyper]:
     """Return what types the program here, also while Dynamo compiles a part of it."""
     return list(_typers(None))
+
+
+@note_parameters
+def _type_parameter(parameter: Tensor, tensor: Tensor) -> None:
+    for typer in typers_of_program():
+        typer.take_made_of(parameter, tensor)
 
 
 def type_attended(tensors: Sequence[Tensor], out: Tensor, *, inner: SequenceRegion | None) -> None:

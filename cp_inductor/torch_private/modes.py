@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Ops of these talk to other ranks.
@@ -30,6 +30,23 @@ def let_modes_see(function: Callable[..., Any]) -> None:
     from torch._dynamo.variables.torch import get_overridable_functions
 
     get_overridable_functions().add(function)
+
+
+def note_parameters(note: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """Call `note(parameter, tensor)` when a parameter is made of a tensor, which no mode sees.
+
+    `nn.Parameter` calls `torch.Tensor._make_subclass` (torch.nn.parameter, 2.13-2.15).
+    """
+    make = torch.Tensor._make_subclass
+
+    def make_subclass(cls: type, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made: Any = make(cls, data, *args, **kwargs)  # type: ignore[arg-type]
+        if issubclass(cls, nn.Parameter):
+            note(made, data)
+        return made
+
+    run_uncompiled(make_subclass)
+    torch.Tensor._make_subclass = staticmethod(make_subclass)  # type: ignore[method-assign]
 
 
 def without_modes() -> Any:

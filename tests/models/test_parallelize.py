@@ -204,19 +204,6 @@ def test_results_are_used_as_those_of_one_process(form: str) -> None:
         assert_same_gradients(model, reference)
 
 
-# In every run tests/backend/test_dynamic_shapes.py has a graph of a parallelized layer for all.
-@pytest.mark.long
-@pytest.mark.parametrize("dynamic", [None, False])
-@on_ranks(2)
-@torch.no_grad()
-def test_one_graph_serves_all_lengths_that_divide(dynamic: bool | None) -> None:
-    model, reference = cp_inductor.parallelize(make_model(1), world_mesh()), make_model(1)
-    run = torch.compile(model, backend=AOT, fullgraph=True, dynamic=dynamic)
-    for length in (24, 32, 16):
-        assert_close(run(*make_batch(2, length)), reference(*make_batch(2, length)))
-    assert counters["stats"]["unique_graphs"] == 2  # for the first, and for all others
-
-
 # --- What is wrapped around a model, or put into it -----------------------------------------------
 
 

@@ -229,17 +229,6 @@ def test_in_fsdp_and_in_a_checkpoint_of_a_layer() -> None:
         assert error <= 1e-12 * other.grad.abs().max()
 
 
-@pytest.mark.long
-@on_ranks(2)
-def test_in_a_checkpoint_of_a_layer_compiled() -> None:
-    cp_inductor.register_recurrence(mean_of_past, share_mean)
-    x = torch.randn(2, 7, 6, dtype=torch.float64)
-    # Dynamo (2.13) refuses that a checkpoint notes which sequence its mixer shares.
-    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
-        how = {"recurrent": (Mixer,)}
-        check_distributed(Checkpointed().double(), x, world_mesh(), [Shard(1)], AOT, **how)
-
-
 def test_what_is_not_of_tokens_is_said_to_cost_the_whole(first_mesh: DeviceMesh) -> None:
     masked = cp_inductor.parallelize(Masked(), first_mesh, recurrent=(Masked,))
     tokens = distribute_tensor(torch.ones(2, 6, 6), first_mesh, [Shard(1)])

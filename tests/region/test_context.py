@@ -585,20 +585,6 @@ def test_masks_of_other_classes_are_refused(mesh: DeviceMesh) -> None:
 
 
 @on_ranks(2)
-def test_dropout() -> None:
-    """Eager drops what a compile does: the same seed, the same places."""
-    mesh = make_mesh(2, names=("cp",))
-    results = []
-    for form in (EAGER, AOT):
-        torch.manual_seed(4)
-        results.append(attend_on_shards(form, mesh, dropout_p=0.5, is_causal=True))
-    for eager, other in zip(*results, strict=True):
-        torch.testing.assert_close(eager, other)
-    without = attend_on_shards(EAGER, mesh, is_causal=True)
-    assert not torch.allclose(results[0][0], without[0])
-
-
-@on_ranks(2)
 def test_autocast_over_a_mask() -> None:
     """What autocast casts is computed as if it had come so."""
     mesh = make_mesh(2, names=("cp",))

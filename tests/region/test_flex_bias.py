@@ -308,16 +308,6 @@ def test_the_bias_is_a_tensor_of_own_rows(
     ]
 
 
-def test_without_a_gradient_only_what_cannot_be_read_is_a_tensor(mesh: DeviceMesh) -> None:
-    for kind, num_tensors in (("slope", (HEADS,)), ("buckets", (1, HEADS, 8, LENGTH))):
-        torch._dynamo.reset()
-        model = Attends(kind, torch.float32).requires_grad_(False)
-        graph = captured(model, mesh, torch.float32)
-        (this,) = list_attentions(graph)
-        assert not getattr(this.attention, "has_bias", False)
-        assert [tuple(bias.shape) for bias in biases_of(graph)] == [num_tensors]
-
-
 # --- Refusals ---------------------------------------------------------------------------------
 
 

@@ -34,18 +34,6 @@ def answers(names: Sequence[str | None], delays_s: Sequence[float] = ()) -> list
         return list(pool.map(come, [rank for rank in ranks if names[rank] is not None]))
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (["a", "a", "b", "b"], (0, 0, 1, 1)),
-        (["b", "a", "b", "a", "c"], (0, 1, 0, 1, 2)),
-        (["a", "a", "a"], (0, 0, 0)),
-    ],
-)
-def test_ranks_learn_their_hosts(names: list[str], expected: tuple[int, ...]) -> None:
-    assert answers(names) == [expected] * len(names)
-
-
 def test_nobody_waits_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notes, "HOSTS_S", 0.3)
     with pytest.warns(cp_inductor.SequenceWarning, match="not all of ranks 0, 1 and 2 have said"):

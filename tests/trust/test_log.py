@@ -69,20 +69,6 @@ def test_the_same_entries_in_batches_of_any_size() -> None:
     assert [len(events) for events in told] == [12, 1, 5]
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_difference_is_raised_on_every_rank_alike(is_whole: bool) -> None:
-    both = ("one", "two")
-    others = [entry(size=size, plan=size) for size in both]
-    odd = [others[0], entry(size="three", plan="other")]
-    group = logs(dist.HashStore())
-    results = say(group, [others], [odd], [others], is_whole=is_whole)
-    assert all(isinstance(result, RanksDisagree) for result in results)
-    assert {str(result) for result in results} == {
-        "here: expected ranks 4, 7 and 9 to run the same, got size: two on ranks 4 and 9, three on"
-        f" rank 7; plan: two on ranks 4 and 9, other on rank 7; {cp_inductor.trust.cause.REMEDY}"
-    }
-
-
 @pytest.mark.parametrize(
     ("size", "plan", "expected"), [("2", "y", "size: 1"), ("1", "y", "plan: x")]
 )
@@ -162,17 +148,6 @@ def test_what_became_of_who_does_not_come_is_named_at_once() -> None:
         r" ended\)",
         raised.value.got,
     ), raised.value.got
-
-
-def test_a_rank_that_refuses_is_not_waited_for_long() -> None:
-    with mock.patch.object(cp_inductor.trust.log, "PATIENCE_S", 0.2):
-        first, second, third = logs(dist.HashStore())
-        second.refuse("such a mask")
-        results = say((first, third), [[entry()]], [[entry()]])
-        assert [str(result).partition("; ")[0] for result in results] == [
-            "here: expected ranks 4, 7 and 9 to run the same, got rank 7, which refuses to:"
-            " such a mask"
-        ] * 2
 
 
 def test_what_all_refuse_is_nothing_to_wait_for() -> None:

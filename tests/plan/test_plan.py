@@ -71,11 +71,7 @@ def prove(plan: Plan) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "world_size",
-    [
-        *range(1, 9),
-        *(pytest.param(size, marks=pytest.mark.slow) for size in (9, 12, 16)),
-        *(pytest.param(size, marks=pytest.mark.long) for size in (10, 11, 13, 14, 15)),
-    ],
+    [*range(1, 9), *(pytest.param(size, marks=pytest.mark.slow) for size in (9, 12, 16))],
 )
 def test_every_rank_of_every_small_world(world_size: int, strategy: str) -> None:
     num_proven = 0

@@ -19,12 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from cp_inductor import (
-    MissingTriton,
-    UnsupportedAttention,
-    UnsupportedPlacement,
-    cross_compile,
-)
+from cp_inductor import MissingTriton, UnsupportedAttention, UnsupportedPlacement, cross_compile
 from cp_inductor.inspect.cross_compile import CrossCompiled
 from tests.support.graphs import attend_causal, generate_code
 from tests.support.ranks import fake_mesh, fake_rank, run_ranks, world_mesh

@@ -23,11 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -348,8 +344,7 @@ def test_styles_that_hand_on_dtensors_are_refused(style: str) -> None:
         model = make_model(1)
         split_over_tp(model.decoder, mesh["tp"], style)
         with pytest.raises(
-            UnsupportedPlacement,
-            match=r"a style for a LayerNorm|hands on DTensors",
+            UnsupportedPlacement, match=r"a style for a LayerNorm|hands on DTensors"
         ):
             cp_inductor.parallelize(model, mesh["cp"])(*make_batch(2, 16))
 

@@ -289,11 +289,7 @@ def biases_of(graph: fx.GraphModule) -> list[Tensor]:
         ("slope", "k-q<=0;x0(0,h,q,k);float32", (1, HEADS, 8, LENGTH)),
         ("of pairs", "True;x0(0,0,q,k);float32", (1, 1, 8, LENGTH)),
         ("keys", "k-q<=0;x0(b,0,q,k);float32", (BATCH, 1, 8, LENGTH)),
-        (
-            "window",
-            "(k-q<=0)&((-k+q-6<=0)|(-k+q+1<=0));x0(0,0,q,k);float32",
-            (1, 1, 8, LENGTH),
-        ),
+        ("window", "(k-q<=0)&((-k+q-6<=0)|(-k+q+1<=0));x0(0,0,q,k);float32", (1, 1, 8, LENGTH)),
     ],
 )
 def test_the_bias_is_a_tensor_of_own_rows(

@@ -21,13 +21,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 import cp_inductor
 from tests.support.packed import in_documents
 from tests.support.ranks import on_ranks, run_ranks, world_mesh
-from tests.support.reference import (
-    assert_all_close,
-    assert_close,
-    make_qkv,
-    on_mesh,
-    with_grads,
-)
+from tests.support.reference import assert_all_close, assert_close, make_qkv, on_mesh, with_grads
 
 
 def causal(query: Tensor, key: Tensor) -> Tensor:

@@ -22,13 +22,7 @@ from cp_inductor.tiles.kernels import Gradients, Partial, TileCall
 from tests.rehearsal.stand_ins import StandIns, stand_in
 from tests.support.graphs import attend_causal
 from tests.support.ranks import fake_mesh
-from tests.support.reference import (
-    LAYOUTS,
-    TOLERANCE,
-    attend_with_grads,
-    lse_in_float64,
-    make_qkv,
-)
+from tests.support.reference import LAYOUTS, TOLERANCE, attend_with_grads, lse_in_float64, make_qkv
 
 aten = torch.ops.aten
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)

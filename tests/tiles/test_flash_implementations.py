@@ -22,13 +22,7 @@ from cp_inductor.tiles.aten_kernels import FlashCUDA
 from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import TileCall, with_whole_rows
 from tests.rehearsal.stand_ins import attend, differentiate
-from tests.support.reference import (
-    LAYOUTS,
-    TOLERANCE,
-    attend_with_grads,
-    lse_in_float64,
-    make_qkv,
-)
+from tests.support.reference import LAYOUTS, TOLERANCE, attend_with_grads, lse_in_float64, make_qkv
 
 fa3 = pytest.importorskip("torch.nn.attention._fa3")
 fa4 = pytest.importorskip("torch.nn.attention._fa4")

@@ -14,12 +14,7 @@ from torch import fx
 
 import cp_inductor
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.torch_private import (
-    dynamo,
-    leaned_on,
-    patches,
-    probes,
-)
+from cp_inductor.torch_private import dynamo, leaned_on, patches, probes
 from cp_inductor.torch_private.probes import PROBES
 from cp_inductor.torch_private.triton import triton_for_this_torch
 

@@ -29,9 +29,9 @@ import cp_inductor.trust.log
 from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
-from cp_inductor.trust import agreement, claims, graph_agreement
-from tests.support.graphs import attend_causal, attend_full, lowered_graphs, targets
-from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
+from cp_inductor.trust import agreement, claims
+from tests.support.graphs import attend_causal, attend_full
+from tests.support.ranks import on_ranks, run_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
     assert_close,
@@ -640,26 +640,3 @@ def test_tables_in_eager() -> None:
     rows[10 * (1 - dist.get_rank()) :][:10] = is_odd  # another rank's queries: not read here
     assert told(attn_mask=rows) == "nothing"
     assert_told_alike(told(dropout_p=0.5), "dropout's seed: ")
-
-
-def test_graphs_hand_tables_over_in_order_and_only_where_asked() -> None:
-    """One op for each attention that reads tables, none in a backward, none of rows of queries."""
-    with fake_rank(1, 2):
-        mesh = world_mesh()
-        tensors = [t.requires_grad_() for t in make_dtensors(mesh, 21)]
-        ids = distribute_tensor(DOCUMENTS, mesh, [Replicate()])
-        pairs = distribute_tensor(torch.rand(21, 21) < 0.5, mesh, [Replicate()])
-        with implicit_replication(), cp_inductor.config.patch(plan="static"):
-            graphs = lowered_graphs(twice_in_documents, *tensors, ids)
-            notes = graphs["forward"].graph.find_nodes(
-                op="call_function", target=graph_agreement.NOTE_TABLES
-            )
-            assert len(notes) == 2 and notes[0].args[0] is notes[1].args[0]
-            assert str(graph_agreement.NOTE_TABLES) not in targets(graphs["backward"].graph)
-            torch._dynamo.reset()
-            graphs = lowered_graphs(F.scaled_dot_product_attention, *tensors, pairs)
-            assert str(graph_agreement.NOTE_TABLES) not in targets(graphs["forward"].graph)
-            torch._dynamo.reset()
-            with cp_inductor.config.patch(check_agreement=False):
-                graphs = lowered_graphs(twice_in_documents, *tensors, ids)
-            assert str(graph_agreement.NOTE_TABLES) not in targets(graphs["forward"].graph)

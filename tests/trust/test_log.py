@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -18,7 +16,7 @@ import torch.distributed as dist
 
 import cp_inductor.trust.cause
 import cp_inductor.trust.log
-from cp_inductor.errors import ProcessGroupError, RanksDisagree
+from cp_inductor.errors import RanksDisagree
 from cp_inductor.trust.bounded_store import BoundedStore
 from cp_inductor.trust.log import Log
 from cp_inductor.trust.record import ATTENTIONS, TABLES, Entry
@@ -60,29 +58,6 @@ def say(group: Sequence[Log], *said: list[list[Entry]], is_whole: bool = False) 
     return run(*(partial(say_all, log, batches, is_whole=is_whole) for log, batches in pairs))
 
 
-def test_the_same_entries_in_batches_of_any_size() -> None:
-    said, group = [entry(number=str(number)) for number in range(12)], logs(dist.HashStore())
-    parts = [said[:5], said[5:7], said[7:]]
-    assert say(group, [said], [[one] for one in said], parts) == [None] * 3
-    # What all have compared is forgotten.
-    told = [log.record.trails["attentions"].told()["events"] for log in group]
-    assert [len(events) for events in told] == [12, 1, 5]
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_difference_is_raised_on_every_rank_alike(is_whole: bool) -> None:
-    both = ("one", "two")
-    others = [entry(size=size, plan=size) for size in both]
-    odd = [others[0], entry(size="three", plan="other")]
-    group = logs(dist.HashStore())
-    results = say(group, [others], [odd], [others], is_whole=is_whole)
-    assert all(isinstance(result, RanksDisagree) for result in results)
-    assert {str(result) for result in results} == {
-        "here: expected ranks 4, 7 and 9 to run the same, got size: two on ranks 4 and 9, three on"
-        f" rank 7; plan: two on ranks 4 and 9, other on rank 7; {cp_inductor.trust.cause.REMEDY}"
-    }
-
-
 @pytest.mark.parametrize(
     ("size", "plan", "expected"), [("2", "y", "size: 1"), ("1", "y", "plan: x")]
 )
@@ -93,11 +68,6 @@ def test_consequences_are_named_if_nothing_else_differs(
     odd = Entry("here", {"size": size, "plan": plan}, ("plan",))
     results = say(logs(dist.HashStore()), [[usual]], [[odd]], [[usual]])
     assert all(f"got {expected} on ranks 4 and 9" in str(result) for result in results)
-
-
-def test_what_one_rank_does_not_know_is_not_compared() -> None:
-    known, unknown = [[entry(gradients="on")]], [[entry()]]
-    assert say(logs(dist.HashStore()), known, unknown, known) == [None] * 3
 
 
 def test_after_a_difference_ranks_agree_again() -> None:
@@ -164,17 +134,6 @@ def test_what_became_of_who_does_not_come_is_named_at_once() -> None:
     ), raised.value.got
 
 
-def test_a_rank_that_refuses_is_not_waited_for_long() -> None:
-    with mock.patch.object(cp_inductor.trust.log, "PATIENCE_S", 0.2):
-        first, second, third = logs(dist.HashStore())
-        second.refuse("such a mask")
-        results = say((first, third), [[entry()]], [[entry()]])
-        assert [str(result).partition("; ")[0] for result in results] == [
-            "here: expected ranks 4, 7 and 9 to run the same, got rank 7, which refuses to:"
-            " such a mask"
-        ] * 2
-
-
 def test_what_all_refuse_is_nothing_to_wait_for() -> None:
     with mock.patch.object(cp_inductor.trust.log, "PATIENCE_S", 0.01):
         group = logs(dist.HashStore())
@@ -195,48 +154,6 @@ def test_a_store_serves_groups_of_one_name_one_after_the_other() -> None:
     for word in ("first", "second"):
         said = [[entry(word=word)], [entry(word=f"{word} again")]]
         assert say(logs(store), said, said, said, is_whole=True) == [None] * 3
-
-
-def test_a_store_that_is_gone() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    client = dist.TCPStore("127.0.0.1", server.port, 1, is_master=False)
-    where = f"expected the store of the process group, 127.0.0.1:{server.port}, to answer"
-    log = Log(BoundedStore(client, 20), 1, RANKS, 20)
-    ended = subprocess.Popen(["true"])
-    process = log.record.process.replace(str(os.getpid()), str(ended.pid))
-    log.records[0] = replace(log.record, process=process)
-    ended.wait()
-    del server
-    with pytest.raises(
-        ProcessGroupError, match=rf"here: {where}, .* \(rank 4: .*, its process \d+ has ended\)"
-    ):
-        say_all(log, [[entry()]])
-    with pytest.raises(ProcessGroupError, match=f"here: {where}"):
-        say_all(log, [[entry()]])
-
-
-class StoppedStore(dist.Store):
-    """As one of a process that is stopped: it takes questions, and answers none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked, self.goes_on = 0, threading.Event()
-
-    def add(self, key: str, amount: int) -> int:
-        self.asked += 1
-        self.goes_on.wait(20)
-        return 1
-
-
-def test_a_store_that_does_not_answer_is_named_within_the_timeout() -> None:
-    stopped = StoppedStore()
-    log = Log(BoundedStore(stopped, 0.2), 0, RANKS, 0.2)
-    assert stopped.asked == 1, "who introduces itself goes on"
-    with pytest.raises(ProcessGroupError, match=r"here: .* got no answer for 0\.2 s; find"):
-        say_all(log, [[entry()]])
-    assert stopped.asked == 1, "it is not asked again"
-    assert log.look() == {}
-    stopped.goes_on.set()
 
 
 def test_what_all_have_said_costs_no_waiting() -> None:

@@ -20,7 +20,7 @@ from cp_inductor.plan.machine import CHIPS, DEVICES, Machine, known_machine
 from cp_inductor.plan.machine_file import CALIBRATED, read_calibrated
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.inductor import cache_folder
-from cp_inductor.trust.notes import hosts_of
+from cp_inductor.trust.hosts import hosts_of
 
 # GPUs of a node, where none can be counted.
 USUAL_NODE = 8

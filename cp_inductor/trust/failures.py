@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -35,8 +36,7 @@ from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.messages import StepFailed
 from cp_inductor.trust.agreement import log_of, waiting_in
-from cp_inductor.trust.bounded_store import within
-from cp_inductor.trust.log import Log
+from cp_inductor.trust.log import Log, rounds
 from cp_inductor.trust.processes import Fate
 from cp_inductor.trust.profiler_ranges import count_ops, named_ranges
 from cp_inductor.trust.record import name_ranks
@@ -46,7 +46,6 @@ from cp_inductor.trust.record import name_ranks
 PATIENCE_S = 3.0
 # The same, once a rank is known that has ended or stopped.
 PATIENCE_ONCE_KNOWN_S = 1.0
-INTERVAL_S = 0.05
 
 HERE = Path(__file__).parents[1]
 
@@ -151,26 +150,15 @@ def failure(group_name: str, step: Step, reason: BaseException, waited_s: float)
 
 def _ask(log: Log, step: Step) -> dict[int, Fate]:
     """Tell that a step has failed here; return what is known of others, by global rank."""
-    fates: dict[int, Fate] = {}
-
-    def has_culprit() -> bool:
-        return any(fate.is_known and fate.is_missing for fate in list(fates.values()))
-
-    def ask() -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        log.record.failed = f"{step.text}, {step.site}"
-        while log.cause is None:
-            fates.update(log.fates())  # which may be all that the store of a stopped process tells
-            with suppress(RuntimeError):  # the store has ended; processes can still be seen
-                log.exchange(log.others)
-            fates.update(log.fates())
-            if has_culprit():
-                deadline = min(deadline, time.monotonic() + PATIENCE_ONCE_KNOWN_S)
-            if all(fate.is_known for fate in fates.values()) or time.monotonic() > deadline:
-                return
-            time.sleep(INTERVAL_S)
-
-    # The store may be that of the rank that has stopped, and never answer.
-    within(ask, PATIENCE_S + 1, has_culprit, PATIENCE_ONCE_KNOWN_S + INTERVAL_S)
-    nothing = Fate("nothing is known of it, because the store does not answer", False, False)
-    return {log.ranks[at]: fates.get(log.ranks[at], nothing) for at in log.others}
+    log.record.failed, limit_s = f"{step.text}, {step.site}", PATIENCE_S
+    for waited_s in rounds():
+        # The store may be that of the rank that has stopped; processes can still be seen.
+        with suppress(RuntimeError):
+            log.ask(partial(log.exchange, log.others), PATIENCE_ONCE_KNOWN_S)
+        fates = log.fates()
+        known = [fate for fate in fates.values() if fate.is_known]
+        if any(fate.is_missing for fate in known):
+            limit_s = min(limit_s, waited_s + PATIENCE_ONCE_KNOWN_S)
+        if log.cause is not None or len(known) == len(fates) or waited_s > limit_s:
+            break
+    return fates

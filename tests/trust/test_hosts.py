@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
 from cp_inductor.dtensor.machines import machine_of
-from cp_inductor.trust import notes
-from cp_inductor.trust.bounded_store import BoundedStore
+from cp_inductor.trust import hosts
 from cp_inductor.trust.log import Log
 from tests.support.ranks import on_ranks
 
@@ -27,8 +26,8 @@ def answers(names: Sequence[str | None], delays_s: Sequence[float] = ()) -> list
 
     def come(rank: int) -> tuple[int, ...]:
         time.sleep(delays_s[rank] if delays_s else 0)
-        log = Log(BoundedStore(store, 60), rank, ranks, 60, host=str(names[rank]))
-        return notes.exchange_hosts(log)
+        log = Log(store, rank, ranks, 60, host=str(names[rank]))
+        return hosts.exchange_hosts(log)
 
     with ThreadPoolExecutor(len(names)) as pool:
         return list(pool.map(come, [rank for rank in ranks if names[rank] is not None]))
@@ -47,7 +46,7 @@ def test_ranks_learn_their_hosts(names: list[str], expected: tuple[int, ...]) ->
 
 
 def test_nobody_waits_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes, "HOSTS_S", 0.3)
+    monkeypatch.setattr(hosts, "HOSTS_S", 0.3)
     with pytest.warns(cp_inductor.SequenceWarning, match="not all of ranks 0, 1 and 2 have said"):
         assert answers(["a", None, "b"]) == [(), ()]
     # The first to give up decides for those who come later, and would see all names.

@@ -68,11 +68,10 @@ SAME_BATCHES = (
 )
 
 
-class Agreed:
-    """What a rank and the others of a group have agreed on.
+class Agreed(Log):
+    """What a rank tells the others of a group, and what it has agreed on with them.
 
     Attributes:
-        log: what this rank tells the others.
         last: what was agreed last about each kind of attention, in the epoch.
         noted: tables that were read, and are not compared yet.
         num_runs: how often attentions with tables have run, by kind.
@@ -80,7 +79,7 @@ class Agreed:
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout_s: float) -> None:
         ranks = dist.get_process_group_ranks(group)
-        self.log = Log(store, dist.get_rank(group), ranks, timeout_s)
+        super().__init__(store, dist.get_rank(group), ranks, timeout_s)
         self.last: dict[tuple[str, bool], Entry] = {}
         self.epoch = 0
         self.noted: list[Entry] = []
@@ -92,9 +91,9 @@ class Agreed:
         Returns:
             What the other ranks have said of the first, as far as they were waited for.
         """
-        self.log.rejoin(entries[0].site)
-        if self.epoch != self.log.record.epoch:  # ranks have given up since the last attention
-            self.epoch = self.log.record.epoch
+        self.rejoin(entries[0].site)
+        if self.epoch != self.record.epoch:  # ranks have given up since the last attention
+            self.epoch = self.record.epoch
             self.last.clear()
         is_new, is_changed = False, bool(entries[0].begins)
         for entry in entries:
@@ -104,10 +103,10 @@ class Agreed:
                 is_changed = True
                 is_new |= last is None or last.causes != entry.causes
             self.last[kind] = entry
-        is_early = self.log.record.trails[ATTENTIONS].count < FIRST_EVENTS
-        waiting = self.log.others if is_changed else self.log.next * is_early
+        is_early = self.record.trails[ATTENTIONS].count < FIRST_EVENTS
+        waiting = self.others if is_changed else self.next * is_early
         try:
-            return self.log.come(entries, waiting, is_new=is_new)
+            return self.come(entries, waiting, is_new=is_new)
         except BaseException:
             self.last.clear()
             raise
@@ -142,7 +141,7 @@ class Agreed:
         """Compare what was noted."""
         noted, self.noted = self.noted, []
         if noted:
-            self.log.come(noted, self.log.others, TABLES, is_whole=True)
+            self.come(noted, self.others, TABLES, is_whole=True)
 
 
 # What ranks have said outlives every compile. None stands for a group with nothing to compare.
@@ -253,7 +252,7 @@ def tell_refusal(group_name: str, error: CPError) -> None:
     told.add(group_name)
     group = agreed_of(group_name)
     if group is not None:
-        group.log.refuse(str(error))
+        group.refuse(str(error))
 
 
 def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> None:
@@ -273,10 +272,10 @@ def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> Non
         entry = describe()
         while left:
             group = left.pop(0)
-            group.log.come([entry], group.log.others)
+            group.come([entry], group.others)
     except CPError as error:
         for other in left:
-            other.log.refuse(str(error))  # its ranks may wait, without having seen a difference
+            other.refuse(str(error))  # its ranks may wait, without having seen a difference
         raise
 
 
@@ -303,11 +302,11 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
     flat = flat[:: 1 + flat.numel() // MOST_OF_BATCH].contiguous()
     first = ", ".join(map(str, flat[:4].tolist()))
     numbers = f"{shape} numbers with {first}, ..., digest {describe_table(flat).split()[-1]}"
-    group.log.rejoin("a batch")
-    number = group.log.record.trails[BATCHES].count + 1
+    group.rejoin("a batch")
+    number = group.record.trails[BATCHES].count + 1
     fields = {"what": "a batch", f"batch {number}": numbers.removesuffix(",")}
-    group.log.add(BATCHES, [Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)])
-    group.log.record.trails[BATCHES].run_on()
+    group.add(BATCHES, [Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)])
+    group.record.trails[BATCHES].run_on()
 
 
 @contextmanager
@@ -321,8 +320,7 @@ def waiting_in(group_name: str, where: str) -> Iterator[None]:
 def log_of(group_name: str) -> Log | None:
     """Return what this rank of a group tells the others, if it has told them anything."""
     with suppress(RuntimeError, KeyError):  # the group is gone
-        group = _agreed_in.get(group_of(group_name))
-        return None if group is None else group.log
+        return _agreed_in.get(group_of(group_name))
     return None
 
 
@@ -364,7 +362,7 @@ def agreed(
     if tables:
         kind, has_seed = kind_of(attention, query.dtype), attention.dropout_p > 0
         group.note_tables(tables, kind, site, has_seed=has_seed)
-    with group.log.waiting(site):
+    with group.waiting(site):
         yield
     group.compare_tables()
 

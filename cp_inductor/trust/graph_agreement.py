@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import sympy
@@ -120,7 +119,7 @@ def agreed_graph(
                 if begins:
                     entries = [replace(entries[0], begins=begins), *entries[1:]]
                 others = group.agree(entries)
-                if begins and len(others) == len(group.log.others) and group.log.rank == 0:
+                if begins and len(others) == len(group.others) and group.rank == 0:
                     warn_of_alike(begins, others)
         with graph_called(is_compared=True) as call:
             with ExitStack() as around:
@@ -156,15 +155,20 @@ class _ClaimsOfGraph:
         # Now: what is found out of a symbol while a backward is compiled is true of that call.
         self.sizes = [tuple(map(size_expression, captured.sizes)) for captured in planned]
         symbols = {symbol for sizes in self.sizes for size in sizes for symbol in size.free_symbols}
-        sources = {symbol: _source_of(symbol, inputs) for symbol in symbols}
-        self.sources = {symbol: source for symbol, source in sources.items() if source is not None}
+        # Where the arguments of a call tell the value of a symbol.
+        self.sources = {
+            expression: (place, index)
+            for place, node in enumerate(inputs)
+            for index, size in enumerate(_sizes_in(node.meta.get("example_value")))
+            if isinstance(size, SymInt) and (expression := size_expression(size)) in symbols
+        }
         self.group_names = tuple(dict.fromkeys(one.attention.group_name for one in planned))
         self.known: dict[tuple[Any, ...], list[Entry]] = {}
         self.name = f"a graph of {len(planned)} attention{'s' * (len(planned) != 1)}"
 
     def of_call(self, group_name: str, args: Sequence[Any], has_grad: bool) -> list[Entry]:
         """Return the claims to a group."""
-        values = tuple(source(args) for source in self.sources.values())
+        values = tuple(int(_sizes_in(args[at])[index]) for at, index in self.sources.values())
         # A backward may be lowered when it is first called.
         key = (group_name, has_grad, *values, *self.collectives)
         if key not in self.known:
@@ -205,32 +209,11 @@ def _value(size: sympy.Expr, values: Mapping[sympy.Symbol, sympy.Integer]) -> in
     return int(value) if value.is_Integer else None
 
 
-def _source_of(
-    symbol: sympy.Symbol, inputs: Sequence[fx.Node]
-) -> Callable[[Sequence[Any]], int] | None:
-    """Return what reads the value of a symbol from the arguments of a call, if they have it."""
-    for read in (_itself, _sizes, _local_sizes):
-        for place, node in enumerate(inputs):
-            for index, size in enumerate(read(node.meta.get("example_value"))):
-                if isinstance(size, SymInt) and size_expression(size) == symbol:
-                    return partial(_read, read, place, index)
-    return None
-
-
-def _read(read: Callable[[Any], Sequence[Any]], place: int, index: int, args: Sequence[Any]) -> int:
-    return int(read(args[place])[index])
-
-
-def _itself(value: Any) -> Sequence[Any]:
-    return (value,)
-
-
-def _sizes(value: Any) -> Sequence[Any]:
-    return value.shape if isinstance(value, Tensor) else ()
-
-
-def _local_sizes(value: Any) -> Sequence[Any]:
-    return value.to_local().shape if isinstance(value, DTensor) else ()
+def _sizes_in(value: Any) -> Sequence[Any]:
+    """Return the numbers that an argument tells: itself, or its sizes and those of its part."""
+    if isinstance(value, DTensor):
+        return (*value.shape, *value.to_local().shape)
+    return value.shape if isinstance(value, Tensor) else (value,)
 
 
 @torch.library.custom_op("cp_inductor::note_tables", mutates_args=("token",))

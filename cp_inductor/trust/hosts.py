@@ -23,7 +23,7 @@ def hosts_of(group_name: str) -> tuple[int, ...]:
         DistError: the store does not answer.
     """
     group = agreed_of(group_name)
-    return (0,) if group is None else exchange_hosts(group.log)
+    return (0,) if group is None else exchange_hosts(group)
 
 
 def exchange_hosts(log: Log) -> tuple[int, ...]:

@@ -89,10 +89,9 @@ class _GradientWatch:
 
     def _swap(self) -> list[str] | None:
         """Leave the text for the other ranks, and return theirs; None if some have left none."""
-        group, texts = agreed_of(self.group_name), list[str]()
-        if group is None:
+        log, texts = agreed_of(self.group_name), list[str]()
+        if log is None:
             return texts
-        log = group.log
         keys = [f"gradients/{at}" for at in log.others]
 
         def read() -> list[str]:

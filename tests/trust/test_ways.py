@@ -102,7 +102,7 @@ def test_who_waits_says_where_all_are_and_gives_up() -> None:
             attend_in_region(mesh, number)
         agreed = agreement.agreed_of(str(mesh.get_group().group_name))
         assert agreed is not None
-        agreed.log.timeout_s = 1.5
+        agreed.timeout_s = 1.5
         if dist.get_rank() == 0:
             with torch.no_grad(), pytest.raises(RanksDisagree, match="nothing from rank 1") as said:
                 attend_in_region(mesh, 7)

@@ -35,6 +35,7 @@ from cp_inductor.passes.capture_attention import capture_attention
 from cp_inductor.passes.check_mesh import check_mesh
 from cp_inductor.passes.check_placements import check_placements
 from cp_inductor.passes.check_sequence import check_sequence
+from cp_inductor.passes.check_ways import check_ways
 from cp_inductor.passes.drop_block_masks import drop_block_masks
 from cp_inductor.passes.drop_idle_objects import drop_idle_objects
 from cp_inductor.passes.find_attention import find_attention, groups_of_sequence
@@ -275,6 +276,7 @@ FIND, REWRITE, NUMBER, LOWER, SCHEDULE, INTERPRET, POST_GRAD = Stage
 PASSES = (
     # Ahead of all: what it refuses is the model, whatever the graph does.
     Pass(FIND, "check_ties", lambda this: check_ties(this.gm.graph)),
+    Pass(FIND, "check_ways", lambda this: check_ways(this.gm)),
     # Before all that read values: behind it every value is what it is on one process.
     Pass(FIND, "replay_writes", lambda this: replay_writes(this.gm)),
     # Before attentions are captured: what is drawn may be a mask beside DTensors.

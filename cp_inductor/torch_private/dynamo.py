@@ -28,6 +28,16 @@ def is_capturing_whole() -> bool:
     return bool(getattr(_translator(), "one_graph", False))
 
 
+def is_compiled_ahead() -> bool:
+    """Whether `aot_compile` calls the backend: nothing else passes over the key of a cached graph.
+
+    `bypass_autograd_cache_key` (torch._functorch.config, read in 2.13.0).
+    """
+    import torch._functorch.config
+
+    return bool(torch._functorch.config.bypass_autograd_cache_key)
+
+
 def frame_locals() -> frozenset[str]:
     """Return the names of the arguments, and of what a closure holds, of what is being compiled.
 

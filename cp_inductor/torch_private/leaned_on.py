@@ -119,7 +119,8 @@ _NAMES = {
     "torch._dynamo.variables.torch_function": "torch_function_mode_stack_state_mgr.stack",
     "torch._functorch._aot_autograd.descriptors": "AOTInput.is_tangent",
     "torch._functorch.aot_autograd": "make_boxed_func",
-    "torch._functorch.config": "enable_autograd_cache force_non_lazy_backward_lowering",
+    "torch._functorch.config": """
+        bypass_autograd_cache_key enable_autograd_cache force_non_lazy_backward_lowering""",
     "torch._functorch.partitioners": "min_cut_rematerialization_partition",
     "torch._guards": "Guard(originating_source,create_fn) TracingContext.try_get detect_fake_mode",
     "torch._inductor": "config inductor_prims list_mode_options",

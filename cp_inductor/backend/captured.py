@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-import torch.distributed as dist
 from torch import fx
 
 from cp_inductor.backend.gradients import with_all_gradients, with_plain_gradients
@@ -29,7 +28,6 @@ from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.settings import Settings
 from cp_inductor.region.modes import note_compiled
 from cp_inductor.torch_private.dynamo import is_capturing_whole
-from cp_inductor.torch_private.groups import group_of
 from cp_inductor.trust.agreement import graph_called
 from cp_inductor.trust.graph_agreement import Planned, agreed_graph
 from cp_inductor.trust.graph_fields import batches_of, describe_program
@@ -96,12 +94,6 @@ class Captured:
         """Whether the lowered graph is one rank's alone, as plans are that no batch decides."""
         static = [one for one in self.attentions if not one.attention.is_per_batch]
         return bool(static) or not self.attentions
-
-    @property
-    def group_sizes(self) -> dict[str, int]:
-        """How many ranks there are in the groups of the attentions."""
-        names = sorted({one.attention.group_name for one in self.attentions})
-        return {name: dist.get_world_size(group_of(name)) for name in names}
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         """Return the inputs that were kept."""

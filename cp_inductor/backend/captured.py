@@ -89,12 +89,6 @@ class Captured:
             captured.kept, captured.has_attention, agree, planned, captured.types, collectives
         )
 
-    @property
-    def is_of_rank(self) -> bool:
-        """Whether the lowered graph is one rank's alone, as plans are that no batch decides."""
-        static = [one for one in self.attentions if not one.attention.is_per_batch]
-        return bool(static) or not self.attentions
-
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         """Return the inputs that were kept."""
         return [given[place] for place in self.kept]

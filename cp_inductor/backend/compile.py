@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -35,7 +35,6 @@ from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.rules.draws import note_drawn
 from cp_inductor.dtensor.rules.loss import correct_losses
-from cp_inductor.dtensor.rules.own_parts import parts_as_data
 from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers
 from cp_inductor.graph.collectives import list_collectives
 from cp_inductor.passes.pipeline import Lowering, PostGrad, Stage, lower, run_passes
@@ -143,7 +142,6 @@ def compile_through_inductor(
             around.enter_context(logits_in_chunks(_tell_whole_logits))
         around.enter_context(first_symbols_kept())
         around.enter_context(meshes_keyed())
-        around.enter_context(_parts_of(captured))
         around.enter_context(compile_announced(len(captured.attentions)))
         compiled = compile_fx(
             gm,
@@ -169,14 +167,9 @@ def _compile_aot_eager(
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
-    with first_symbols_kept(), _parts_of(captured):
+    with first_symbols_kept():
         compiled: Callable[..., Any] = compile_graph(gm, captured.inputs(example_inputs))
     return captured.runner(compiled)
-
-
-def _parts_of(captured: Captured) -> AbstractContextManager[None]:
-    """Return the context in which a graph is traced: without its rank, if its plans have none."""
-    return nullcontext() if captured.is_of_rank else parts_as_data()
 
 
 def _inductor_patches(settings: Settings, mode: str | None, post_grad: PostGrad) -> dict[str, Any]:

@@ -77,6 +77,7 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.device_mesh": ("self._dim_group_names = ", "def _stable_hash("),
     "torch.distributed.fsdp._init_utils": ("_inter_node_pg",),
     "torch._library.custom_ops": ("_init_fn",),
+    "torch._library.fake_impl": ("self._shape_env = ",),
     "torch._ops": ("self._schema = schema",),
     "torch.nn.modules.module": ("_parameters", "_modules", "_buffers"),
 }

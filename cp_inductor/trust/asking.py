@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet, ref
 
 from torch.distributed import DistError
@@ -34,26 +34,17 @@ class StoreSilent(DistError):
     """A store has not answered within the limit."""
 
 
-class Owner(Protocol):
-    """What is done beside the program. Both may raise what a store raises whose group is gone."""
-
-    def compare_beside(self) -> None:
-        """Called again and again; no more once it has raised."""
-
-    def end(self) -> None:
-        """Called when the program ends."""
-
-
 class Asking(threading.Thread):
     """A thread that asks a store, until its owner is gone.
 
     Args:
-        owner: whose methods it calls beside the program.
+        owner: its `compare_beside()` is called again and again, until that raises what a store
+            raises whose group is gone, and its `end()` when the program ends.
         limit_s: for how long an answer is waited for.
         interval_s: between calls beside the program.
     """
 
-    def __init__(self, owner: Owner, limit_s: float, interval_s: float) -> None:
+    def __init__(self, owner: Any, limit_s: float, interval_s: float) -> None:
         super().__init__(name="cp_inductor_store", daemon=True)
         self.owner, self.limit_s, self.interval_s = ref(owner), limit_s, interval_s
         self.is_silent = self.is_ending = False
@@ -134,14 +125,11 @@ class Asking(threading.Thread):
 _threads: WeakSet[Asking] = WeakSet()
 
 
-def _end() -> None:
-    """End the threads."""
+@atexit.register
+def _end_threads() -> None:
     deadline, threads = time.monotonic() + AT_EXIT_S, list(_threads)
     for thread in threads:
         thread.is_ending = True
         thread.questions.put(lambda: None)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-
-
-atexit.register(_end)

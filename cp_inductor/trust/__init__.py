@@ -7,7 +7,6 @@ claims                      what a rank says about an attention
 agreement, graph_agreement  what is compared, in eager code and around a compiled graph
 graph_fields                what a graph says of itself
 failures, processes         which exchange failed, whose fault it was, and which process that is
-hosts                       which ranks share one
 unreduced                   gradients of shards that nobody sums
 profiler_ranges             exchanges and tiles in a profile
 """

@@ -27,7 +27,6 @@ Assumes: ranks that run the same program come to the same events in the same ord
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import threading
 import time
@@ -71,13 +70,13 @@ PATIENCE_S = 10.0
 LOOK_S, LOOK_ONCE_KNOWN_S = 1.0, 0.1
 
 
-def rounds(longest_s: float = LONGEST_WAIT_S) -> Iterator[float]:
-    """Yield for how long this rank has waited, at intervals that grow up to the longest."""
+def rounds() -> Iterator[float]:
+    """Yield for how long this rank has waited, at growing intervals."""
     started, delay = time.monotonic(), SHORTEST_WAIT_S
     while True:
         yield time.monotonic() - started
         time.sleep(delay)
-        delay = min(2 * delay, longest_s)
+        delay = min(2 * delay, LONGEST_WAIT_S)
 
 
 class Log:
@@ -88,17 +87,14 @@ class Log:
         rank: this process's position in the group.
         ranks: the global ranks of the group, by position.
         timeout_s: of the group.
-        host: that this rank runs on; "" for the one that it sees.
     """
 
-    def __init__(
-        self, store: Store, rank: int, ranks: Sequence[int], timeout_s: float, host: str = ""
-    ) -> None:
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
         self.rank, self.ranks, self.timeout_s = rank, tuple(ranks), timeout_s
         self.others = [at for at in range(len(ranks)) if at != rank]
         self.next = [(rank + 1) % len(ranks)]
         self.root, self.store = store, PrefixStore("cp_inductor", store)
-        self.record = Record(describe_process(), host or socket.gethostname())
+        self.record = Record(describe_process())
         self.records: dict[int, Record] = {}  # of others, as they were read last
         self.lock = threading.Lock()
         self.is_told, self.written, self.incarnation = False, "", -1

@@ -160,7 +160,6 @@ class Record:
 
     Attributes:
         process: which process it is; see `processes`.
-        host: on which host.
         epoch: how often its group has begun anew, after an error that all ranks have raised.
         failed: which exchange has failed; "" if none has.
         inside: the attention or graph that it is in; "" if in none.
@@ -171,7 +170,6 @@ class Record:
     """
 
     process: str
-    host: str
     epoch: int = 0
     failed: str = ""
     inside: str = ""

@@ -29,7 +29,7 @@ from cp_inductor.passes.settings import Settings
 from cp_inductor.region.modes import note_compiled
 from cp_inductor.torch_private.dynamo import is_capturing_whole
 from cp_inductor.trust.agreement import graph_called
-from cp_inductor.trust.graph_agreement import Planned, agreed_graph
+from cp_inductor.trust.graph_agreement import AgreedGraph, Planned
 from cp_inductor.trust.graph_fields import batches_of, describe_program
 from cp_inductor.trust.unreduced import watch_gradients
 
@@ -69,18 +69,16 @@ class Captured:
         agree: Callable[[Sequence[Any]], Any] = nullcontext
         collectives: dict[str, Sequence[Collective]] = {}
         if settings.check_agreement and (planned or has_notes(gm)):
-            inputs = gm.graph.find_nodes(op="placeholder")
-            how = {
-                "machine": settings.plan_options.priced_by,
-                "enabled": str(settings.enabled),
-                "schedule": settings.scheduling.schedule,
-                "memory budget": str(settings.scheduling.memory_budget_bytes),
-            }
-            agree = agreed_graph(
+            agree = AgreedGraph(
                 planned,
-                inputs,
-                how,
-                collectives,
+                gm.graph.find_nodes(op="placeholder"),
+                flags={
+                    "machine": settings.plan_options.priced_by,
+                    "enabled": str(settings.enabled),
+                    "schedule": settings.scheduling.schedule,
+                    "memory budget": str(settings.scheduling.memory_budget_bytes),
+                },
+                collectives=collectives,
                 whole=whole,
                 shards=shards_of(gm),
                 batches=batches,

@@ -22,7 +22,7 @@ from torch.distributed import DistError
 # How often a rank that waits for an answer looks whether one may still come.
 LOOK_EVERY_S = 0.3
 
-# For how long, at most, a process that ends waits for its threads that ask a store: if a daemon
+# For how long, at most, a process that ends waits for a thread that asks a store: if a daemon
 # thread returns from C++ while the interpreter ends, Python ends it in the middle of C++ code,
 # which then calls abort.
 AT_EXIT_S = 1.0
@@ -127,9 +127,9 @@ _threads: WeakSet[Asking] = WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    deadline, threads = time.monotonic() + AT_EXIT_S, list(_threads)
+    threads = list(_threads)
     for thread in threads:
         thread.is_ending = True
         thread.questions.put(lambda: None)
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(AT_EXIT_S)

@@ -12,8 +12,7 @@ every rank writes into the store which one it was, and reads what the others wro
 whether the processes of the others are alive, if they run on its own machine. Until then nothing
 is written or read.
 
-After a failure the store is asked in a thread, because a store whose process has stopped never
-answers. The ranks read which processes the others are when they first agree on something, because
+The ranks read which processes the others are when they first agree on something, because
 the store may end with the rank that holds it.
 """
 

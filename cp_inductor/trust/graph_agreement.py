@@ -10,9 +10,9 @@ like the tables of masks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 import sympy
@@ -24,6 +24,7 @@ from cp_inductor.graph.collectives import Collective
 from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.trust.agreement import (
+    Agreed,
     agreed_of,
     beginning_of,
     graph_called,
@@ -72,19 +73,11 @@ class Planned:
 FIRST_RUNS = 2
 
 
-def agreed_graph(
-    planned: Sequence[Planned],
-    inputs: Sequence[fx.Node],
-    flags: Mapping[str, str],
-    collectives: Mapping[str, Sequence[Collective]],
-    *,
-    whole: Mapping[str, str] | None,
-    shards: Mapping[int, tuple[str, int]],
-    batches: Mapping[int, str],
-) -> Callable[[Sequence[Any]], Any]:
-    """Return what makes the context that a compiled graph is called in.
+@dataclass
+class AgreedGraph:
+    """Makes the context that a compiled graph is called in, from the arguments of the call.
 
-    Args:
+    Attributes:
         planned: the attentions of the graph, in the order in which they run.
         inputs: the placeholders of the graph, with their example values.
         flags: options and flags that the order of exchanges depends on, or who computes attentions.
@@ -95,36 +88,46 @@ def agreed_graph(
             and in which order.
         shards: the plain inputs that are shards: by place, their name and sequence dim.
         batches: those that every rank has whole: by place, the name of the group.
-
-    Returns:
-        From the arguments of a call to a context manager, which raises RanksDisagree.
     """
-    claims = _ClaimsOfGraph(planned, inputs, flags, collectives, whole)
-    kinds = [kind_of(one.attention, one.dtype) for one in planned]
-    kind = f"beginnings of {digest(repr(kinds).encode())}"
+
+    planned: Sequence[Planned]
+    inputs: InitVar[Sequence[fx.Node]]
+    flags: Mapping[str, str]
+    collectives: Mapping[str, Sequence[Collective]]
+    whole: Mapping[str, str] | None
+    shards: Mapping[int, tuple[str, int]]
+    batches: Mapping[int, str]
+
+    def __post_init__(self, inputs: Sequence[fx.Node]) -> None:
+        # Now: what is found out of a symbol while a backward is compiled is true of that call.
+        self.sizes = [tuple(map(size_expression, one.sizes)) for one in self.planned]
+        symbols = {symbol for sizes in self.sizes for size in sizes for symbol in size.free_symbols}
+        # Where the arguments of a call tell the value of a symbol.
+        self.sources = {
+            expression: (place, index)
+            for place, node in enumerate(inputs)
+            for index, size in enumerate(_sizes_in(node.meta.get("example_value")))
+            if isinstance(size, SymInt) and (expression := size_expression(size)) in symbols
+        }
+        self.group_names = tuple(dict.fromkeys(one.attention.group_name for one in self.planned))
+        self.known: dict[tuple[Any, ...], list[Entry]] = {}
+        kinds = [kind_of(one.attention, one.dtype) for one in self.planned]
+        self.kind = f"beginnings of {digest(repr(kinds).encode())}"
+        self.name = f"a graph of {len(kinds)} attention{'s' * (len(kinds) != 1)}"
 
     @contextmanager
-    def agree(args: Sequence[Any]) -> Iterator[None]:
-        has_grad = torch.is_grad_enabled()
-        for place, name in batches.items():
+    def __call__(self, args: Sequence[Any]) -> Iterator[None]:
+        """Run the graph inside, once all ranks are about to run the same; raises RanksDisagree."""
+        for place, name in self.batches.items():
             note_batch(name, args[place])
-        for group_name in claims.group_names:
-            group = agreed_of(group_name)
+        for name in self.group_names:
+            group = agreed_of(name)
             if group is not None:
-                run = f"{kind} {has_grad}"
-                group.num_runs[run] += 1
-                is_turn = shards and group.num_runs[run] <= FIRST_RUNS
-                begins = describe_beginnings(shards, args) if is_turn else {}
-                entries = claims.of_call(group_name, args, has_grad)
-                if begins:
-                    entries = [replace(entries[0], begins=begins), *entries[1:]]
-                others = group.agree(entries)
-                if begins and len(others) == len(group.others) and group.rank == 0:
-                    warn_of_alike(begins, others)
+                self._agree(group, name, args)
         with graph_called(is_compared=True) as call:
             with ExitStack() as around:
-                for group_name in claims.group_names:
-                    around.enter_context(waiting_in(group_name, claims.name))
+                for name in self.group_names:
+                    around.enter_context(waiting_in(name, self.name))
                 yield
             # In the order of the program: a rank's own graph may have another.
             for number, drawn, site, name in sorted(call.draws, key=lambda draw: draw[0]):
@@ -136,35 +139,18 @@ def agreed_graph(
             for group in call.groups:
                 group.compare_tables()
 
-    return agree
-
-
-class _ClaimsOfGraph:
-    """The claims of a graph, by the group that they are made to, in every call."""
-
-    def __init__(
-        self,
-        planned: Sequence[Planned],
-        inputs: Sequence[fx.Node],
-        flags: Mapping[str, str],
-        collectives: Mapping[str, Sequence[Collective]],
-        whole: Mapping[str, str] | None,
-    ) -> None:
-        self.planned, self.flags = planned, flags
-        self.collectives, self.whole = collectives, whole
-        # Now: what is found out of a symbol while a backward is compiled is true of that call.
-        self.sizes = [tuple(map(size_expression, captured.sizes)) for captured in planned]
-        symbols = {symbol for sizes in self.sizes for size in sizes for symbol in size.free_symbols}
-        # Where the arguments of a call tell the value of a symbol.
-        self.sources = {
-            expression: (place, index)
-            for place, node in enumerate(inputs)
-            for index, size in enumerate(_sizes_in(node.meta.get("example_value")))
-            if isinstance(size, SymInt) and (expression := size_expression(size)) in symbols
-        }
-        self.group_names = tuple(dict.fromkeys(one.attention.group_name for one in planned))
-        self.known: dict[tuple[Any, ...], list[Entry]] = {}
-        self.name = f"a graph of {len(planned)} attention{'s' * (len(planned) != 1)}"
+    def _agree(self, group: Agreed, name: str, args: Sequence[Any]) -> None:
+        has_grad = torch.is_grad_enabled()
+        run = f"{self.kind} {has_grad}"
+        group.num_runs[run] += 1
+        is_turn = self.shards and group.num_runs[run] <= FIRST_RUNS
+        begins = describe_beginnings(self.shards, args) if is_turn else {}
+        entries = self.of_call(name, args, has_grad)
+        if begins:
+            entries = [replace(entries[0], begins=begins), *entries[1:]]
+        others = group.agree(entries)
+        if begins and len(others) == len(group.others) and group.rank == 0:
+            warn_of_alike(begins, others)
 
     def of_call(self, group_name: str, args: Sequence[Any], has_grad: bool) -> list[Entry]:
         """Return the claims to a group."""

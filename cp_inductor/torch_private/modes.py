@@ -40,7 +40,7 @@ def note_parameters(note: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
     make = torch.Tensor._make_subclass
 
     def make_subclass(cls: type, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        made: Any = make(cls, data, *args, **kwargs)  # type: ignore[arg-type]
+        made: Any = make(cls, data, *args, **kwargs)
         if issubclass(cls, nn.Parameter):
             note(made, data)
         return made

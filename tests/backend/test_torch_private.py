@@ -186,7 +186,6 @@ CHANGE_TABLES = {
     "torch_private.dtensor:register_loss_handler",
     "torch_private.dtensor:register_dtensor_flex_attention",
     "torch_private.modes:let_modes_see",
-    "torch_private.sizes:hints_forgotten",
     "imported:when_imported",
 }
 

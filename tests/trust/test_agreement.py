@@ -110,12 +110,12 @@ def call_op(mesh: DeviceMesh, head_dim: int, *, has_grad: bool = False, **given:
     local = [shard(t, rank, WORLD).contiguous().requires_grad_(has_grad) for t in tensors]
     extras = [torch.tensor(7)] if dropout_p else []
     claimed = {**claims._versions(), **pretended}
-    claims._claim.cache_clear()
+    claims.describe_attention.cache_clear()
     with mock.patch.object(claims, "_versions", return_value=claimed):
         name = mesh.get_group().group_name
         how = (rank, scale, kernel, name, dropout_p, False)
         out = attention(*local, extras, recipe.format(), *how)[0]
-    claims._claim.cache_clear()
+    claims.describe_attention.cache_clear()
     return out
 
 
@@ -138,8 +138,10 @@ def test_nodes_of_plans_of_batches_are_compared() -> None:
     fields = []
     for nodes in ("", "2:8"):
         this = Attention(PerBatch("causal", 2, nodes), ANY_RANK, None, "flash_cpu", "of no group")
-        claim = claims.claim_attention(this, torch.float32, (1, *[None] * 4), (4, 2, 8))
-        fields.append(set(claim.fields))
+        claim = claims.describe_attention(
+            this, torch.float32, (1, *[None] * 4), (4, 2, 8), has_grad=None
+        )
+        fields.append(set(claim.fields.items()))
     assert fields[0] ^ fields[1] == {("nodes", "none"), ("nodes", "2:8")}
 
 

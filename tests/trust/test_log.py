@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -16,8 +18,7 @@ import torch.distributed as dist
 
 import cp_inductor.trust.cause
 import cp_inductor.trust.log
-from cp_inductor.errors import RanksDisagree
-from cp_inductor.trust.bounded_store import BoundedStore
+from cp_inductor.errors import ProcessGroupError, RanksDisagree
 from cp_inductor.trust.log import Log
 from cp_inductor.trust.record import ATTENTIONS, TABLES, Entry
 
@@ -30,8 +31,7 @@ def entry(**fields: str) -> Entry:
 
 
 def logs(store: dist.Store, timeout_s: float = 20) -> list[Log]:
-    bounded = BoundedStore(store, timeout_s)
-    return [Log(bounded, rank, RANKS, timeout_s) for rank in range(len(RANKS))]
+    return [Log(store, rank, RANKS, timeout_s) for rank in range(len(RANKS))]
 
 
 def run(*programs: Callable[[], object]) -> list[object]:
@@ -49,7 +49,8 @@ def run(*programs: Callable[[], object]) -> list[object]:
 
 def say_all(log: Log, batches: list[list[Entry]], *, is_whole: bool = False) -> None:
     for batch in batches:
-        log.come(batch, TABLES if is_whole else "attentions", is_new=True, is_whole=is_whole)
+        name = TABLES if is_whole else ATTENTIONS
+        log.come(batch, log.others, name, is_whole=is_whole)
 
 
 def say(group: Sequence[Log], *said: list[list[Entry]], is_whole: bool = False) -> list[object]:
@@ -81,7 +82,9 @@ def test_after_a_difference_ranks_agree_again() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named_and_hears_of_it() -> None:
-    first, second, third = logs(dist.HashStore(), timeout_s=0.2)
+    first, second, third = logs(dist.HashStore())
+    for log in (first, second, third):
+        log.timeout_s = 0.2
     results = say((first, second), [[entry()]], [[entry()]])
     for result in results:
         assert isinstance(result, RanksDisagree)
@@ -93,9 +96,10 @@ def test_a_rank_that_does_not_come_is_named_and_hears_of_it() -> None:
 
 def test_who_leaves_later_names_the_first_cause_once() -> None:
     """Not the reason of the reason of a reason."""
-    told, store = [], BoundedStore(dist.HashStore(), 20)
+    told, store = [], dist.HashStore()
     for rank in range(4):
-        log = Log(store, rank, (4, 7, 9, 12), 0.05)
+        log = Log(store, rank, (4, 7, 9, 12), 20)
+        log.timeout_s = 0.05
         with pytest.raises(RanksDisagree) as raised:
             say_all(log, [[Entry(f"attention {rank}", {"what": "a test"})]])
         told.append(str(raised.value))
@@ -114,7 +118,7 @@ def test_who_leaves_later_names_the_first_cause_once() -> None:
 
 def test_what_became_of_who_does_not_come_is_named_at_once() -> None:
     """One has failed in an exchange, and one has ended; one that runs may still come."""
-    store, ranks = BoundedStore(dist.HashStore(), 20), (4, 7, 9, 12)
+    store, ranks = dist.HashStore(), (4, 7, 9, 12)
     ended = subprocess.Popen(["true"])
     group = [Log(store, rank, ranks, 60) for rank in range(4)]
     group[1].record.failed = "exchange 1 of 2 of its backward, attention (model.py:41)"
@@ -122,7 +126,7 @@ def test_what_became_of_who_does_not_come_is_named_at_once() -> None:
     group[2].record.process = process.replace(str(os.getpid()), str(ended.pid))
     ended.wait()
     for log in group:
-        log.exchange()
+        log.ask(log.exchange)
     with pytest.raises(RanksDisagree) as raised:
         say_all(group[0], [[entry()]])
     where = r"outside of any attention, since \d+ s, after 0 attentions"
@@ -156,11 +160,53 @@ def test_a_store_serves_groups_of_one_name_one_after_the_other() -> None:
         assert say(logs(store), said, said, said, is_whole=True) == [None] * 3
 
 
+def test_a_store_that_is_gone() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    client = dist.TCPStore("127.0.0.1", server.port, 1, is_master=False)
+    where = f"expected the store of the process group, 127.0.0.1:{server.port}, to answer"
+    log = Log(client, 1, RANKS, 20)
+    ended = subprocess.Popen(["true"])
+    process = log.record.process.replace(str(os.getpid()), str(ended.pid))
+    log.records[0] = replace(log.record, process=process)
+    ended.wait()
+    del server
+    with pytest.raises(
+        ProcessGroupError, match=rf"here: {where}, .* \(rank 4: .*, its process \d+ has ended\)"
+    ):
+        say_all(log, [[entry()]])
+    with pytest.raises(ProcessGroupError, match=f"here: {where}"):
+        say_all(log, [[entry()]])
+
+
+class StoppedStore(dist.Store):
+    """As one of a process that is stopped: it takes questions, and answers none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.goes_on = 0, threading.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        self.asked += 1
+        self.goes_on.wait(20)
+        return 1
+
+
+def test_a_store_that_does_not_answer_is_named_within_the_timeout() -> None:
+    stopped = StoppedStore()
+    log = Log(stopped, 0, RANKS, 0.2)
+    assert stopped.asked == 1, "who introduces itself goes on"
+    with pytest.raises(ProcessGroupError, match=r"here: .* got no answer for 0\.2 s; find"):
+        say_all(log, [[entry()]])
+    assert stopped.asked == 1, "it is not asked again"
+    assert log.look() == {}
+    stopped.goes_on.set()
+
+
 def test_what_all_have_said_costs_no_waiting() -> None:
     """A rank that comes last finds all there, and does not sleep."""
     first, second, third = logs(dist.HashStore())
     for log in (first, second):
         log.add(ATTENTIONS, [entry()])
-        log.exchange()
+        log.ask(log.exchange)
     with mock.patch.object(cp_inductor.trust.log.time, "sleep", side_effect=AssertionError):
         say_all(third, [[entry()]])

@@ -1,8 +1,8 @@
 """Refuse ways of compiling that lose exchanges. Changes nothing.
 
-torch.distributed.config.compile_on_one_rank    the graphs of ranks differ
-torch.compiler.nested_compile_region            AOTAutograd (2.13) traces it without DTensors
-aot_compile                                     what is saved does not say of which rank it is
+compile_on_one_rank                     the graphs of ranks differ
+torch.compiler.nested_compile_region    AOTAutograd (2.13) traces it without DTensors
+aot_compile                             what is saved does not say of which rank it is
 
 Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 """
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import CPError, InvalidArgument
 from cp_inductor.graph.nodes import name_of
-from cp_inductor.torch_private.dynamo import is_compiled_ahead
+from cp_inductor.torch_private.dynamo import is_compiled_ahead, is_compiled_for_all_ranks
 from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH
 
 
@@ -27,11 +27,11 @@ def check_ways(gm: fx.GraphModule) -> None:
     """
     if not dist.is_initialized():
         return
-    if dist.config.compile_on_one_rank:
+    if is_compiled_for_all_ranks():
         raise _refused(
             "a graph that each rank compiles for itself",
-            "torch.distributed.config.compile_on_one_rank",
-            "unset TORCH_DISTRIBUTED_COMPILE_ON_ONE_RANK",
+            "compile_on_one_rank, which gives all ranks one graph",
+            "unset TORCH_COMPILE_ON_ONE_RANK and TORCH_DISTRIBUTED_COMPILE_ON_ONE_RANK",
         )
     if is_compiled_ahead():
         raise _refused(

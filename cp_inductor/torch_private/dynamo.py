@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from cp_inductor.torch_private.leaned_on import GUARD_ON_DATA, INPUT_NOT_FAKED, SIZE_LOST
 from cp_inductor.torch_private.sizes import is_number, size_expression, size_hint
 
+ONE_RANK = "compile_on_one_rank"
+
 
 def is_capturing_whole() -> bool:
     """Whether the current compile has fullgraph=True; False if none runs or that is unknown.
@@ -36,6 +38,16 @@ def is_compiled_ahead() -> bool:
     import torch._functorch.config
 
     return bool(torch._functorch.config.bypass_autograd_cache_key)
+
+
+def is_compiled_for_all_ranks() -> bool:
+    """Whether the graph of one rank is to run on all.
+
+    `compile_on_one_rank` of torch.distributed.config (2.13), or of torch.compiler.config (pull
+    request 187869), where the other is deprecated.
+    """
+    configs = torch.compiler.config, torch.distributed.config
+    return bool(next(getattr(c, ONE_RANK) for c in configs if hasattr(c, ONE_RANK)))
 
 
 def frame_locals() -> frozenset[str]:

@@ -33,7 +33,7 @@ def test_compile_on_one_rank_is_refused() -> None:
     model = torch.compile(attention, backend="cp_aot_eager", fullgraph=True)
     with fake_mesh(0, 2) as mesh, dist.config.patch(compile_on_one_rank=True):
         x = DTensor.from_local(torch.randn(1, 6, 16), mesh, [Shard(1)])
-        with pytest.raises(cp_inductor.CPError, match="unset TORCH_DISTRIBUTED_COMPILE_ON_ONE_R"):
+        with pytest.raises(cp_inductor.CPError, match="unset TORCH_COMPILE_ON_ONE_RANK"):
             model(x)
 
 

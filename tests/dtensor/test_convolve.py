@@ -38,20 +38,8 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...], Any, li
     ),
     "fewer than ranks": (nn.Conv1d, {"kernel_size": 6}, (2, 4, 7), (3,), [Shard(2)]),
     "images": (nn.Conv2d, {"kernel_size": 3}, (2, 4, 5, 7), (2,), [Shard(3)]),
-    "beside a batch": (
-        nn.Conv1d,
-        {"kernel_size": 3},
-        (3, 4, 9),
-        (2, 2),
-        [Shard(0), Shard(2)],
-    ),
-    "beside channels": (
-        nn.Conv1d,
-        {"kernel_size": 3},
-        (2, 4, 9),
-        (2, 2),
-        [Shard(2), Shard(1)],
-    ),
+    "beside a batch": (nn.Conv1d, {"kernel_size": 3}, (3, 4, 9), (2, 2), [Shard(0), Shard(2)]),
+    "beside channels": (nn.Conv1d, {"kernel_size": 3}, (2, 4, 9), (2, 2), [Shard(2), Shard(1)]),
     "channels": (nn.Conv1d, {"kernel_size": 3}, (2, 4, 9), (2,), [Shard(1)]),
     "left to torch": (nn.Conv1d, {"kernel_size": 3}, (2, 4, 9), (2,), [Replicate()]),
 }

@@ -73,13 +73,6 @@ def test_what_is_said_is_what_the_plan_says() -> None:
     assert forward.flops == 2 * 4 * 4 * 32 * (64 * 64 + 64 * 65 // 2)
 
 
-def test_inference_and_targets() -> None:
-    with torch.no_grad():
-        (attention,) = explained(attend, target="cuda:sm_90").attentions
-    assert attention.backward is None
-    assert attention.facts["kernel"] == "cudnn_cuda"
-
-
 def test_every_verdict_is_data() -> None:
     report = explained(mixed)
     assert not report.is_fine

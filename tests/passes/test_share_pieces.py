@@ -25,11 +25,7 @@ from cp_inductor.inspect.cross_compile import Done
 from cp_inductor.passes.nodes import tiles_of
 from cp_inductor.passes.share_pieces import Piece, share_pieces
 from cp_inductor.tiles.tile_ops import FLEX_OPS
-from cp_inductor.torch_private.tracing import (
-    INVOKE_SUBGRAPH,
-    fakes_of_shapes,
-    trace_fake,
-)
+from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH, fakes_of_shapes, trace_fake
 
 WORLD, TOKENS, HEADS, KV_HEADS, HEAD_DIM = 4, 256, 4, 2, 64
 LIST_BLOCKS = torch.ops.cp_inductor.list_blocks.default

@@ -84,18 +84,6 @@ def test_many_ranks_are_balanced() -> None:
         assert found.balance <= 1.06, (seed, found.balance)
 
 
-def test_rows_leave_their_node_whole() -> None:
-    """The result of a part of a row would be as many bytes, so one rank takes all of it."""
-    lengths, size = (1024,) * 8, 4
-    numbers = np.repeat(np.arange(8), (3000, 500, 300, 296, 1000, 1000, 1000, 1096))[None]
-    found = plan(DOCUMENTS, {0: numbers}, lengths, heads=(8, 8), nodes=Nodes(size, 8))
-    is_away = found.rank // size != found.queries.rank[found.query] // size
-    gone = np.unique(found.query[is_away])
-    assert len(gone) and found.num_groups == 8
-    for row in gone:
-        assert len(np.unique(found.rank[found.query == row])) == 1
-
-
 def test_a_slow_link_keeps_work_in_its_node() -> None:
     """Balance costs what moves for it: as much as the price of a link says, and not more."""
     lengths = (1024,) * 8

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
@@ -19,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import cp_inductor
 from cp_inductor.torch_private.inductor import is_input_of_forward
-from tests.support.ranks import forget_compiles, on_ranks, world_mesh
+from tests.support.ranks import forget_compiles
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 32, 2
 
@@ -244,29 +243,6 @@ def test_a_mixed_result_without_a_gradient(
     assert logits.isfinite().all()  # whoever reads them has been told
 
 
-@on_ranks(2)
-def test_means_of_graphs_without_attention() -> None:
-    """Only one another can tell ranks whether all have as many tokens."""
-    mesh = world_mesh()
-    torch.manual_seed(0)
-    layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    def run(x: Tensor) -> Tensor:
-        return layer(x).square().mean()
-
-    compiled = compile_here(run, options={"mesh": mesh}, fullgraph=True, dynamic=False)
-    for length in (8, 9):
-        whole = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(1))
-        shard = whole.tensor_split(mesh.size(), 1)[mesh.get_local_rank()].clone()
-        if length % mesh.size():
-            with pytest.raises(cp_inductor.SequenceMixed, match="unequally long"):
-                compiled(shard)
-            continue
-        loss = compiled(shard) / mesh.size()
-        dist.all_reduce(loss)
-        torch.testing.assert_close(loss, run(whole))
-
-
 def test_what_torch_divides_by_a_number_of_tokens(mesh: DeviceMesh) -> None:
     def of_logs(x: Tensor) -> Tensor:
         scores = x.flatten(0, 1).log_softmax(-1)
@@ -293,13 +269,6 @@ def test_lengths_of_one_graph(mesh: DeviceMesh) -> None:
         region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
         with refused if length % 2 else nullcontext(), region:
             run(x).backward()
-
-
-def test_a_mean_behind_an_attention(mesh: DeviceMesh) -> None:
-    model, x = Model(), torch.randn(BATCH, 2 * LENGTH + 1, WIDTH)
-    region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
-    with pytest.raises(cp_inductor.SequenceMixed, match="unequally long"), region:
-        compile_here(lambda x: model.attend(x).mean())(x).backward()
 
 
 @pytest.mark.parametrize(
@@ -351,22 +320,6 @@ def test_a_name_that_no_input_has(mesh: DeviceMesh) -> None:
     named["seq_dims"] = {"X": 1}
     with pytest.raises(cp_inductor.InvalidArgument, match=r"unused, x, got 'X'"):
         compile_here(run, options=named, fullgraph=True)(x, x)
-
-
-def test_a_table_as_wide_as_it_is_long(mesh: DeviceMesh) -> None:
-    """Its tokens are looked for in dim 1, as those of ids are; the error says so."""
-    model = Model()
-
-    def run(x: Tensor, table: Tensor) -> Tensor:
-        return model.attend(x + (x[..., :LENGTH] * table).sum(-1, keepdim=True))
-
-    given = (torch.randn(BATCH, LENGTH, WIDTH), torch.randn(LENGTH, LENGTH))
-    remedy = cp_inductor.explain(run, *given, mesh=mesh).attentions[-1].refusal["remedy"]
-    asked = f"which dim has the tokens of args[1] {(LENGTH, LENGTH)}, of which two are as long"
-    assert f"options={{'seq_dims': ...}} {asked}" in remedy
-    named = {"seq_dims": {"args[1]": 0}}
-    report = cp_inductor.explain(run, *given, mesh=mesh, options=named)
-    assert [found.verdict for found in report.attentions] == ["rewritten"]
 
 
 def test_a_sum_that_is_returned_is_said(mesh: DeviceMesh) -> None:

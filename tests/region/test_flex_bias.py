@@ -293,11 +293,7 @@ def biases_of(graph: fx.GraphModule) -> list[Tensor]:
         ("slope", "k-q<=0;x0(0,h,q,k);float32", (1, HEADS, 8, LENGTH)),
         ("of pairs", "True;x0(0,0,q,k);float32", (1, 1, 8, LENGTH)),
         ("keys", "k-q<=0;x0(b,0,q,k);float32", (BATCH, 1, 8, LENGTH)),
-        (
-            "window",
-            "(k-q<=0)&((-k+q-6<=0)|(-k+q+1<=0));x0(0,0,q,k);float32",
-            (1, 1, 8, LENGTH),
-        ),
+        ("window", "(k-q<=0)&((-k+q-6<=0)|(-k+q+1<=0));x0(0,0,q,k);float32", (1, 1, 8, LENGTH)),
     ],
 )
 def test_the_bias_is_a_tensor_of_own_rows(
@@ -310,16 +306,6 @@ def test_the_bias_is_a_tensor_of_own_rows(
     assert [(tuple(bias.shape), bias.dtype) for bias in biases_of(graph)] == [
         (shape, torch.float32)
     ]
-
-
-def test_without_a_gradient_only_what_cannot_be_read_is_a_tensor(mesh: DeviceMesh) -> None:
-    for kind, num_tensors in (("slope", (HEADS,)), ("buckets", (1, HEADS, 8, LENGTH))):
-        torch._dynamo.reset()
-        model = Attends(kind, torch.float32).requires_grad_(False)
-        graph = captured(model, mesh, torch.float32)
-        (this,) = list_attentions(graph)
-        assert not getattr(this.attention, "has_bias", False)
-        assert [tuple(bias.shape) for bias in biases_of(graph)] == [num_tensors]
 
 
 # --- Refusals ---------------------------------------------------------------------------------

@@ -35,8 +35,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, id=row.name, marks=[pytest.mark.long] * row.long) for row in ROWS],
+    "row", [pytest.param(row, id=row.name, marks=[pytest.mark.long] * row.long) for row in ROWS]
 )
 def test_numbers(stage: Executor, row: Row) -> None:
     report = rehearse(row.job(), stage=stage)

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    loss_parallel,
-)
+from torch.distributed.tensor.parallel import loss_parallel
 
 import cp_inductor
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve

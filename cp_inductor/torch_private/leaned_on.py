@@ -48,6 +48,7 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
         "tracked_fakes",
     ),
     "torch.fx.proxy": ('node.meta["nn_module_stack"]',),
+    "torch.nn.parameter": ("torch.Tensor._make_subclass(cls, data, requires_grad)",),
     "torch._dynamo.exc": ("Explanation:", "first_useful_frame"),
     "torch._dynamo.convert_frame": ("_torch_dynamo_tracer_output",),
     "torch._dynamo.output_graph": (

@@ -64,9 +64,8 @@ def run_uncompiled(function: Callable[..., Any]) -> None:
 
     After a graph break, Dynamo compiles every function that eager code calls, such as
     `__torch_function__` and handlers of DTensor. Its guards (torch 2.13) do not distinguish the
-    property getters that a mode is called with, so code compiled for one property would run for
-    another. The function is still traced when it is called within a graph. If it is an object, this
-    stops its `__call__`.
+    property getters that a mode is called with, so code of one property would run for another.
+    Within a graph the function is still traced. If it is an object, this stops its `__call__`.
 
     `torch._C._dynamo.eval_frame.set_code_exec_strategy`, 2.13-2.15.
     """

@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from filelock import FileLock
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import FxGraphCache
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -80,21 +79,6 @@ def say_and_hold(pipe: Any, cache: Path) -> None:
     compile_in(cache, hold)
 
 
-def meet(pipe: Any, cache: Path, barrier: Any) -> None:
-    """Compile what cannot be stored, but not before another process does as well."""
-
-    def compile_graph() -> None:
-        barrier.wait(DEADLINE_S)
-
-    def say_that_it_waits(lock: FileLock) -> None:
-        pipe.send("waiting")
-        wait(lock)
-
-    wait = single_compile.wait
-    with mock.patch.object(single_compile, "wait", say_that_it_waits):
-        pipe.send(compile_in(cache, compile_graph))
-
-
 def hear(pipe: Any) -> str:
     assert pipe.poll(DEADLINE_S), "still waiting"
     said: str = pipe.recv()
@@ -121,16 +105,6 @@ def test_if_it_dies_or_stops_the_others_compile(tmp_path: Path, end: signal.Sign
     os.kill(holder.pid, end)
     assert hear(waits) == "compiled it"
     holder.kill()
-
-
-def test_who_waited_in_vain_does_not_let_others_wait(tmp_path: Path) -> None:
-    holder, pipe = start(say_and_hold, tmp_path)
-    assert hear(pipe) == "compiling"
-    barrier = _processes.Barrier(2)
-    others = [start(meet, tmp_path, barrier)[1] for _ in range(2)]
-    assert [hear(pipe) for pipe in others] == ["waiting"] * 2
-    holder.kill()
-    assert [hear(pipe) for pipe in others] == ["compiled None"] * 2
 
 
 def test_without_locks_every_rank_compiles(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cp_inductor.torch_private.shardings import remembered
+from cp_inductor.torch_private.shardings import forget_shardings, remembered
 from cp_inductor.torch_private.symbolic_dtensor import SymbolicLengths
 
 NameOf = Callable[[Exception], Exception | None]
@@ -83,6 +83,10 @@ class Traces:
             if named is None:
                 raise
             raise named.with_traceback(error.__traceback__) from None
+        finally:
+            if name is not None and not self.is_ours:
+                # A fake mesh equals the one it stands for: DTensor would go on with it outside.
+                forget_shardings()
 
     @contextmanager
     def switched(self, is_ours: bool) -> Iterator[None]:

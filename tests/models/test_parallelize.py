@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -305,6 +305,16 @@ def check_accumulated(form: str) -> None:
 @pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
 def test_mixed_precision_and_accumulation_of_fully_shard(form: str) -> None:
     run_ranks(4, check_accumulated, form)
+
+
+def test_eager_code_after_a_compile_has_the_mesh_that_is_there(first_mesh: DeviceMesh) -> None:
+    """DTensor remembers what it has traced, with fake meshes that equal the true one."""
+    model = cp_inductor.parallelize(nn.Linear(8, 8), first_mesh, seq_dims={"input": 1})
+    shapes = (2, 3, 8), (8, 8), (8,)
+    torch.compile(model, backend="cp_aot_eager", fullgraph=True)(torch.randn(2, 6, 8))
+    placed = zip(shapes, ([Shard(1)], [Replicate()], [Replicate()]), strict=True)
+    out = F.linear(*(DTensor.from_local(torch.randn(size), first_mesh, at) for size, at in placed))
+    assert out.device_mesh is first_mesh
 
 
 class Llama(nn.Module):

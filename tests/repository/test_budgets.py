@@ -18,7 +18,7 @@ BUDGETS = {
     "run tiles batches": (4800, 5881),
     "passes": (4400, 5555),
     "mask": (3500, 4184),
-    "torch_private": (3000, 3624),
+    "torch_private": (3000, 3628),
     "dtensor modules": (5000, 6558),
     "trust": (1400, 2374),
     "inspect": (3200, 3617),

@@ -56,7 +56,8 @@ from cp_inductor.region.modes import (
     placed_like,
     refuse,
 )
-from cp_inductor.sequence.eager import EagerTyper, place_of_caller
+from cp_inductor.sequence.eager import EagerTyper
+from cp_inductor.source import user_line
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import is_a_kernel_enabled
 from cp_inductor.torch_private.checkpoint import rerun_within
@@ -283,7 +284,7 @@ class SequenceRegion(RegionMode):
                 typer.check_mask(mask, whole)
             typer.refuse_mixed(tensors)
             if is_inner:
-                typer.check_attention(f"{SITE} ({place_of_caller()})", *tensors)
+                typer.check_attention(f"{SITE} ({user_line()})", *tensors)
 
     def _attend_flex(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any

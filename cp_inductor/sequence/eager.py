@@ -51,6 +51,7 @@ from cp_inductor.sequence.types import (
     describe,
 )
 from cp_inductor.sequence.wholes import Wholes
+from cp_inductor.source import user_line
 from cp_inductor.torch_private.modes import (
     is_backward_compiled,
     is_in_backward,
@@ -90,21 +91,6 @@ _SIZES = frozenset(
 _HigherOrder = torch._ops.HigherOrderOperator
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-_INSIDE = tuple(
-    os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
-)
-
-
-def place_of_caller() -> str:
-    """Return the file and line of the program that called into this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_INSIDE) and os.sep in name and "contextlib" not in name:
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "a program"
 
 
 class _Trust(threading.local):
@@ -157,7 +143,7 @@ class EagerTyper(Typer):
 
     def locate(self) -> str:
         """Return the function and the place where the program calls it."""
-        return f"{self.name} ({place_of_caller()})"
+        return f"{self.name} ({user_line()})"
 
     def find(self, tensor: Tensor) -> Type | None:
         """Return the type of a tensor, if it came from this region or from an earlier one."""

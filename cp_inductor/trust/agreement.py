@@ -9,10 +9,10 @@ claim and compares it with the other ranks' claims through the store of the grou
 each claim is compared before its attention runs. `graph_agreement` compares those of a graph.
 
 A rank waits for the others when a claim differs from the last one that was agreed for its kind of
-attention. Lengths, batch and plan are compared whenever they change. Ranks that run
-the same program see the same changes, so a rank that only compiles again waits for nobody. If the
-lengths of one rank alone change, that rank waits for the others before it sends, and all raise.
-The other attentions are compared beside the program; see `log`.
+attention, as its lengths may. Ranks that run the same program see the same changes, so a rank that
+only compiles again waits for nobody. If the lengths of one rank alone change, that rank waits for
+the others before it sends, and all raise. The other attentions are compared beside the program; see
+`log`.
 
 The tables of masks and the seeds of dropout are known only at run time. Their digests are compared
 in the first runs, and then as often as the user asks, after the attention or graph has run.
@@ -72,7 +72,6 @@ class Agreed(Log):
     """What a rank tells the others of a group, and what it has agreed on with them.
 
     Attributes:
-        last: what was agreed last about each kind of attention, in the epoch.
         noted: tables that were read, and are not compared yet.
         num_runs: how often attentions with tables have run, by kind.
     """
@@ -80,8 +79,6 @@ class Agreed(Log):
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout_s: float) -> None:
         ranks = dist.get_process_group_ranks(group)
         super().__init__(store, dist.get_rank(group), ranks, timeout_s)
-        self.last: dict[tuple[str, bool], Entry] = {}
-        self.epoch = 0
         self.noted: list[Entry] = []
         self.num_runs: Counter[str] = Counter()
 
@@ -92,9 +89,6 @@ class Agreed(Log):
             What the other ranks have said of the first, as far as they were waited for.
         """
         self.rejoin(entries[0].site)
-        if self.epoch != self.record.epoch:  # ranks have given up since the last attention
-            self.epoch = self.record.epoch
-            self.last.clear()
         is_new, is_changed = False, bool(entries[0].begins)
         for entry in entries:
             kind = entry.kind, SPEAKS_FOR_GRAPH in entry.fields
@@ -153,8 +147,8 @@ class GraphCall:
     """A call of a compiled graph.
 
     Attributes:
-        has_grad: whether gradients were on when it was called; None outside of a graph.
-        is_compared: whether its attentions were.
+        has_grad: whether gradients were on, which ops in it cannot see; None outside of a graph.
+        is_compared: whether its attentions were, so that ops in it need not be.
         groups: those in which tables were noted in it.
         draws: what it has drawn, behind its number in the program, and with its site and group.
     """
@@ -176,11 +170,7 @@ running = _Running()
 
 @contextmanager
 def graph_called(*, is_compared: bool = False) -> Iterator[GraphCall]:
-    """Run a compiled graph inside, in which ops cannot see whether gradients are on.
-
-    Args:
-        is_compared: its attentions were compared, so that ops in it need not.
-    """
+    """Run a compiled graph inside; see `GraphCall`."""
     before, running.call = running.call, GraphCall(torch.is_grad_enabled(), is_compared)
     try:
         yield running.call
@@ -200,12 +190,7 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-def refuse_fork() -> None:
-    """Refuse to use the groups of the process that forked this one.
-
-    Raises:
-        ProcessGroupError: this process was forked from the one that has made its group.
-    """
+def _refuse_fork() -> None:
     if _forked_with and dist.group.WORLD is _forked_with[0]:
         raise ProcessGroupError(
             site="attention over a sharded sequence",
@@ -218,15 +203,16 @@ def refuse_fork() -> None:
 
 
 def agreed_of(group_name: str) -> Agreed | None:
-    """Return what the ranks of a group have agreed on; None if there is nothing to compare."""
-    refuse_fork()
+    """Return what the ranks of a group have agreed on; None if there is nothing to compare.
+
+    Raises:
+        ProcessGroupError: this process was forked from the one that has made its group.
+    """
+    _refuse_fork()
     group, ask = group_with_store(group_name)
     if group not in _agreed_in:
         is_alone = dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
-        if is_alone:
-            _agreed_in[group] = None
-        else:
-            _agreed_in[group] = Agreed(group, *ask())
+        _agreed_in[group] = None if is_alone else Agreed(group, *ask())
     return _agreed_in[group]
 
 
@@ -239,11 +225,8 @@ def forget_agreements() -> None:
 def tell_refusal(group_name: str, error: CPError) -> None:
     """Let the other ranks know what this one refuses, because they may be waiting for it.
 
-    If this rank alone refuses, the others give up. It begins anew with them at its next attention.
-
-    Args:
-        group_name: c10d name of the process group of the attention.
-        error: the refusal. Errors about other ranks are not told.
+    If it alone refuses, the others give up. It begins anew with them at its next attention. Errors
+    about other ranks are not told.
     """
     told = vars(error).setdefault("_told", set())  # it may pass through here again
     is_of_others = isinstance(error, (RanksDisagree, ExchangeFailed, ProcessGroupError))

@@ -18,18 +18,14 @@ the store may end with the rank that holds it.
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 
 from cp_inductor.errors import CPError, ExchangeFailed
-from cp_inductor.kept import cache
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.messages import StepFailed
@@ -44,8 +40,6 @@ from cp_inductor.trust.record import name_ranks
 PATIENCE_S = 3.0
 # The same, once a rank is known that has ended or stopped.
 PATIENCE_ONCE_KNOWN_S = 1.0
-
-HERE = Path(__file__).parents[1]
 
 
 def name_step(direction: str, number: int, num_steps: int) -> str:
@@ -78,24 +72,6 @@ def named_steps(attention: Attention, direction: str, site: str) -> Iterator[Non
         raise failure(attention.group_name, site, step, reason, waited_s) from reason
 
 
-def user_line() -> str:
-    """Return `model.py:41`, from the innermost frame outside this package and its libraries."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not _is_inside(name):
-            return f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "source unknown"
-
-
-@cache
-def _is_inside(name: str) -> bool:
-    libraries = {sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")}
-    inside = (str(HERE), str(Path(dist.__file__).parents[1]), *libraries)
-    return name.startswith((*inside, "<"))
-
-
 def failure(
     group_name: str, site: str, step: str, reason: BaseException, waited_s: float
 ) -> CPError:
@@ -110,7 +86,6 @@ def failure(
         reason: what the backend raised.
         waited_s: for how long this rank was in the forward or backward.
     """
-    asked = time.monotonic()
     log = log_of(group_name)
     fates = {} if log is None or log.find_cause() else _ask(log, f"{step}, {site}")
     if log is not None and log.cause is not None:  # others may have seen it meanwhile
@@ -132,7 +107,6 @@ def failure(
         step=step,
         ranks_missing=tuple(missing),
         waited_s=waited_s,
-        asked_s=time.monotonic() - asked,
     )
 
 

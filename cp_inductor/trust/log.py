@@ -96,6 +96,7 @@ class Log:
         self.root, self.store = store, PrefixStore("cp_inductor", store)
         self.record = Record(describe_process())
         self.records: dict[int, Record] = {}  # of others, as they were read last
+        self.last: dict[Any, Entry] = {}  # what was agreed last in this epoch, by kinds
         self.lock = threading.Lock()
         self.is_told, self.written, self.incarnation = False, "", -1
         self.causes: dict[int, Cause] = {}  # by epoch
@@ -315,6 +316,7 @@ class Log:
         """Forget all events, as every rank does that raises, and wait until the others do."""
         with self.lock:
             self.record.epoch, self.record.trails = self.record.epoch + 1, new_trails()
+            self.last = {}
             self.is_told = False
         waiting = [at for at in cause.seen_by if at != self.rank and self.record.is_waiting]
         with suppress(DistError, RuntimeError):

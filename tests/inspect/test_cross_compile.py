@@ -6,6 +6,7 @@ import pickle
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+import cp_inductor
 from cp_inductor import MissingTriton, UnsupportedAttention, UnsupportedPlacement, cross_compile
 from cp_inductor.inspect.cross_compile import CrossCompiled
-from tests.support.graphs import attend_causal, generate_code
+from tests.support.graphs import AttentionBlock, attend_causal, generate_code
 from tests.support.ranks import fake_mesh, fake_rank, run_ranks, world_mesh
 from tests.support.reference import make_qkv
 from tests.support.wrapper import START, TILE
@@ -33,23 +35,7 @@ pytestmark = pytest.mark.usefixtures("ring")
 EFFICIENT = "torch.ops.aten._scaled_dot_product_efficient_attention.default("
 
 
-class Block(nn.Module):
-    """A pre-norm layer: norm, attention, residual."""
-
-    def __init__(self, width: int = 64, num_heads: int = 4) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.num_heads = num_heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.norm(x)).chunk(3, -1)
-        )
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return x + self.out(out.transpose(1, 2).flatten(2))
+Block = partial(AttentionBlock, 64, 4, has_norm=True)
 
 
 def two_layers(**kwargs: Any) -> nn.Module:
@@ -386,7 +372,7 @@ compiled_with(world_size=16, mesh_shape=(2, 2, 2, 2)) -> UnsupportedPlacement: m
 def test_refusals(row: str) -> None:
     call, _, said = row.partition(" -> ")
     error, _, parts = said.partition(": ")
-    with pytest.raises(globals()[error]) as refused:
+    with pytest.raises(getattr(cp_inductor, error)) as refused:
         eval(call)
     assert [part for part in parts.split(" | ") if part not in str(refused.value)] == []
 

@@ -45,8 +45,7 @@ from cp_inductor.modules.recurrences import (
     share_wherever_known,
 )
 from tests.support.combinations import AOT, EAGER, check_distributed, whole
-from tests.support.graphs import lowered_graphs, targets
-from tests.support.models import LENGTH, VOCABULARY, Mixing, make
+from tests.support.models import LENGTH, VOCABULARY, make
 from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
 from tests.support.recurrences import TABLE, delta_steps, errors_of_many, mamba2_steps
 
@@ -313,26 +312,6 @@ def test_what_a_rank_receives_does_not_grow_with_their_number() -> None:
     assert count_exchanged(128, decay=decay) == count_exchanged(512, decay=decay) == 4 * elements
     # All of a head's matrix, beside some columns of its state: a gather would have 1,024 of these.
     assert 3 * elements < count_exchanged(512, matrix=matrix) < 40 * elements
-
-
-@pytest.mark.parametrize("schedule", ["global", "none"])
-def test_the_gather_of_states_is_hidden(schedule: str) -> None:
-    """In a model without attention: it starts before outputs are computed that do not need it."""
-    pytest.importorskip("transformers")
-    mixing = Mixing(hidden_size=256, num_heads=8, head_dim=64, state_size=64, chunk_size=128)
-    with fake_mesh(1, 4) as mesh, implicit_replication():
-        model = cp_inductor.parallelize(mixing, mesh)
-        tokens = distribute_tensor(torch.ones(1, 8192, 256), mesh, [Shard(1)]).requires_grad_()
-        options = {"schedule": schedule, "machine": "gpu:ib400"}
-        graphs = lowered_graphs(model, tokens, options=options)
-    for kind, start in (
-        ("forward", "_c10d_functional.all_gather_into_tensor.default"),
-        ("backward", "_c10d_functional.reduce_scatter_tensor.default"),
-    ):
-        names = targets(graphs[kind].graph)
-        at = len(names) - 1 - names[::-1].index(start) if kind == "forward" else names.index(start)
-        flight = names[at + 1 : names.index("_c10d_functional.wait_tensor.default", at)]
-        assert ("aten.bmm.default" in flight) == (schedule == "global"), (kind, flight)
 
 
 @pytest.mark.slow

@@ -10,16 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import cp_inductor
 from cp_inductor.dtensor.recipe import _keep
-from cp_inductor.graph.nodes import source_line
 from cp_inductor.plan import Recipe, forward_plan, resolve
-from cp_inductor.region import regions
+from cp_inductor.tiles.kernel_table import choose_kernel
 from tests.support.graphs import (
     attend_causal,
     attend_full,
@@ -208,7 +207,7 @@ def test_refusals(mesh: DeviceMesh, mesh_2d: DeviceMesh, row: str) -> None:
     names |= {"q": q, "k": k, "v": v, "x": distribute_tensor(q, mesh, [Shard(2)]), "h": h}
     names |= {"whole": h.redistribute(placements=[Replicate()])}
     names |= {"zeros": distribute_tensor(torch.zeros(8, 8), mesh, [Replicate()])}
-    names["axis"] = cp_inductor.dtensor.axis.axis_of_tensors
+    names |= {"axis": cp_inductor.dtensor.axis.axis_of_tensors, "choose_kernel": choose_kernel}
     for backend in ("cp_inductor", "cp_aot_eager") if "compiled(" in call else ("",):
         names["compiled"] = partial(wrapped, backend=backend)
         with pytest.raises(getattr(cp_inductor, error)) as refused:
@@ -297,12 +296,3 @@ def test_every_error_is_a_cp_error() -> None:
         is_error = isinstance(value, type) and issubclass(value, Exception)
         if is_error and not issubclass(value, Warning):
             assert issubclass(value, cp_inductor.CPError)
-
-
-def test_a_site_is_the_users_line() -> None:
-    node = fx.Graph().placeholder("query")
-    frames = [("/home/me/model.py", 41), (regions.__file__, 152)]
-    node.meta["stack_trace"] = "\n".join(f'File "{path}", line {line}' for path, line in frames)
-    assert source_line(node) == "model.py:41"
-    node.meta["stack_trace"] = ""
-    assert source_line(node) == "source unknown"

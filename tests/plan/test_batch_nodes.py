@@ -9,7 +9,6 @@ from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.plan.ir import Shape
 from cp_inductor.plan.machine import Machine
-from cp_inductor.run.attention import PerBatch
 from tests.support.batch_plans import BOTH_WAYS, DOCUMENTS, WINDOW, documents, plan, tables_of
 from tests.support.batch_simulate import simulate_batch
 
@@ -118,9 +117,3 @@ def test_nodes_of_a_machine() -> None:
     assert Nodes.parse(Nodes(8, 9, 45).format()) == Nodes(8, 9, 45)
     # Links that are alike have the plans of one level.
     assert Nodes.of(Machine.parse("8xh100:ib400 x 8:ib400"), 64, shape) is None
-
-
-@pytest.mark.parametrize("nodes", ["", "8:9"])
-def test_the_text_of_an_attention_has_its_nodes(nodes: str) -> None:
-    of_batch = PerBatch(DOCUMENTS, 2, nodes)
-    assert PerBatch.parse(of_batch.format()) == of_batch

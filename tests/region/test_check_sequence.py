@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,24 +19,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import cp_inductor
 from cp_inductor.torch_private.inductor import is_input_of_forward
+from tests.support.graphs import AttentionBlock
 from tests.support.ranks import forget_compiles
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 32, 2
 
 
-class Model(nn.Module):
-    """A block of a transformer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def attend(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(out.transpose(1, 2).flatten(2))
+Model = partial(AttentionBlock, WIDTH, HEADS, has_norm=True)
 
 
 def test_heads_in_the_place_of_tokens(mesh: DeviceMesh) -> None:
@@ -55,7 +45,7 @@ def test_the_whole_error(mesh: DeviceMesh) -> None:
     model = Model()
 
     def run(x: Tensor) -> Tensor:
-        return model.attend(x.cumsum(1))
+        return model(x.cumsum(1))
 
     x = torch.randn(BATCH, LENGTH, WIDTH)
     compiled = torch.compile(run, backend="cp_aot_eager", options={"mesh": mesh}, fullgraph=True)
@@ -74,7 +64,7 @@ def test_who_knows_better(mesh: DeviceMesh) -> None:
     x = torch.randn(BATCH, LENGTH, WIDTH)
 
     def run(x: Tensor) -> Tensor:
-        return model.attend(x.cumsum(1))
+        return model(x.cumsum(1))
 
     with cp_inductor.config.patch(check_sequence=False):
         report = cp_inductor.explain(run, x, mesh=mesh)
@@ -295,7 +285,7 @@ def test_a_dim_that_is_named(mesh: DeviceMesh) -> None:
     model = Model()
 
     def run(x: Tensor) -> Tensor:
-        return model.attend(x.transpose(0, 1))
+        return model(x.transpose(0, 1))
 
     x = torch.randn(LENGTH, BATCH, WIDTH)
     refused = cp_inductor.explain(run, x, mesh=mesh).attentions[-1].refusal
@@ -326,7 +316,7 @@ def test_a_sum_that_is_returned_is_said(mesh: DeviceMesh) -> None:
     model = Model()
 
     def run(x: Tensor) -> Tensor:
-        return model.attend(x).mean(1)
+        return model(x).mean(1)
 
     with pytest.warns(cp_inductor.SequenceWarning, match="returns a mean over each rank's own"):
         cp_inductor.explain(run, torch.randn(BATCH, LENGTH, WIDTH), mesh=mesh)

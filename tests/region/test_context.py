@@ -16,6 +16,7 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
@@ -198,7 +199,7 @@ region(masked, bias, q) -> UnsupportedAttention: an attn_mask without a gradient
 region(masked, m, q, q[:, :1]) -> UnsupportedAttention: enable_gqa=True
 region(masked, m.as_subclass(Mask), q) -> UnsupportedAttention: a Mask
 region(nn.MultiheadAttention(8, 2), q[0], q[0], q[0]) -> UnsupportedAttention: need_weights=False
-region(flex_attention, q, q, q) -> UnsupportedAttention: compile the function that calls
+region(flex.flex_attention, q, q, q) -> UnsupportedAttention: compile the function that calls
 region(compiled_mask, m[:4, :4], q) -> Unsupported: an attn_mask over the whole sequence
 region(compiled_mask, bias, q) -> Unsupported: an attn_mask without a gradient
 """
@@ -214,6 +215,7 @@ def test_refusals(mesh: DeviceMesh, row: str) -> None:
     names |= {"mesh": mesh, "region": partial(region_of, mesh), "x": x, "y": torch.rand(4, 8)}
     names |= {"q": torch.rand(1, 2, 4, 8), "m": m, "bias": torch.rand(8, 8, requires_grad=True)}
     names |= {"shards": cp_inductor.shard(x, mesh, 0), "ValueError": ValueError}
+    names["flex"] = flex
     names["compiled_mask"] = torch.compile(masked, backend=AOT, fullgraph=True)
     with pytest.raises(names[error]) as refused:
         eval(call, names)

@@ -274,9 +274,6 @@ def test_batch_on_another_axis(ways: dict[str, list[tuple[Placement, dict[str, A
             assert_all_close(found, case.expected(), case.dtype, case.name)
 
 
-# --- Sequences that are whole -----------------------------------------------------------------
-
-
 # --- Gradients of biases ----------------------------------------------------------------------
 
 BIASES = (

@@ -365,40 +365,22 @@ CHECKPOINTING = {"fsdp_version": 2, "activation_checkpointing": True}
 BY_LAYERS = {**CHECKPOINTING, "auto_wrap_policy": "transformer_based_wrap"}
 
 
+OFFLOADING = {**CHECKPOINTING, "activation_checkpointing_offload": True}
+# Axes, FSDP's plugin, and a part of what is said.
+REFUSED: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
+    ({"cp_handler": TorchContextParallelConfig()}, None, "got a TorchContextParallelConfig; leav"),
+    ({"cp_size": 2, "tp_size": 2}, None, "cp_size, or cp_size and dp_shard_size under FSDP2, with"),
+    ({}, {"fsdp_version": 1}, "got FSDP1; use these axes"),
+    ({}, OFFLOADING, "no activation_checkpointing_offload with cp_backend='cp_inductor', got act"),
+    ({}, CHECKPOINTING, "got auto_wrap_policy=None, by which no module of Sequential is one; set"),
+    ({}, BY_LAYERS, "by which no module of Sequential is one; set auto_wrap_policy='transformer_"),
+    ({}, None, "got dispatch_batches=True; leave it out: every rank reads the batches"),
+    ({"cp_size": 2}, None, "expected cp_size=3, the number of processes, got cp_size=2"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("axes", "fsdp", "said"),
-    [
-        (
-            {"cp_handler": TorchContextParallelConfig()},
-            None,
-            "got a TorchContextParallelConfig; leave it out",
-        ),
-        (
-            {"cp_size": 2, "tp_size": 2},
-            None,
-            "expected cp_size, or cp_size and dp_shard_size under FSDP2, with cp_backend=",
-        ),
-        ({}, {"fsdp_version": 1}, "got FSDP1; use these axes"),
-        (
-            {},
-            {**CHECKPOINTING, "activation_checkpointing_offload": True},
-            "no activation_checkpointing_offload with cp_backend='cp_inductor', got act",
-        ),
-        (
-            {},
-            CHECKPOINTING,
-            "got auto_wrap_policy=None, by which no module of Sequential is one; set auto_",
-        ),
-        (
-            {},
-            BY_LAYERS,
-            "by which no module of Sequential is one; set auto_wrap_policy='transformer_",
-        ),
-        ({}, None, "got dispatch_batches=True; leave it out: every rank reads the batches"),
-        ({"cp_size": 2}, None, "expected cp_size=3, the number of processes, got cp_size=2"),
-    ],
-)
+@pytest.mark.parametrize(("axes", "fsdp", "said"), REFUSED)
 @on_ranks(3)
 def test_refusals(axes: dict[str, Any], fsdp: dict[str, Any] | None, said: str) -> None:
     register()

@@ -59,18 +59,6 @@ def say(group: Sequence[Log], *said: list[list[Entry]], is_whole: bool = False) 
     return run(*(partial(say_all, log, batches, is_whole=is_whole) for log, batches in pairs))
 
 
-@pytest.mark.parametrize(
-    ("size", "plan", "expected"), [("2", "y", "size: 1"), ("1", "y", "plan: x")]
-)
-def test_consequences_are_named_if_nothing_else_differs(
-    size: str, plan: str, expected: str
-) -> None:
-    usual = Entry("here", {"size": "1", "plan": "x"}, ("plan",))
-    odd = Entry("here", {"size": size, "plan": plan}, ("plan",))
-    results = say(logs(dist.HashStore()), [[usual]], [[odd]], [[usual]])
-    assert all(f"got {expected} on ranks 4 and 9" in str(result) for result in results)
-
-
 def test_after_a_difference_ranks_agree_again() -> None:
     def disagree_then_agree(log: Log, word: str) -> None:
         with pytest.raises(RanksDisagree):

@@ -8,8 +8,7 @@ Caches of keys often begin with a tensor of shape (0,), which torch skips, howev
 others have. DTensor (2.13 to 2.15) looks for the sharded dim in it, and fails.
 
 Rotary embeddings of some models (DeepSeek-V2, Llama 4) turn angles into complex numbers, and some
-activations have rules in the forward alone. The backward of `polar` multiplies by a complex number,
-which DTensor takes as a tensor, but cannot hash as a number.
+activations have rules in the forward alone. In the backward of `polar` is a number without a hash.
 """
 
 from __future__ import annotations

@@ -193,7 +193,6 @@ def _trace(
     try:
         return without_handler(op, args, kwargs)
     except (NotImplementedError, RuntimeError, TypeError):  # strides of symbols have no hash
-        # Plain tensors beside DTensors torch refuses.
         is_mixed = not are_plain_tensors_replicated() and any(
             x.ndim and not isinstance(x, DTensor) for x in tensors_in((args, kwargs))
         )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from cp_inductor.plan import Payload, Plan, Shape, Span, Tile, Transfer, backward_plan, forward_plan
 from cp_inductor.plan.grid import join_spans
-from cp_inductor.plan.transfers import message_order
+from cp_inductor.plan.ir import Transfers
 from cp_inductor.run.attention import Attention
 
 
@@ -39,7 +39,7 @@ def fetch_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
             for span in filter(None, inside):
                 if grid.num_tokens(span, of_keys=of_keys):
                     own[Transfer(beside[0].payload, span, heads, rank, rank)] = None
-    return tuple(sorted((*stage.fetch, *own), key=message_order)) if own else stage.fetch
+    return tuple(Transfers.joined((stage.fetch, own)).sorted()) if own else tuple(stage.fetch)
 
 
 def home_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
@@ -49,7 +49,7 @@ def home_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
     """
     program, grid = plan.program(rank), plan.grid
     if plan.returns:
-        return program[index].home
+        return tuple(program[index].home)
     home, own = program[index].home, grid.own(rank)
     itself: list[Transfer] = []
     for payload in dict.fromkeys(t.payload for t in home if t.source == rank):
@@ -74,7 +74,7 @@ def home_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
                     for span in join_spans(spans)
                     if grid.num_tokens(span, of_keys=payload.is_of_keys)
                 ]
-    return tuple(sorted((*home, *itself), key=message_order)) if itself else home
+    return tuple(Transfers.joined((home, itself)).sorted()) if itself else tuple(home)
 
 
 def _heads_of(shape: Shape, heads: Span, payload: Payload) -> Span:

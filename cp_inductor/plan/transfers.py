@@ -39,8 +39,7 @@ from cp_inductor.plan.ir import (
     Transfers,
     message_order,
 )
-from cp_inductor.plan.runs import spread
-from cp_inductor.plan.tile_columns import TileColumns, Uses, line_of
+from cp_inductor.plan.tile_columns import TileColumns, Uses, line_of, spread
 
 # Fetches of each stage, in order.
 Fetches = Sequence[Sequence[Transfer]]

@@ -149,7 +149,7 @@ def allows_color() -> bool:
 
 def ranks_of_this_host() -> int:
     """Return how many ranks the launcher has started here, as it says; 0 if none says it."""
-    # torchrun, accelerate and others; Open MPI.
-    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    told = [text for name in names if (text := os.environ.get(name, "")).isdecimal()]
-    return int(told[0]) if told else 0
+    # torchrun, accelerate and others; Open MPI; srun, which writes "8(x4)" for 4 nodes of 8.
+    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
+    told = (os.environ.get(name, "").partition("(")[0] for name in names)
+    return next((int(text) for text in told if text.isdecimal()), 0)

@@ -95,7 +95,6 @@ class ExchangeFailed(CPError):
         step: which exchange, as in ``exchange 2 of 4 of its backward``.
         ranks_missing: global ranks that were not in it, as far as that can be known.
         waited_s: for how long this rank had been in that forward or backward.
-        asked_s: how long it then took to find out how the other ranks are.
     """
 
     def __init__(
@@ -108,13 +107,11 @@ class ExchangeFailed(CPError):
         step: str = "",
         ranks_missing: tuple[int, ...] = (),
         waited_s: float = 0.0,
-        asked_s: float = 0.0,
     ) -> None:
         super().__init__(site=site, expected=expected, got=got, remedy=remedy)
         self.step = step
         self.ranks_missing = ranks_missing
         self.waited_s = waited_s
-        self.asked_s = asked_s
 
 
 class UnsupportedTarget(CPError):

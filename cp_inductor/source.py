@@ -1,10 +1,13 @@
-"""What this package is, in one word: the hash of its source."""
+"""The hash of this package's source, and the line of the program that has called it."""
 
 from __future__ import annotations
 
 import hashlib
+import sys
+import sysconfig
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 
 @cache
@@ -17,3 +20,22 @@ def source_hash() -> str:
         digest.update(source.relative_to(package).as_posix().encode())
         digest.update(source.read_bytes())
     return digest.hexdigest()
+
+
+def user_line() -> str:
+    """Return `model.py:41`, from the innermost frame outside this package, torch and Python."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not _is_inside(name):
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "source unknown"
+
+
+@cache
+def _is_inside(name: str) -> bool:
+    inside = [Path(__file__).parent, Path(str(sys.modules["torch"].__file__)).parent]
+    if "-packages" not in name:
+        inside.append(Path(sysconfig.get_path("stdlib")))
+    return name.startswith("<") or any(map(Path(name).is_relative_to, inside))

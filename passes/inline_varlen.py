@@ -35,6 +35,13 @@ from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.varlen import VARLEN_OPS, varlen_op
 
 TOKENS = 0
+# Arguments that change numbers, and how many parts a kernel splits keys into; others are refused.
+READ = frozenset(
+    {
+        *("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal", "scale"),
+        *("window_size", "enable_gqa", "num_splits"),
+    }
+)
 
 
 def inline_varlen(graphs: Iterable[fx.Graph]) -> None:
@@ -68,12 +75,13 @@ def _is_sharded(query: fx.Node) -> bool:
 
 def _check(node: fx.Node, call: dict[str, Any]) -> None:
     site = name_of(node)
-    for name in ("seqused_k", "block_table"):
-        if call[name] is not None:
+    defaults = bind_arguments(varlen_op(), (), {})
+    for name in sorted(call.keys() - READ):
+        if call[name] is not defaults[name]:
             raise UnsupportedAttention(
                 site=site,
-                expected=f"{name}=None, over documents that are packed whole",
-                got=f"a {name}, which is for a cache of keys and values",
+                expected=f"{name}={defaults[name]}, over documents that are packed whole",
+                got=f"a {name}, as for a cache of keys and values",
                 remedy="pass the keys of all documents, and cu_seq_k",
             )
     is_same = call["cu_seq_k"] is None or call["cu_seq_k"] is call["cu_seq_q"]

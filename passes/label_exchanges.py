@@ -33,10 +33,8 @@ PLACE = "cp_inductor_place"
 LABEL = re.compile(r"cp_attention_(\d+|unknown)_(forward|backward)_(exchange|tile)_(\d+)_of_(\d+)")
 
 
-def number_attentions(
-    gm: fx.GraphModule, kind: str, place_of: dict[Any, int]
-) -> list[tuple[Any, str]]:
-    """Note in the meta of each attention of an unlowered graph which it is; return the same.
+def number_attentions(gm: fx.GraphModule, kind: str, place_of: dict[Any, int]) -> None:
+    """Note in the meta of each attention of an unlowered graph which it is.
 
     Args:
         gm: of which only meta changes.
@@ -47,12 +45,13 @@ def number_attentions(
     nodes = [n for graph in graphs_of(gm) for n in graph.nodes if n.target in EXPANSIONS]
     if kind != "backward":
         place_of.clear()
-        place_of.update((node.meta.get("seq_nr"), place) for place, node in enumerate(nodes))
+        forward = ((place, node) for place, node in enumerate(nodes) if node.target is FORWARD)
+        place_of.update((node.meta.get("seq_nr"), place) for place, node in forward)
     for place, node in enumerate(nodes):
         direction = "forward" if node.target is FORWARD else "backward"
         in_forward = place_of.get(node.meta.get("seq_nr"), "unknown")
-        node.meta[PLACE] = (place if kind != "backward" else in_forward, direction)
-    return [node.meta[PLACE] for node in nodes]
+        is_first = kind != "backward" and direction == "forward"
+        node.meta[PLACE] = (place if is_first else in_forward, direction)
 
 
 def label_exchanges(graph: fx.Graph) -> None:

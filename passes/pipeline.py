@@ -2,7 +2,7 @@
 
     Dynamo graph      FIND, REWRITE
     AOTAutograd
-    aten graphs       NUMBER, then Inductor's cache may know the graph; LOWER, SCHEDULE; INTERPRET
+    aten graphs       LOWER, SCHEDULE; INTERPRET
     Inductor          its own passes, then POST_GRAD
 
 Everybody runs this one list. `torch.compile` runs all of it, `cp_aot_eager` interprets in place of
@@ -14,7 +14,6 @@ SCHEDULE of a step that somebody else traced.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -35,6 +34,7 @@ from cp_inductor.passes.capture_attention import capture_attention
 from cp_inductor.passes.check_mesh import check_mesh
 from cp_inductor.passes.check_placements import check_placements
 from cp_inductor.passes.check_sequence import check_sequence
+from cp_inductor.passes.check_ways import check_ways
 from cp_inductor.passes.drop_block_masks import drop_block_masks
 from cp_inductor.passes.drop_idle_objects import drop_idle_objects
 from cp_inductor.passes.find_attention import find_attention, groups_of_sequence
@@ -71,7 +71,7 @@ from cp_inductor.torch_private.dynamo import (
     settle_local_lengths,
 )
 from cp_inductor.torch_private.inductor import is_bisected_away
-from cp_inductor.torch_private.sizes import forget_fakes, number_sizes_from
+from cp_inductor.torch_private.sizes import forget_fakes
 from cp_inductor.trust.agreement import tell_refusal
 
 
@@ -80,8 +80,7 @@ class Stage(Enum):
 
     FIND: Dynamo's. Attentions are found, and all that is refused is refused here.
     REWRITE: the same, in which nothing was refused.
-    NUMBER: a forward, backward or inference graph of AOTAutograd, before Inductor's cache is asked.
-    LOWER: the same, which Inductor's cache does not know.
+    LOWER: a forward, backward or inference graph of AOTAutograd, before Inductor's cache is asked.
     SCHEDULE: the same, with exchanges and tiles.
     INTERPRET: the same, if no Inductor follows.
     POST_GRAD: the same, after Inductor's own passes.
@@ -89,7 +88,6 @@ class Stage(Enum):
 
     FIND = "find"
     REWRITE = "rewrite"
-    NUMBER = "number"
     LOWER = "lower"
     SCHEDULE = "schedule"
     INTERPRET = "interpret"
@@ -188,7 +186,7 @@ class Capture:
 
 @dataclass
 class Lowering:
-    """A graph of AOTAutograd on its way through NUMBER, LOWER, SCHEDULE and INTERPRET.
+    """A graph of AOTAutograd on its way through LOWER, SCHEDULE and INTERPRET.
 
     Attributes:
         gm: changed in place.
@@ -198,7 +196,6 @@ class Lowering:
             graph.
         check_tables: let ranks compare the tables of masks and the seeds of dropout.
         place_of: of `number_attentions`, from the forward of a compile to its backward.
-        numbers: what `number_attentions` noted.
         num_lowered: how many attentions were lowered.
         order: of the collectives, once it is known.
     """
@@ -209,24 +206,18 @@ class Lowering:
     decompositions: Mapping[Any, Any] = field(default_factory=dict)
     check_tables: bool = False
     place_of: dict[Any, int] = field(default_factory=dict)
-    numbers: list[tuple[Any, str]] = field(default_factory=list)
     num_lowered: int = 0
     order: list[str] | None = None
 
     def number_attentions(self) -> None:
         """Number them, and keep the numbers."""
-        self.numbers = number_attentions(self.gm, self.kind, self.place_of)
+        number_attentions(self.gm, self.kind, self.place_of)
 
-    def number_sizes(self) -> None:
-        """Have the graphs of a model name the sizes that only data says alike, cached or not."""
-        for node in _nodes_of(self.gm):
-            this = attention_of(node)
-            if this is not None and this.is_per_batch:
-                query: Any = node.args[0]
-                part = 2 if self.kind == "backward" else 1
-                number_sizes_from(query.meta["val"], part)
-                forget_fakes()
-                return
+    def forget_fakes(self) -> None:
+        """Run each op on fake tensors whose sizes only data says."""
+        attentions = filter(None, map(attention_of, _nodes_of(self.gm)))
+        if any(attention.is_per_batch for attention in attentions):
+            forget_fakes()
 
     def lower_attention(self) -> None:
         """Lower all attentions. A backward reads tables that its forward has compared."""
@@ -269,12 +260,13 @@ def _of_all_graphs(change: Callable[[fx.Graph], None]) -> Callable[[Lowering], N
     return run
 
 
-FIND, REWRITE, NUMBER, LOWER, SCHEDULE, INTERPRET, POST_GRAD = Stage
+FIND, REWRITE, LOWER, SCHEDULE, INTERPRET, POST_GRAD = Stage
 
 # fmt: off
 PASSES = (
     # Ahead of all: what it refuses is the model, whatever the graph does.
     Pass(FIND, "check_ties", lambda this: check_ties(this.gm.graph)),
+    Pass(FIND, "check_ways", lambda this: check_ways(this.gm)),
     # Before all that read values: behind it every value is what it is on one process.
     Pass(FIND, "replay_writes", lambda this: replay_writes(this.gm)),
     # Before attentions are captured: what is drawn may be a mask beside DTensors.
@@ -322,13 +314,12 @@ PASSES = (
     # Behind capture_attention, after which nothing reads the mesh of a region.
     Pass(REWRITE, "drop_idle_objects", Capture.drop_idle_objects),
 
-    # Before Inductor's cache is asked: the numbers are part of its key, and of an expansion's meta.
-    Pass(NUMBER, "number_attentions", Lowering.number_attentions),
-
+    # Before lowering: the numbers are part of an expansion's meta.
+    Pass(LOWER, "number_attentions", Lowering.number_attentions),
     # Before the exchanges of attentions are there, which no two share.
     Pass(LOWER, "merge_starts", _of_all_graphs(merge_starts)),
     # Before lowering, which makes such sizes.
-    Pass(LOWER, "number_sizes", Lowering.number_sizes),
+    Pass(LOWER, "forget_fakes", Lowering.forget_fakes),
     Pass(LOWER, "lower_attention", Lowering.lower_attention),
     Pass(LOWER, "verify_graph", Lowering.verify),
 
@@ -441,12 +432,3 @@ class PostGrad(CustomGraphPass):
     def uuid(self) -> object | None:
         """Return the key."""
         return self.key
-
-    @contextmanager
-    def keyed(self, key: str) -> Iterator[None]:
-        """Have another key within this context."""
-        before, self.key = self.key, key
-        try:
-            yield
-        finally:
-            self.key = before

@@ -9,12 +9,7 @@ from cp_inductor.source import source_hash
 
 
 def cache_key(settings: Settings) -> str:
-    """Return it for graphs in which plans are made for this rank."""
+    """Return it as text: this rank, the options, and the source of this library."""
     rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    return repr((rank, settings.axis, cache_key_of_all(settings)))
-
-
-def cache_key_of_all(settings: Settings) -> str:
-    """Return it for graphs that say themselves what in them depends on the rank."""
     asked_for = (settings.enabled, settings.plan_options, settings.scheduling)
-    return repr((source_hash(), *asked_for, settings.check_agreement))
+    return repr((rank, settings.axis, source_hash(), *asked_for, settings.check_agreement))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-import torch.distributed as dist
 from torch import fx
 
 from cp_inductor.backend.gradients import with_all_gradients, with_plain_gradients
@@ -29,9 +28,8 @@ from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.settings import Settings
 from cp_inductor.region.modes import note_compiled
 from cp_inductor.torch_private.dynamo import is_capturing_whole
-from cp_inductor.torch_private.groups import group_of
 from cp_inductor.trust.agreement import graph_called
-from cp_inductor.trust.graph_agreement import Planned, agreed_graph
+from cp_inductor.trust.graph_agreement import AgreedGraph, Planned
 from cp_inductor.trust.graph_fields import batches_of, describe_program
 from cp_inductor.trust.unreduced import watch_gradients
 
@@ -71,18 +69,16 @@ class Captured:
         agree: Callable[[Sequence[Any]], Any] = nullcontext
         collectives: dict[str, Sequence[Collective]] = {}
         if settings.check_agreement and (planned or has_notes(gm)):
-            inputs = gm.graph.find_nodes(op="placeholder")
-            how = {
-                "machine": settings.plan_options.priced_by,
-                "enabled": str(settings.enabled),
-                "schedule": settings.scheduling.schedule,
-                "memory budget": str(settings.scheduling.memory_budget_bytes),
-            }
-            agree = agreed_graph(
+            agree = AgreedGraph(
                 planned,
-                inputs,
-                how,
-                collectives,
+                gm.graph.find_nodes(op="placeholder"),
+                flags={
+                    "machine": settings.plan_options.priced_by,
+                    "enabled": str(settings.enabled),
+                    "schedule": settings.scheduling.schedule,
+                    "memory budget": str(settings.scheduling.memory_budget_bytes),
+                },
+                collectives=collectives,
                 whole=whole,
                 shards=shards_of(gm),
                 batches=batches,
@@ -90,18 +86,6 @@ class Captured:
         return Captured(
             captured.kept, captured.has_attention, agree, planned, captured.types, collectives
         )
-
-    @property
-    def is_of_rank(self) -> bool:
-        """Whether the lowered graph is one rank's alone, as plans are that no batch decides."""
-        static = [one for one in self.attentions if not one.attention.is_per_batch]
-        return bool(static) or not self.attentions
-
-    @property
-    def group_sizes(self) -> dict[str, int]:
-        """How many ranks there are in the groups of the attentions."""
-        names = sorted({one.attention.group_name for one in self.attentions})
-        return {name: dist.get_world_size(group_of(name)) for name in names}
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         """Return the inputs that were kept."""

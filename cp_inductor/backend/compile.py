@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 
-from cp_inductor.backend.cache_key import cache_key, cache_key_of_all
+from cp_inductor.backend.cache_key import cache_key
 from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.backend.progress import compile_announced
@@ -35,7 +35,6 @@ from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.rules.draws import note_drawn
 from cp_inductor.dtensor.rules.loss import correct_losses
-from cp_inductor.dtensor.rules.own_parts import parts_as_data
 from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers
 from cp_inductor.graph.collectives import list_collectives
 from cp_inductor.passes.pipeline import Lowering, PostGrad, Stage, lower, run_passes
@@ -47,13 +46,10 @@ from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
 from cp_inductor.torch_private.dynamo import one_compile_at_a_time
 from cp_inductor.torch_private.inductor import (
     append_custom_pass,
-    changed_before_code,
     logits_in_chunks,
     lowered_as_asked,
     meshes_keyed,
 )
-from cp_inductor.torch_private.single_compile import compiled_once
-from cp_inductor.torch_private.sizes import hints_forgotten
 from cp_inductor.torch_private.symbolic_dtensor import first_symbols_kept
 from cp_inductor.torch_private.traces import traces
 
@@ -137,7 +133,6 @@ def compile_through_inductor(
         settings=settings,
         place_of={},
         inner_compile=inner_compile or compile_fx_inner,
-        post_grad=post_grad,
         captured=captured,
     )
     # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
@@ -147,7 +142,6 @@ def compile_through_inductor(
             around.enter_context(logits_in_chunks(_tell_whole_logits))
         around.enter_context(first_symbols_kept())
         around.enter_context(meshes_keyed())
-        around.enter_context(_parts_of(captured))
         around.enter_context(compile_announced(len(captured.attentions)))
         compiled = compile_fx(
             gm,
@@ -173,14 +167,9 @@ def _compile_aot_eager(
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
-    with first_symbols_kept(), _parts_of(captured):
+    with first_symbols_kept():
         compiled: Callable[..., Any] = compile_graph(gm, captured.inputs(example_inputs))
     return captured.runner(compiled)
-
-
-def _parts_of(captured: Captured) -> AbstractContextManager[None]:
-    """Return the context in which a graph is traced: without its rank, if its plans have none."""
-    return nullcontext() if captured.is_of_rank else parts_as_data()
 
 
 def _inductor_patches(settings: Settings, mode: str | None, post_grad: PostGrad) -> dict[str, Any]:
@@ -223,37 +212,19 @@ def _compile_lowered(
     settings: Settings,
     place_of: dict[Any, int],
     inner_compile: Callable[..., Any],
-    post_grad: PostGrad,
     captured: Captured,
     **kwargs: Any,
 ) -> Any:
     """Lower attentions, then call Inductor's inner compile.
 
-    So the key of the FX-graph cache is that of the lowered graph. If the batch decides all plans,
-    the graph before says as much: ranks share its entries, wait for who makes one, and what is
-    found there need not be lowered. What AOTAutograd caches, it makes of Dynamo's graph, where one
-    does not see which part of a replicated tensor a rank takes. Its key has the rank.
+    So the key of the FX-graph cache is that of the lowered graph. It has the rank, and so has that
+    of AOTAutograd, which does not see which part of a replicated tensor a rank takes.
     """
-    how = (settings.scheduling, select_decomp_table(), settings.check_agreement, place_of)
-    lowering = Lowering(gm, kind_of(kwargs), *how)
     if settings.enabled:
-        run_passes(Stage.NUMBER, lowering)
-    key_of_all = cache_key_of_all(settings)
-    is_of_rank = captured.is_of_rank
-    is_lowered_first = is_of_rank or inner_compile is not compile_fx_inner
-    if settings.enabled and is_lowered_first:
-        _lower(lowering, captured)
+        how = (settings.scheduling, select_decomp_table(), settings.check_agreement, place_of)
+        _lower(Lowering(gm, kind_of(kwargs), *how), captured)
     # A backward may be compiled later, when it is first called, on any thread.
-    with one_compile_at_a_time(), meshes_keyed(), ExitStack() as around:
-        around.enter_context(lowered_as_asked(ROWS_OF_TILES))
-        if not is_of_rank:
-            # What lowering depends on, besides the graph.
-            depends_on = (lowering.kind, lowering.numbers, captured.group_sizes, key_of_all)
-            around.enter_context(post_grad.keyed(repr(depends_on)))
-            around.enter_context(hints_forgotten(gm))
-            around.enter_context(compiled_once())
-        if settings.enabled and not is_lowered_first:
-            around.enter_context(changed_before_code(gm, partial(_lower, lowering, captured)))
+    with one_compile_at_a_time(), meshes_keyed(), lowered_as_asked(ROWS_OF_TILES):
         return inner_compile(gm, example_inputs, **kwargs)
 
 
@@ -281,7 +252,6 @@ def _interpret_lowered(
 ) -> Callable[..., Any]:
     if settings.enabled:
         lowering = Lowering(gm, kind, settings.scheduling, {}, settings.check_agreement, place_of)
-        run_passes(Stage.NUMBER, lowering)
         _lower(lowering, captured)
         run_passes(Stage.INTERPRET, lowering)
     return make_boxed_func(gm.forward)

@@ -30,7 +30,7 @@ from cp_inductor.torch_private.inductor import label_of
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import replace_backward
 from cp_inductor.trust.agreement import waiting_in
-from cp_inductor.trust.failures import Step, failure, step_of
+from cp_inductor.trust.failures import failure, name_step
 from cp_inductor.trust.graph_agreement import Planned
 from cp_inductor.trust.profiler_ranges import named_ranges
 
@@ -81,9 +81,7 @@ def _named(
             found = _find(error, attentions, direction)
             if found is None:
                 raise
-            group_name, step = found
-            named = failure(group_name, step, error, time.monotonic() - started)
-            raise named from error
+            raise failure(*found, error, time.monotonic() - started) from error
 
     run_uncompiled(run)
     return run
@@ -91,8 +89,8 @@ def _named(
 
 def _find(
     error: BaseException, attentions: Sequence[Planned], direction: str
-) -> tuple[str, Step] | None:
-    """Return the group and the step of the exchange that raised an error; None if none did."""
+) -> tuple[str, str, str] | None:
+    """Return the group, attention and step of the exchange that raised an error, if one did."""
     found = None
     traceback = error.__traceback__
     while traceback is not None:
@@ -107,7 +105,7 @@ def _find(
     group_name = attentions[0].attention.group_name
     if label is None or label[3] != "exchange":
         site = f"a compiled graph of {len(attentions)} attentions"
-        return group_name, Step(site, f"{name} of its {direction}, which no attention started,")
+        return group_name, site, f"{name} of its {direction}, which no attention started,"
     place, direction, _, number, num_steps = label.groups()
     if place == "unknown" or int(place) >= len(attentions):
         site = f"one of {len(attentions)} attentions of a compiled graph"
@@ -116,7 +114,7 @@ def _find(
         group_name, site = one.attention.group_name, one.site
         if len({other.site for other in attentions}) < len(attentions):
             site = f"{site}, number {int(place) + 1} of the {len(attentions)} in the graph"
-    return group_name, step_of(site, direction, int(number), int(num_steps))
+    return group_name, site, name_step(direction, int(number), int(num_steps))
 
 
 def _name_of(attentions: Sequence[Planned], direction: str, func: Any) -> tuple[str, int] | None:

@@ -8,19 +8,17 @@
 from __future__ import annotations
 
 import os
-import warnings
 
 import torch
 import torch.distributed as dist
 
 from cp_inductor import config
-from cp_inductor.errors import InvalidArgument, SequenceWarning
+from cp_inductor.errors import InvalidArgument
 from cp_inductor.flags import AUTO
 from cp_inductor.plan.machine import CHIPS, DEVICES, Machine, known_machine
 from cp_inductor.plan.machine_file import CALIBRATED, read_calibrated
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.inductor import cache_folder
-from cp_inductor.trust.notes import hosts_of
 
 # GPUs of a node, where none can be counted.
 USUAL_NODE = 8
@@ -71,10 +69,6 @@ def _found(group_name: str, device: str, capability: tuple[int, int] | None) -> 
     group, world_size = group_of(group_name), dist.get_world_size()
     is_pretended = dist.get_backend(group) == "fake"
     node_size = 0 if is_pretended else config.ranks_of_this_host()
-    hosts = () if node_size or is_pretended else hosts_of(group_name)
-    if hosts:
-        # Other groups are taken to spread over hosts as this one does.
-        node_size = max(map(hosts.count, hosts)) * (world_size // len(hosts))
     if device == "cpu":
         num_cores = os.cpu_count() or 1
         machine = known_machine("cpu", world_size, node_size or world_size, num_cores)
@@ -83,18 +77,7 @@ def _found(group_name: str, device: str, capability: tuple[int, int] | None) -> 
         chip = chip_of_this_process() if is_here else CHIPS.get(capability or (0, 0), "gpu")
         usual = torch.cuda.device_count() if is_here else USUAL_NODE
         machine = known_machine(chip, world_size, node_size or usual)
-    if not hosts:
-        return machine.among(dist.get_process_group_ranks(group))
-    seen = machine.over(hosts)
-    if len(seen.levels) < len(machine.levels) and 1 < len(set(hosts)) < len(hosts):
-        counts = ", ".join(str(hosts.count(host)) for host in dict.fromkeys(hosts))
-        warnings.warn(
-            f"the ranks of a sequence are not host by host, equally many on each ({counts}): plans"
-            " take the links between hosts for all of them. List the ranks of the mesh by host",
-            SequenceWarning,
-            stacklevel=2,
-        )
-    return seen
+    return machine.among(dist.get_process_group_ranks(group))
 
 
 def chip_of_this_process() -> str:

@@ -369,7 +369,7 @@ def _begin_trace(model: nn.Module) -> None:
         raise InvalidArgument(
             site=type(model).__name__,
             expected='backend="cp_inductor" or "cp_aot_eager", for a parallelized model',
-            got="another backend of torch.compile",
+            got="another backend of torch.compile, or aot_compile",
             remedy='torch.compile(model, backend="cp_inductor")',
         )
     _adopt(model)

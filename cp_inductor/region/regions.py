@@ -56,7 +56,8 @@ from cp_inductor.region.modes import (
     placed_like,
     refuse,
 )
-from cp_inductor.sequence.eager import EagerTyper, place_of_caller
+from cp_inductor.sequence.eager import EagerTyper
+from cp_inductor.source import user_line
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import is_a_kernel_enabled
 from cp_inductor.torch_private.checkpoint import rerun_within
@@ -66,6 +67,7 @@ from cp_inductor.torch_private.modes import (
     function_modes_of_program,
     is_transforming,
     name_of_function,
+    note_parameters,
     run_uncompiled,
 )
 from cp_inductor.torch_private.multi_head import multi_head_attention, needs_weights
@@ -282,7 +284,7 @@ class SequenceRegion(RegionMode):
                 typer.check_mask(mask, whole)
             typer.refuse_mixed(tensors)
             if is_inner:
-                typer.check_attention(f"{SITE} ({place_of_caller()})", *tensors)
+                typer.check_attention(f"{SITE} ({user_line()})", *tensors)
 
     def _attend_flex(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -394,6 +396,12 @@ def _typers(inner: SequenceRegion | None) -> dict[EagerTyper, bool]:
 def typers_of_program() -> list[EagerTyper]:
     """Return what types the program here, also while Dynamo compiles a part of it."""
     return list(_typers(None))
+
+
+@note_parameters
+def _type_parameter(parameter: Tensor, tensor: Tensor) -> None:
+    for typer in typers_of_program():
+        typer.take_made_of(parameter, tensor)
 
 
 def type_attended(tensors: Sequence[Tensor], out: Tensor, *, inner: SequenceRegion | None) -> None:

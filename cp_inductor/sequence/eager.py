@@ -51,6 +51,7 @@ from cp_inductor.sequence.types import (
     describe,
 )
 from cp_inductor.sequence.wholes import Wholes
+from cp_inductor.source import user_line
 from cp_inductor.torch_private.modes import (
     is_backward_compiled,
     is_in_backward,
@@ -90,21 +91,6 @@ _SIZES = frozenset(
 _HigherOrder = torch._ops.HigherOrderOperator
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-
-_INSIDE = tuple(
-    os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
-)
-
-
-def place_of_caller() -> str:
-    """Return the file and line of the program that called into this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_INSIDE) and os.sep in name and "contextlib" not in name:
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "a program"
 
 
 class _Trust(threading.local):
@@ -157,22 +143,24 @@ class EagerTyper(Typer):
 
     def locate(self) -> str:
         """Return the function and the place where the program calls it."""
-        return f"{self.name} ({place_of_caller()})"
+        return f"{self.name} ({user_line()})"
 
     def find(self, tensor: Tensor) -> Type | None:
         """Return the type of a tensor, if it came from this region or from an earlier one."""
         known = self.types.get(tensor)
-        if known is not None or isinstance(tensor, nn.Parameter):
+        if known is not None:
             return known
         left, version = _LEFT.get(tensor, (None, 0))
-        return left if left is not None and version == version_of(tensor) else None
+        return left if version == version_of(tensor) or isinstance(tensor, nn.Parameter) else None
 
     def meet_first(self, tensor: Tensor) -> Type:
         """Return the type of a tensor from outside, or from code that is not followed."""
         if not _is_plain(tensor):
+            if not TRUST.depth:
+                self._refuse_methods([tensor])
             return Own()
         if isinstance(tensor, nn.Parameter) or not tensor.ndim:
-            return Same()
+            return self.find(tensor) or Same()
         if tensor.grad_fn is not None and self.has_buffers:
             return Own()
         known = self.find(tensor)
@@ -268,6 +256,12 @@ class EagerTyper(Typer):
         """Give a tensor the type that compiled code has given it, or left it with."""
         if _is_plain(tensor):
             self.put(tensor, found)
+
+    def take_made_of(self, parameter: Tensor, tensor: Tensor) -> None:
+        """Give a parameter that is made of tokens their type."""
+        found = _first_own(filter(None, [self.find(tensor)]))
+        if found is not None:
+            self.types[parameter] = found
 
     def _end_forward(self) -> None:
         """Check what the program keeps, before a backward writes to gradients."""
@@ -391,14 +385,19 @@ class EagerTyper(Typer):
         )
 
     def _refuse_methods(self, tensors: Sequence[Tensor]) -> None:
-        """Refuse tensors of a class that has functions of its own, but no ops to be typed."""
+        """Refuse tensors of a class that has functions of its own, but no ops to be typed.
+
+        And nested ones, whose rows are parts of sequences.
+        """
         for one in tensors:
             is_typed = _is_plain(one) or isinstance(one, nn.Parameter)
-            if not is_typed and type(one).__torch_dispatch__ is Tensor.__torch_dispatch__:
+            has_no_ops = type(one).__torch_dispatch__ is Tensor.__torch_dispatch__
+            if one.is_nested or (has_no_ops and not is_typed):
+                name = "nested tensor" if one.is_nested else type(one).__name__
                 raise SequenceMixed(
                     site=self.locate(),
                     expected="tokens as torch.Tensor",
-                    got=f"a {type(one).__name__}, whose functions are not followed",
+                    got=f"a {name}, whose functions are not followed",
                     remedy=REMEDY,
                 )
 
@@ -574,4 +573,4 @@ def _is_memory_read() -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not tensor.is_nested

@@ -15,7 +15,6 @@
     traces              what Dynamo traces for our backends alone
     flex, flex_kernels  what is private of FlexAttention, and its ops
     varlen              the op behind varlen_attn
-    single_compile      one rank compiles what all need
     sizes               numbers for symbolic sizes
     inductor            custom passes, the order of nodes, strides of kernel inputs
     triton              Triton's compiler, without a GPU

@@ -6,18 +6,16 @@ Read in torch 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from cp_inductor.torch_private.context_parallel import torchs_attention
@@ -231,35 +229,6 @@ def register_dtensor_flex_attention(rule: Callable[..., Any], *, is_stand_in: bo
         op.py_impl(DTensor)(rule)
         if is_stand_in:
             _stand_ins.append(rule)
-
-
-@contextmanager
-def parts_taken_by(
-    take: Callable[[Tensor, int, DeviceMesh, int, int], Tensor | None],
-) -> Iterator[None]:
-    """Have DTensor take this rank's part of a replicated tensor by `take`, while a graph is traced.
-
-    `Shard._replicate_to_shard` (torch.distributed.tensor.placement_types, 2.13-2.15), which
-    redistributing calls for each axis of a mesh.
-
-    Args:
-        take: (whole tensor, dim, mesh, its axis, this rank's place on it) -> the part, with the
-            strides of a contiguous tensor; None has DTensor do it.
-    """
-    replicate_to_shard = Shard._replicate_to_shard
-
-    def take_part(
-        self: Shard, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: Any
-    ) -> Tensor:
-        part = None
-        if get_proxy_mode() is not None and isinstance(shard_index, int):
-            part = take(local_tensor, self.dim, mesh, mesh_dim, shard_index)
-        if part is None:
-            part = replicate_to_shard(self, local_tensor, mesh, mesh_dim, shard_index)
-        return part
-
-    with mock.patch.object(Shard, "_replicate_to_shard", take_part):
-        yield
 
 
 def read_memory_of(whole: Callable[[DTensor], Tensor | None]) -> None:

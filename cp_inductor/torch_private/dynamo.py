@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from cp_inductor.torch_private.leaned_on import GUARD_ON_DATA, INPUT_NOT_FAKED, SIZE_LOST
 from cp_inductor.torch_private.sizes import is_number, size_expression, size_hint
 
+ONE_RANK = "compile_on_one_rank"
+
 
 def is_capturing_whole() -> bool:
     """Whether the current compile has fullgraph=True; False if none runs or that is unknown.
@@ -26,6 +28,26 @@ def is_capturing_whole() -> bool:
     `InstructionTranslator.current_tx().one_graph` (torch._dynamo.symbolic_convert, 2.13-2.15).
     """
     return bool(getattr(_translator(), "one_graph", False))
+
+
+def is_compiled_ahead() -> bool:
+    """Whether `aot_compile` calls the backend: nothing else passes over the key of a cached graph.
+
+    `bypass_autograd_cache_key` (torch._functorch.config, read in 2.13.0).
+    """
+    import torch._functorch.config
+
+    return bool(torch._functorch.config.bypass_autograd_cache_key)
+
+
+def is_compiled_for_all_ranks() -> bool:
+    """Whether the graph of one rank is to run on all.
+
+    `compile_on_one_rank` of torch.distributed.config (2.13), or of torch.compiler.config (pull
+    request 187869), where the other is deprecated.
+    """
+    configs = torch.compiler.config, torch.distributed.config
+    return bool(next(getattr(c, ONE_RANK) for c in configs if hasattr(c, ONE_RANK)))
 
 
 def frame_locals() -> frozenset[str]:

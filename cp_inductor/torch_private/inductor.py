@@ -248,40 +248,6 @@ def cpp_compiler() -> str | None:
 
 
 @contextmanager
-def changed_before_code(gm: fx.GraphModule, change: Callable[[], None]) -> Iterator[None]:
-    """Change a graph only when Inductor generates code for it: its cache knows it unchanged.
-
-    Inductor names a graph by its text and looks it up. A graph that is found need not be changed.
-    `fx_codegen_and_compile` (torch._inductor.compile_fx, 2.13-2.15) is called where none was found;
-    what is raised within is wrapped, and raised here as it was.
-
-    Args:
-        gm: that `compile_fx_inner` is called for within.
-        change: changes it in place. All that it depends on must be in the cache's key.
-    """
-    from torch._inductor import compile_fx
-
-    generate, failures = compile_fx.fx_codegen_and_compile, list[Exception]()
-
-    def change_and_generate(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        if graph is gm:
-            try:
-                change()
-            except Exception as error:
-                failures.append(error)
-                raise
-        return generate(graph, *args, **kwargs)
-
-    with mock.patch.object(compile_fx, "fx_codegen_and_compile", change_and_generate):
-        try:
-            yield
-        except Exception:
-            if failures:
-                raise failures[0] from None
-            raise
-
-
-@contextmanager
 def meshes_keyed() -> Iterator[None]:
     """Let Inductor's and AOTAutograd's caches know the meshes of a graph by their ranks and groups.
 

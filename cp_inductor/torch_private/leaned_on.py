@@ -44,11 +44,11 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
         SIZE_LOST,
         "unbacked_bindings",
         "var_to_hint_override",
-        "unbacked_symint_counter",
         "constraint_sizes",
         "tracked_fakes",
     ),
     "torch.fx.proxy": ('node.meta["nn_module_stack"]',),
+    "torch.nn.parameter": ("torch.Tensor._make_subclass(cls, data, requires_grad)",),
     "torch._dynamo.exc": ("Explanation:", "first_useful_frame"),
     "torch._dynamo.convert_frame": ("_torch_dynamo_tracer_output",),
     "torch._dynamo.output_graph": (
@@ -78,6 +78,7 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.device_mesh": ("self._dim_group_names = ", "def _stable_hash("),
     "torch.distributed.fsdp._init_utils": ("_inter_node_pg",),
     "torch._library.custom_ops": ("_init_fn",),
+    "torch._library.fake_impl": ("self._shape_env = ",),
     "torch._ops": ("self._schema = schema",),
     "torch.nn.modules.module": ("_parameters", "_modules", "_buffers"),
 }
@@ -119,16 +120,15 @@ _NAMES = {
     "torch._dynamo.variables.torch_function": "torch_function_mode_stack_state_mgr.stack",
     "torch._functorch._aot_autograd.descriptors": "AOTInput.is_tangent",
     "torch._functorch.aot_autograd": "make_boxed_func",
-    "torch._functorch.config": "enable_autograd_cache force_non_lazy_backward_lowering",
+    "torch._functorch.config": """
+        bypass_autograd_cache_key enable_autograd_cache force_non_lazy_backward_lowering""",
     "torch._functorch.partitioners": "min_cut_rematerialization_partition",
     "torch._guards": "Guard(originating_source,create_fn) TracingContext.try_get detect_fake_mode",
     "torch._inductor": "config inductor_prims list_mode_options",
     "torch._inductor.codecache": """
-        CacheBase.get_system FxGraphCache.load_with_key(key)
-        FxGraphCachePickler._reduce_fake_script_object(t)""",
+        CacheBase.get_system FxGraphCachePickler._reduce_fake_script_object(t)""",
     "torch._inductor.compile_fx": """
-        compile_fx(inner_compile,config_patches,decompositions) compile_fx_inner
-        fx_codegen_and_compile(gm)""",
+        compile_fx(inner_compile,config_patches,decompositions) compile_fx_inner""",
     "torch._inductor.compiler_bisector": """
         CompilerBisector.disable_subsystem(backend,subsystem,debug_info)""",
     "torch._inductor.config": """
@@ -196,8 +196,7 @@ _NAMES = {
         _DispatchMode.MODULE_WRAPPER _cp_options.enable_load_balance _dispatch_mode
         _replaced_functions custom_ops""",
     "torch.distributed.tensor.parallel.loss": "customized_loss_ops",
-    "torch.distributed.tensor.placement_types": """
-        Shard._replicate_to_shard(local_tensor,mesh,mesh_dim,shard_index) _StridedShard""",
+    "torch.distributed.tensor.placement_types": "_StridedShard",
     "torch.fx.experimental.proxy_tensor": """
         _SympyExprTrackerValue get_proxy_mode make_fx(f,tracing_mode,pre_dispatch) py_sym_types
         set_proxy_slot(obj,tracer,proxy)""",

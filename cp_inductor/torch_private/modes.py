@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Ops of these talk to other ranks.
@@ -32,6 +32,23 @@ def let_modes_see(function: Callable[..., Any]) -> None:
     get_overridable_functions().add(function)
 
 
+def note_parameters(note: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """Call `note(parameter, tensor)` when a parameter is made of a tensor, which no mode sees.
+
+    `nn.Parameter` calls `torch.Tensor._make_subclass` (torch.nn.parameter, 2.13-2.15).
+    """
+    make = torch.Tensor._make_subclass
+
+    def make_subclass(cls: type, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made: Any = make(cls, data, *args, **kwargs)
+        if issubclass(cls, nn.Parameter):
+            note(made, data)
+        return made
+
+    run_uncompiled(make_subclass)
+    torch.Tensor._make_subclass = staticmethod(make_subclass)  # type: ignore[method-assign]
+
+
 def without_modes() -> Any:
     """Return a context without modes: new tensors are real, not fake.
 
@@ -47,9 +64,8 @@ def run_uncompiled(function: Callable[..., Any]) -> None:
 
     After a graph break, Dynamo compiles every function that eager code calls, such as
     `__torch_function__` and handlers of DTensor. Its guards (torch 2.13) do not distinguish the
-    property getters that a mode is called with, so code compiled for one property would run for
-    another. The function is still traced when it is called within a graph. If it is an object, this
-    stops its `__call__`.
+    property getters that a mode is called with, so code of one property would run for another.
+    Within a graph the function is still traced. If it is an object, this stops its `__call__`.
 
     `torch._C._dynamo.eval_frame.set_code_exec_strategy`, 2.13-2.15.
     """

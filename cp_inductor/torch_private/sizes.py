@@ -5,15 +5,12 @@ Read in torch 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
 import torch
-from torch import fx
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import maybe_get_fake_mode
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -92,31 +89,6 @@ def note_hint(size: int | torch.SymInt, hint: int) -> None:
         hints[rest] = max(1, hint // int(factor))
 
 
-@contextmanager
-def hints_forgotten(gm: fx.GraphModule) -> Iterator[None]:
-    """Forget at the end which hints were noted within; a later graph's cache key has all there are.
-
-    Args:
-        gm: a graph of the model.
-    """
-    values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
-    envs = (_shape_env(value) for value in values if isinstance(value, torch.Tensor))
-    env = next((env for env in envs if env is not None), None)
-    hints = getattr(env, "var_to_hint_override", None)
-    before = dict(hints or {})
-    try:
-        yield
-    finally:
-        if hints is not None:
-            hints.clear()
-            hints.update(before)
-
-
-def _shape_env(tensor: torch.Tensor) -> symbolic_shapes.ShapeEnv | None:
-    mode = maybe_get_fake_mode(tensor)
-    return None if mode is None else mode.shape_env
-
-
 def forget_fakes() -> None:
     """Let the fake tensors of this compile run each op.
 
@@ -126,23 +98,6 @@ def forget_fakes() -> None:
     mode = detect_fake_mode()
     if mode is not None:
         mode.cache_enabled = False
-
-
-# How many data-dependent sizes the graphs of one model may have before those of a next one begin.
-_SIZES_OF_A_GRAPH = 10_000
-
-
-def number_sizes_from(tensor: torch.Tensor, part: int) -> None:
-    """Number data-dependent sizes from here on from a multiple of a large number.
-
-    Their names are in generated code and in cache keys. How far they have been counted depends on
-    whether an earlier graph of the model was compiled, or was found in a cache.
-    `ShapeEnv.unbacked_symint_counter` (torch.fx.experimental.symbolic_shapes, 2.13-2.15).
-    """
-    env = _shape_env(tensor)
-    counter = getattr(env, "unbacked_symint_counter", None)
-    if env is not None and isinstance(counter, int):
-        env.unbacked_symint_counter = max(counter, part * _SIZES_OF_A_GRAPH)
 
 
 def new_size(least: int) -> torch.SymInt:

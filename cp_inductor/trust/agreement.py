@@ -8,11 +8,11 @@ a buffer is filled in part, or a rank waits for ever. So each rank describes eve
 claim and compares it with the other ranks' claims through the store of the group. In eager code,
 each claim is compared before its attention runs. `graph_agreement` compares those of a graph.
 
-A claim is compared when it differs from the last one that was agreed for its kind of attention.
-The kind is compared once. Lengths, batch and plan are compared whenever they change. Ranks that run
-the same program see the same changes, so a rank that only compiles again waits for nobody. If the
-lengths of one rank alone change, that rank waits for the others before it sends, and all raise.
-The other attentions are compared beside the program; see `log`.
+A rank waits for the others when a claim differs from the last one that was agreed for its kind of
+attention, as its lengths may. Ranks that run the same program see the same changes, so a rank that
+only compiles again waits for nobody. If the lengths of one rank alone change, that rank waits for
+the others before it sends, and all raise. The other attentions are compared beside the program; see
+`log`.
 
 The tables of masks and the seeds of dropout are known only at run time. Their digests are compared
 in the first runs, and then as often as the user asks, after the attention or graph has run.
@@ -27,8 +27,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,15 +41,7 @@ from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.groups import group_of, group_with_store
 from cp_inductor.torch_private.modes import is_transformed
-from cp_inductor.trust.bounded_store import BoundedStore
-from cp_inductor.trust.claims import (
-    Claim,
-    claim_attention,
-    digest,
-    entry_of,
-    kind_of,
-    tables_to_note,
-)
+from cp_inductor.trust.claims import describe_attention, digest, kind_of, tables_to_note
 from cp_inductor.trust.log import Log
 from cp_inductor.trust.record import ATTENTIONS, BATCHES, TABLES, Entry
 
@@ -60,17 +51,14 @@ FIRST_RUNS = 128
 # A rank waits for others at this many first events: about the attentions of a model's first step.
 FIRST_EVENTS = 128
 
+# A field that the first attention of a compiled graph has: it speaks for the graph.
+SPEAKS_FOR_GRAPH = "enabled"
+
 # About so many numbers of a batch are compared: all, unless it is a mask of many tokens.
 MOST_OF_BATCH = 1 << 22
 
 # This many elements of a tensor that is drawn are compared: seeds that differ show in the first.
 MOST_OF_DRAW = 1 << 14
-
-SEED_ALIKE = (
-    "call torch.manual_seed with one seed on all ranks that share a sequence, and draw the same on"
-    " all of them from then on; or make it a DTensor with distribute_tensor, which hands out what"
-    " the first rank has"
-)
 
 SAME_BATCHES = (
     "let all ranks that share a sequence skip a batch, or none: agree on it by an all_reduce of a"
@@ -80,70 +68,46 @@ SAME_BATCHES = (
 )
 
 
-class Agreed:
-    """What a rank and the others of a group have agreed on.
+class Agreed(Log):
+    """What a rank tells the others of a group, and what it has agreed on with them.
 
     Attributes:
-        log: what this rank tells the others.
-        last: what was agreed last about each kind of attention.
-        known: which kind of attention has followed which other.
         noted: tables that were read, and are not compared yet.
         num_runs: how often attentions with tables have run, by kind.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout_s: float) -> None:
-        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-        self.log = Log(BoundedStore(store, timeout_s), rank, ranks, timeout_s)
-        self.last: dict[tuple[str, bool], Claim] = {}
-        self.known: set[tuple[str, str]] = set()
-        self.before, self.epoch = "", 0
+        ranks = dist.get_process_group_ranks(group)
+        super().__init__(store, dist.get_rank(group), ranks, timeout_s)
         self.noted: list[Entry] = []
         self.num_runs: Counter[str] = Counter()
 
-    def agree(
-        self,
-        claims: Sequence[tuple[Claim, str]],
-        has_grad: bool | None,
-        begins: Mapping[str, str] = MappingProxyType({}),
-    ) -> list[Entry]:
-        """Compare claims, each with its site, as far as they are not what was agreed last.
-
-        Args:
-            claims: of what is about to run.
-            has_grad: whether gradients are on; None where the caller cannot know it. If one rank
-                alone turns gradients off, it does not come to the backward.
-            begins: what inputs begin with, by name.
+    def agree(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Compare attentions, as far as they are not what was agreed last.
 
         Returns:
-            What the other ranks have said of the first, if all were waited for.
+            What the other ranks have said of the first, as far as they were waited for.
         """
-        self.log.rejoin(claims[0][1])
-        if self.epoch != self.log.record.epoch:  # ranks have given up since the last attention
-            self.epoch = self.log.record.epoch
-            self.last.clear()
-            self.known.clear()
-        is_new, for_all = False, bool(begins)
-        is_early = self.log.record.trails[ATTENTIONS].count < FIRST_EVENTS
-        entries = []
-        for claim, site in claims:
-            entry = entry_of(claim, site, has_grad)
-            last = self.last.get((entry.kind, bool(claim.program)))
-            is_new |= last is None or last.fields != claim.fields
-            # What its backward starts may be known later.
-            for_all |= last is not None and last.program != claim.program
-            is_early |= (self.before, entry.kind) not in self.known
-            self.known.add((self.before, entry.kind))
-            self.last[entry.kind, bool(claim.program)], self.before = claim, entry.kind
-            entries.append(entry)
-        if begins:
-            entries[0] = replace(entries[0], begins=begins)
+        self.rejoin(entries[0].site)
+        is_new, is_changed = False, bool(entries[0].begins)
+        for entry in entries:
+            kind = entry.kind, SPEAKS_FOR_GRAPH in entry.fields
+            last = self.last.get(kind)
+            if last is None or (last.fields is not entry.fields and last.fields != entry.fields):
+                is_changed = True
+                is_new |= last is None or last.causes != entry.causes
+            self.last[kind] = entry
+        is_early = self.record.trails[ATTENTIONS].count < FIRST_EVENTS
+        waiting = self.others if is_changed else self.next * is_early
         try:
-            return self.log.come(entries, is_new=is_new, is_early=is_early, for_all=for_all)
+            return self.come(entries, waiting, is_new=is_new)
         except BaseException:
             self.last.clear()
             raise
 
-    def note(self, tables: Sequence[Tensor], kind: str, site: str, *, has_seed: bool) -> None:
+    def note_tables(
+        self, tables: Sequence[Tensor], kind: str, site: str, *, has_seed: bool
+    ) -> None:
         """Note what the tables of an attention are, if they are to be compared in this run.
 
         Args:
@@ -152,68 +116,66 @@ class Agreed:
             site: for errors.
             has_seed: whether the last table is the seed of a dropout.
         """
-        if not self._is_turn_of(kind):
-            return
         names = [f"table {number}" for number in range(len(tables) - has_seed)]
-        names += ["dropout's seed"] * has_seed
-        digests = {name: describe_table(t) for name, t in zip(names, tables, strict=True)}
-        self._note("tables of an attention", digests, site)
+        named = dict(zip(names + ["dropout's seed"] * has_seed, tables, strict=True))
+        self.note("tables of an attention", named, kind, site)
 
-    def note_replicated(self, tensor: Tensor, kind: str, site: str) -> None:
-        """Note what a tensor holds that is taken for replicated, if it is to be compared now."""
-        if self._is_turn_of(kind):
-            numbers = {"its numbers": describe_table(beginning_of(tensor))}
-            self._note("a tensor that every rank is to have", numbers, site, SEED_ALIKE)
-
-    def _is_turn_of(self, kind: str) -> bool:
+    def note(
+        self, what: str, tensors: Mapping[str, Tensor], kind: str, site: str, remedy: str = ""
+    ) -> None:
+        """Note what tensors hold that must be alike on all ranks, in the first runs of a kind."""
         self.num_runs[kind] += 1
         every = config.check_tables_every
-        return self.num_runs[kind] <= FIRST_RUNS or bool(every and not self.num_runs[kind] % every)
-
-    def _note(self, what: str, values: Mapping[str, str], site: str, remedy: str = "") -> None:
-        every = str(config.check_tables_every)
-        fields = {"what": what, "check_tables_every": every, **values}
-        self.noted.append(Entry(site, fields, remedy=remedy))
+        if self.num_runs[kind] <= FIRST_RUNS or (every and self.num_runs[kind] % every == 0):
+            numbers = {name: describe_table(tensor) for name, tensor in tensors.items()}
+            fields = {"what": what, "check_tables_every": str(every), **numbers}
+            self.noted.append(Entry(site, fields, remedy=remedy))
 
     def compare_tables(self) -> None:
         """Compare what was noted."""
         noted, self.noted = self.noted, []
         if noted:
-            self.log.come(noted, TABLES, is_new=True, is_whole=True)
+            self.come(noted, self.others, TABLES, is_whole=True)
 
 
 # What ranks have said outlives every compile. None stands for a group with nothing to compare.
 _agreed_in: WeakKeyDictionary[dist.ProcessGroup, Agreed | None] = WeakKeyDictionary()
 
 
-class _Graph(threading.local):
-    """The graph that this thread runs.
+@dataclass(slots=True)
+class GraphCall:
+    """A call of a compiled graph.
 
     Attributes:
-        has_grad: whether gradients were on when it was called; None outside.
-        is_compared: whether its attentions were.
+        has_grad: whether gradients were on, which ops in it cannot see; None outside of a graph.
+        is_compared: whether its attentions were, so that ops in it need not be.
+        groups: those in which tables were noted in it.
+        draws: what it has drawn, behind its number in the program, and with its site and group.
     """
 
     has_grad: bool | None = None
-    is_compared = False
+    is_compared: bool = False
+    groups: dict[Agreed, None] = field(default_factory=dict)
+    draws: list[tuple[int, Tensor, str, str]] = field(default_factory=list)
 
 
-_graph = _Graph()
+class _Running(threading.local):
+    """The call that this thread is in; one of no graph in eager, and in a backward."""
+
+    call = GraphCall()
+
+
+running = _Running()
 
 
 @contextmanager
-def graph_called(*, is_compared: bool = False) -> Iterator[None]:
-    """Run a compiled graph inside, in which ops cannot see whether gradients are on.
-
-    Args:
-        is_compared: its attentions were compared, so that ops in it need not.
-    """
-    before = _graph.has_grad, _graph.is_compared
-    _graph.has_grad, _graph.is_compared = torch.is_grad_enabled(), is_compared
+def graph_called(*, is_compared: bool = False) -> Iterator[GraphCall]:
+    """Run a compiled graph inside; see `GraphCall`."""
+    before, running.call = running.call, GraphCall(torch.is_grad_enabled(), is_compared)
     try:
-        yield
+        yield running.call
     finally:
-        _graph.has_grad, _graph.is_compared = before
+        running.call = before
 
 
 # The default group of the process that forked this one, if any. Its groups do not work here.
@@ -228,12 +190,7 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-def refuse_fork() -> None:
-    """Refuse to use the groups of the process that forked this one.
-
-    Raises:
-        ProcessGroupError: this process was forked from the one that has made its group.
-    """
+def _refuse_fork() -> None:
     if _forked_with and dist.group.WORLD is _forked_with[0]:
         raise ProcessGroupError(
             site="attention over a sharded sequence",
@@ -246,15 +203,16 @@ def refuse_fork() -> None:
 
 
 def agreed_of(group_name: str) -> Agreed | None:
-    """Return what the ranks of a group have agreed on; None if there is nothing to compare."""
-    refuse_fork()
+    """Return what the ranks of a group have agreed on; None if there is nothing to compare.
+
+    Raises:
+        ProcessGroupError: this process was forked from the one that has made its group.
+    """
+    _refuse_fork()
     group, ask = group_with_store(group_name)
     if group not in _agreed_in:
         is_alone = dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
-        if is_alone:
-            _agreed_in[group] = None
-        else:
-            _agreed_in[group] = Agreed(group, *ask())
+        _agreed_in[group] = None if is_alone else Agreed(group, *ask())
     return _agreed_in[group]
 
 
@@ -267,11 +225,8 @@ def forget_agreements() -> None:
 def tell_refusal(group_name: str, error: CPError) -> None:
     """Let the other ranks know what this one refuses, because they may be waiting for it.
 
-    If this rank alone refuses, the others give up. It begins anew with them at its next attention.
-
-    Args:
-        group_name: c10d name of the process group of the attention.
-        error: the refusal. Errors about other ranks are not told.
+    If it alone refuses, the others give up. It begins anew with them at its next attention. Errors
+    about other ranks are not told.
     """
     told = vars(error).setdefault("_told", set())  # it may pass through here again
     is_of_others = isinstance(error, (RanksDisagree, ExchangeFailed, ProcessGroupError))
@@ -280,7 +235,7 @@ def tell_refusal(group_name: str, error: CPError) -> None:
     told.add(group_name)
     group = agreed_of(group_name)
     if group is not None:
-        group.log.refuse(str(error))
+        group.refuse(str(error))
 
 
 def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> None:
@@ -299,10 +254,11 @@ def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> Non
     try:
         entry = describe()
         while left:
-            left.pop(0).log.come([entry], is_new=True)
+            group = left.pop(0)
+            group.come([entry], group.others)
     except CPError as error:
         for other in left:
-            other.log.refuse(str(error))  # its ranks may wait, without having seen a difference
+            other.refuse(str(error))  # its ranks may wait, without having seen a difference
         raise
 
 
@@ -329,11 +285,11 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
     flat = flat[:: 1 + flat.numel() // MOST_OF_BATCH].contiguous()
     first = ", ".join(map(str, flat[:4].tolist()))
     numbers = f"{shape} numbers with {first}, ..., digest {describe_table(flat).split()[-1]}"
-    group.log.rejoin("a batch")
-    number = group.log.record.trails[BATCHES].count + 1
+    group.rejoin("a batch")
+    number = group.record.trails[BATCHES].count + 1
     fields = {"what": "a batch", f"batch {number}": numbers.removesuffix(",")}
-    group.log.add(BATCHES, [Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)])
-    group.log.record.trails[BATCHES].run_on()
+    group.add(BATCHES, [Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)])
+    group.record.trails[BATCHES].run_on()
 
 
 @contextmanager
@@ -347,8 +303,7 @@ def waiting_in(group_name: str, where: str) -> Iterator[None]:
 def log_of(group_name: str) -> Log | None:
     """Return what this rank of a group tells the others, if it has told them anything."""
     with suppress(RuntimeError, KeyError):  # the group is gone
-        group = _agreed_in.get(group_of(group_name))
-        return None if group is None else group.log
+        return _agreed_in.get(group_of(group_name))
     return None
 
 
@@ -382,14 +337,15 @@ def agreed(
         yield
         return
     sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
-    if has_grad is not None or not _graph.is_compared:
-        has_grad = _graph.has_grad if has_grad is None else has_grad
-        group.agree([(claim_attention(attention, query.dtype, sizes), site)], has_grad)
+    if has_grad is not None or not running.call.is_compared:
+        has_grad = running.call.has_grad if has_grad is None else has_grad
+        entry = describe_attention(attention, query.dtype, sizes, has_grad=has_grad)
+        group.agree([replace(entry, site=site)])
     tables = [extras[place] for place in tables_to_note(attention)]
     if tables:
-        kind = kind_of(attention, query.dtype)
-        group.note(tables, kind, site, has_seed=attention.dropout_p > 0)
-    with group.log.waiting(site):
+        kind, has_seed = kind_of(attention, query.dtype), attention.dropout_p > 0
+        group.note_tables(tables, kind, site, has_seed=has_seed)
+    with group.waiting(site):
         yield
     group.compare_tables()
 
@@ -403,7 +359,8 @@ def agree_on_tables(group_name: str, tables: Sequence[Tensor], rule: str) -> Non
     group = agreed_of(group_name) if config.check_agreement else None
     if group is None or not tables:
         return
-    group.note(tables, f"batches under {rule}", f"the plan of a batch under {rule}", has_seed=False)
+    kind, site = f"batches under {rule}", f"the plan of a batch under {rule}"
+    group.note_tables(tables, kind, site, has_seed=False)
     group.compare_tables()
 
 

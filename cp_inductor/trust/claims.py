@@ -1,18 +1,17 @@
-"""Claims: how a rank describes an attention that it is about to run, for the other ranks.
+"""How a rank describes an attention that it is about to run, for the other ranks.
 
-    claim_attention(attention, float32, (1, 128, 128))
-      =>  Claim(kind, fields: mask = causal, query heads = 8, ..., queries = 128 on each rank, ...)
+    describe_attention(attention, float32, (1, 128, 128))
+      =>  Entry(fields: mask = causal, query heads = 8, ..., queries = 128 on each rank, ...)
 
-The kind tells an attention from the others of a model by all but its sizes: heads, dtype, mask,
-scale and so on. Two ranks run the same attention if all fields are equal.
+The kind of an attention tells it from the others of a model by all but its sizes: heads, dtype,
+mask, scale and so on. Two ranks run the same attention if all fields are equal.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,44 +27,26 @@ from cp_inductor.trust.record import Entry
 
 UNKNOWN = "not known before the graph runs"
 
-# How many claims are kept: more attentions than a model has, at several lengths each.
+# How many are kept: more attentions than a model has, at several lengths each.
 NUM_KEPT = 1024
 
 # As many digits of a digest tell texts apart, and can be read aloud.
 NUM_DIGITS = 12
 
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """How a rank describes one attention.
-
-    Attributes:
-        kind: the part that is compared once.
-        fields: everything that must be equal on all ranks, the kind included.
-        program: fields of the whole graph, if this attention speaks for it.
-    """
-
-    kind: str
-    fields: tuple[tuple[str, str], ...]
-    program: tuple[tuple[str, str], ...] = ()
+# What follows from the other fields.
+PLANNED = ("plan", "stages", "chunks", "strategy")
 
 
 @lru_cache(maxsize=NUM_KEPT)
-def entry_of(claim: Claim, site: str, has_grad: bool | None) -> Entry:
-    """Return the event that an attention is run. `has_grad` is None where nobody knows it."""
-    known = {} if has_grad is None else {"gradients": "on" if has_grad else "off"}
-    fields = {**dict(claim.fields), **known, **dict(claim.program)}
-    follow = ("plan", "stages", "chunks", "strategy", *dict(claim.program))
-    return Entry(site, fields, follow, kind=f"{claim.kind} {has_grad}")
-
-
-def claim_attention(
+def describe_attention(
     attention: Attention,
     dtype: torch.dtype,
-    sizes: Sequence[int | None],
-    heads: Sequence[Any] = (),
-) -> Claim:
-    """Return the claim of an attention.
+    sizes: tuple[int | None, ...],
+    heads: tuple[int, ...] = (),
+    *,
+    has_grad: bool | None,
+) -> Entry:
+    """Return the event that an attention is run, at no site yet.
 
     Args:
         attention: the attention.
@@ -74,21 +55,28 @@ def claim_attention(
             plan, the queries and keys of the whole sequence stand before the last two. None stands
             for what only the graph knows, while it runs.
         heads: H, G and D, if the batch decides the plan.
+        has_grad: whether gradients are on; None where nobody knows it.
     """
-    if not attention.is_per_batch:
-        heads = (
-            attention.recipe.num_heads,
-            attention.recipe.num_kv_heads,
-            attention.recipe.head_dim,
-        )
-    return _claim(attention, dtype, tuple(sizes), tuple(map(int, heads)))
-
-
-@lru_cache(maxsize=NUM_KEPT)
-def _claim(
-    attention: Attention, dtype: torch.dtype, sizes: tuple[int | None, ...], heads: tuple[int, ...]
-) -> Claim:
     batch, *lengths = sizes
+    if attention.is_per_batch:
+        of_plan = {
+            "queries": _tokens_of_batch(attention, *lengths[::2]),
+            "keys": _tokens_of_batch(attention, *lengths[1::2]),
+            "stages": str(attention.source.stages),
+            "nodes": attention.nodes or "none",
+        }
+    else:
+        recipe = attention.recipe
+        heads = (recipe.num_heads, recipe.num_kv_heads, recipe.head_dim)
+        of_plan = {
+            "queries": _tokens(recipe, attention.rank, lengths[0], of_keys=False),
+            "keys": _tokens(recipe, attention.rank, lengths[1], of_keys=True),
+            "strategy": recipe.strategy,
+            "stages": str(recipe.stages),
+            "stages kept": str(recipe.keep),
+            "chunks": str(recipe.chunks),
+            "plan": digest(repr(forward_plan(recipe).stages).encode()),
+        }
     names = ("query heads", "key-value heads", "head dim")
     fields = {
         "what": "an attention planned once per batch" if attention.is_per_batch else "an attention",
@@ -100,35 +88,13 @@ def _claim(
         "kernel options": attention.kernel_options or "none",
         "dropout_p": repr(attention.dropout_p),
         "bias with a gradient": "yes" if attention.has_bias else "no",
-        **(_sizes_of_batch if attention.is_per_batch else _sizes_of_recipe)(attention, *lengths),
+        **of_plan,
         "batch entries": UNKNOWN if batch is None else str(batch),
         **_versions(),
     }
-    return Claim(kind_of(attention, dtype), tuple(fields.items()))
-
-
-def _sizes_of_recipe(
-    attention: Attention, num_queries: int | None, num_keys: int | None
-) -> dict[str, str]:
-    recipe = attention.recipe
-    return {
-        "queries": _tokens(recipe, attention.rank, num_queries, of_keys=False),
-        "keys": _tokens(recipe, attention.rank, num_keys, of_keys=True),
-        "strategy": recipe.strategy,
-        "stages": str(recipe.stages),
-        "stages kept": str(recipe.keep),
-        "chunks": str(recipe.chunks),
-        "plan": digest(repr(forward_plan(recipe).stages).encode()),
-    }
-
-
-def _sizes_of_batch(attention: Attention, *lengths: int | None) -> dict[str, str]:
-    return {
-        "queries": _tokens_of_batch(attention, *lengths[::2]),
-        "keys": _tokens_of_batch(attention, *lengths[1::2]),
-        "stages": str(attention.source.stages),
-        "nodes": attention.nodes or "none",
-    }
+    if has_grad is not None:
+        fields["gradients"] = "on" if has_grad else "off"
+    return Entry("", fields, PLANNED, kind=f"{kind_of(attention, dtype)} {has_grad}")
 
 
 def _tokens_of_batch(attention: Attention, length: int | None, held: int | None) -> str:

@@ -12,31 +12,25 @@ every rank writes into the store which one it was, and reads what the others wro
 whether the processes of the others are alive, if they run on its own machine. Until then nothing
 is written or read.
 
-After a failure the store is asked in a thread, because a store whose process has stopped never
-answers. The ranks read which processes the others are when they first agree on something, because
+The ranks read which processes the others are when they first agree on something, because
 the store may end with the rank that holds it.
 """
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch.distributed as dist
 
 from cp_inductor.errors import CPError, ExchangeFailed
-from cp_inductor.kept import cache
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.messages import StepFailed
 from cp_inductor.trust.agreement import log_of, waiting_in
-from cp_inductor.trust.bounded_store import within
-from cp_inductor.trust.log import Log
+from cp_inductor.trust.log import Log, rounds
 from cp_inductor.trust.processes import Fate
 from cp_inductor.trust.profiler_ranges import count_ops, named_ranges
 from cp_inductor.trust.record import name_ranks
@@ -46,27 +40,11 @@ from cp_inductor.trust.record import name_ranks
 PATIENCE_S = 3.0
 # The same, once a rank is known that has ended or stopped.
 PATIENCE_ONCE_KNOWN_S = 1.0
-INTERVAL_S = 0.05
-
-HERE = Path(__file__).parents[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """An exchange, in words for people.
-
-    Attributes:
-        site: the attention.
-        text: which exchange, as in "exchange 2 of 4 of its backward".
-    """
-
-    site: str
-    text: str
-
-
-def step_of(site: str, direction: str, number: int, num_steps: int) -> Step:
-    """Return the step of an exchange, counted from 1."""
-    return Step(site, f"exchange {number} of {num_steps} of its {direction}")
+def name_step(direction: str, number: int, num_steps: int) -> str:
+    """Return which exchange it was, counted from 1."""
+    return f"exchange {number} of {num_steps} of its {direction}"
 
 
 @contextmanager
@@ -89,45 +67,29 @@ def named_steps(attention: Attention, direction: str, site: str) -> Iterator[Non
             yield
     except StepFailed as error:
         plan = (forward_plan if direction == "forward" else backward_plan)(attention.recipe)
-        step = step_of(site, direction, error.number, len(plan.exchanges))
-        reason = error.__cause__ or error
-        raise failure(attention.group_name, step, reason, time.monotonic() - started) from reason
+        step = name_step(direction, error.number, len(plan.exchanges))
+        reason, waited_s = error.__cause__ or error, time.monotonic() - started
+        raise failure(attention.group_name, site, step, reason, waited_s) from reason
 
 
-def user_line() -> str:
-    """Return `model.py:41`, from the innermost frame outside this package and its libraries."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not _is_inside(name):
-            return f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "source unknown"
-
-
-@cache
-def _is_inside(name: str) -> bool:
-    libraries = {sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")}
-    inside = (str(HERE), str(Path(dist.__file__).parents[1]), *libraries)
-    return name.startswith((*inside, "<"))
-
-
-def failure(group_name: str, step: Step, reason: BaseException, waited_s: float) -> CPError:
+def failure(
+    group_name: str, site: str, step: str, reason: BaseException, waited_s: float
+) -> CPError:
     """Return the error about an exchange that has failed, after asking about the other ranks.
 
     If ranks are known to have gone different ways, the error says that.
 
     Args:
         group_name: of the ranks that share the sequence.
-        step: which exchange it was.
+        site: the attention.
+        step: which exchange it was, in words, as in "exchange 2 of 4 of its backward".
         reason: what the backend raised.
         waited_s: for how long this rank was in the forward or backward.
     """
-    asked = time.monotonic()
     log = log_of(group_name)
-    fates = {} if log is None or log.find_cause() else _ask(log, step)
+    fates = {} if log is None or log.find_cause() else _ask(log, f"{step}, {site}")
     if log is not None and log.cause is not None:  # others may have seen it meanwhile
-        return log.give_up(step.site)
+        return log.give_up(site)
     gone = [rank for rank, fate in fates.items() if fate.is_missing and fate.is_known]
     # A rank that merely waits has not noticed the failure yet.
     missing = sorted(gone or (rank for rank, fate in fates.items() if fate.is_missing))
@@ -137,40 +99,28 @@ def failure(group_name: str, step: Step, reason: BaseException, waited_s: float)
     told = f"{told}; its error: {said}" if told else said
     whose = f"log of {name_ranks(missing)}" if missing else "logs of the other ranks"
     return ExchangeFailed(
-        site=step.site,
-        expected=f"{step.text} to end on {name_ranks(ranks)}" if ranks else f"{step.text} to end",
+        site=site,
+        expected=f"{step} to end on {name_ranks(ranks)}" if ranks else f"{step} to end",
         got=f"a failure after {waited_s:.1f} s: {told}",
         remedy=f"see the {whose}; if a rank is only slow, raise the timeout of init_process_group;"
         " then start all ranks again, from a checkpoint, because the group has lost its place",
-        step=step.text,
+        step=step,
         ranks_missing=tuple(missing),
         waited_s=waited_s,
-        asked_s=time.monotonic() - asked,
     )
 
 
-def _ask(log: Log, step: Step) -> dict[int, Fate]:
+def _ask(log: Log, step: str) -> dict[int, Fate]:
     """Tell that a step has failed here; return what is known of others, by global rank."""
-    fates: dict[int, Fate] = {}
-
-    def has_culprit() -> bool:
-        return any(fate.is_known and fate.is_missing for fate in list(fates.values()))
-
-    def ask() -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        log.record.failed = f"{step.text}, {step.site}"
-        while log.cause is None:
-            fates.update(log.fates())  # which may be all that the store of a stopped process tells
-            with suppress(RuntimeError):  # the store has ended; processes can still be seen
-                log.exchange(log.others)
-            fates.update(log.fates())
-            if has_culprit():
-                deadline = min(deadline, time.monotonic() + PATIENCE_ONCE_KNOWN_S)
-            if all(fate.is_known for fate in fates.values()) or time.monotonic() > deadline:
-                return
-            time.sleep(INTERVAL_S)
-
-    # The store may be that of the rank that has stopped, and never answer.
-    within(ask, PATIENCE_S + 1, has_culprit, PATIENCE_ONCE_KNOWN_S + INTERVAL_S)
-    nothing = Fate("nothing is known of it, because the store does not answer", False, False)
-    return {log.ranks[at]: fates.get(log.ranks[at], nothing) for at in log.others}
+    log.record.failed, limit_s = step, PATIENCE_S
+    for waited_s in rounds():
+        # The store may be that of the rank that has stopped; processes can still be seen.
+        with suppress(RuntimeError):
+            log.ask(partial(log.exchange, log.others), PATIENCE_ONCE_KNOWN_S)
+        fates = log.fates()
+        known = [fate for fate in fates.values() if fate.is_known]
+        if any(fate.is_missing for fate in known):
+            limit_s = min(limit_s, waited_s + PATIENCE_ONCE_KNOWN_S)
+        if log.cause is not None or len(known) == len(fates) or waited_s > limit_s:
+            break
+    return fates

@@ -10,11 +10,9 @@ like the tables of masks.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 import sympy
@@ -31,13 +29,22 @@ from cp_inductor.trust.agreement import (
     beginning_of,
     graph_called,
     note_batch,
+    running,
     waiting_in,
 )
-from cp_inductor.trust.claims import Claim, claim_attention, digest, kind_of
+from cp_inductor.trust.claims import describe_attention, digest, kind_of
 from cp_inductor.trust.graph_fields import (
     describe_beginnings,
     describe_collectives,
     warn_of_alike,
+)
+from cp_inductor.trust.record import Entry
+
+DRAWN = "a tensor that every rank is to have"
+SEED_ALIKE = (
+    "call torch.manual_seed with one seed on all ranks that share a sequence, and draw the same on"
+    " all of them from then on; or make it a DTensor with distribute_tensor, which hands out what"
+    " the first rank has"
 )
 
 
@@ -66,19 +73,11 @@ class Planned:
 FIRST_RUNS = 2
 
 
-def agreed_graph(
-    planned: Sequence[Planned],
-    inputs: Sequence[fx.Node],
-    flags: Mapping[str, str],
-    collectives: Mapping[str, Sequence[Collective]],
-    *,
-    whole: Mapping[str, str] | None,
-    shards: Mapping[int, tuple[str, int]],
-    batches: Mapping[int, str],
-) -> Callable[[Sequence[Any]], Any]:
-    """Return what makes the context that a compiled graph is called in.
+@dataclass
+class AgreedGraph:
+    """Makes the context that a compiled graph is called in, from the arguments of the call.
 
-    Args:
+    Attributes:
         planned: the attentions of the graph, in the order in which they run.
         inputs: the placeholders of the graph, with their example values.
         flags: options and flags that the order of exchanges depends on, or who computes attentions.
@@ -89,98 +88,105 @@ def agreed_graph(
             and in which order.
         shards: the plain inputs that are shards: by place, their name and sequence dim.
         batches: those that every rank has whole: by place, the name of the group.
-
-    Returns:
-        From the arguments of a call to a context manager, which raises RanksDisagree.
     """
-    claims = _ClaimsOfGraph(planned, inputs, flags, collectives, whole)
-    kind = (
-        f"beginnings of {digest(repr([kind_of(p.attention, p.dtype) for p in planned]).encode())}"
-    )
+
+    planned: Sequence[Planned]
+    inputs: InitVar[Sequence[fx.Node]]
+    flags: Mapping[str, str]
+    collectives: Mapping[str, Sequence[Collective]]
+    whole: Mapping[str, str] | None
+    shards: Mapping[int, tuple[str, int]]
+    batches: Mapping[int, str]
+
+    def __post_init__(self, inputs: Sequence[fx.Node]) -> None:
+        # Now: what is found out of a symbol while a backward is compiled is true of that call.
+        self.sizes = [tuple(map(size_expression, one.sizes)) for one in self.planned]
+        symbols = {symbol for sizes in self.sizes for size in sizes for symbol in size.free_symbols}
+        # Where the arguments of a call tell the value of a symbol.
+        self.sources = {
+            expression: (place, index)
+            for place, node in enumerate(inputs)
+            for index, size in enumerate(_sizes_in(node.meta.get("example_value")))
+            if isinstance(size, SymInt) and (expression := size_expression(size)) in symbols
+        }
+        self.group_names = tuple(dict.fromkeys(one.attention.group_name for one in self.planned))
+        self.known: dict[tuple[Any, ...], list[Entry]] = {}
+        kinds = [kind_of(one.attention, one.dtype) for one in self.planned]
+        self.kind = f"beginnings of {digest(repr(kinds).encode())}"
+        self.name = f"a graph of {len(kinds)} attention{'s' * (len(kinds) != 1)}"
 
     @contextmanager
-    def agree(args: Sequence[Any]) -> Iterator[None]:
-        has_grad = torch.is_grad_enabled()
-        for place, name in batches.items():
+    def __call__(self, args: Sequence[Any]) -> Iterator[None]:
+        """Run the graph inside, once all ranks are about to run the same; raises RanksDisagree."""
+        for place, name in self.batches.items():
             note_batch(name, args[place])
-        for group_name in claims.group_names:
-            group = agreed_of(group_name)
+        for name in self.group_names:
+            group = agreed_of(name)
             if group is not None:
-                run = f"{kind} {has_grad}"
-                group.num_runs[run] += 1
-                is_turn = shards and group.num_runs[run] <= FIRST_RUNS
-                begins = describe_beginnings(shards, args) if is_turn else {}
-                others = group.agree(claims.of_call(group_name, args), has_grad, begins)
-                if begins and len(others) == len(group.log.others) and group.log.rank == 0:
-                    warn_of_alike(begins, others)
-        before, _running.call = _running.call, _GraphCall()
-        try:
-            with graph_called(is_compared=True), ExitStack() as around:
-                for group_name in claims.group_names:
-                    around.enter_context(waiting_in(group_name, claims.name))
+                self._agree(group, name, args)
+        with graph_called(is_compared=True) as call:
+            with ExitStack() as around:
+                for name in self.group_names:
+                    around.enter_context(waiting_in(name, self.name))
                 yield
-            _running.call.say_draws()
-            for group in _running.call.groups:
+            # In the order of the program: a rank's own graph may have another.
+            for number, drawn, site, name in sorted(call.draws, key=lambda draw: draw[0]):
+                group = agreed_of(name)
+                if group is not None:
+                    numbers = {"its numbers": drawn}
+                    group.note(DRAWN, numbers, f"draw {number} at {site}", site, SEED_ALIKE)
+                    call.groups[group] = None
+            for group in call.groups:
                 group.compare_tables()
-        finally:
-            _running.call = before
 
-    return agree
+    def _agree(self, group: Agreed, name: str, args: Sequence[Any]) -> None:
+        has_grad = torch.is_grad_enabled()
+        run = f"{self.kind} {has_grad}"
+        group.num_runs[run] += 1
+        is_turn = self.shards and group.num_runs[run] <= FIRST_RUNS
+        begins = describe_beginnings(self.shards, args) if is_turn else {}
+        entries = self.of_call(name, args, has_grad)
+        if begins:
+            entries = [replace(entries[0], begins=begins), *entries[1:]]
+        others = group.agree(entries)
+        if begins and len(others) == len(group.others) and group.rank == 0:
+            warn_of_alike(begins, others)
 
-
-class _ClaimsOfGraph:
-    """The claims of a graph, by the group that they are made to, in every call."""
-
-    def __init__(
-        self,
-        planned: Sequence[Planned],
-        inputs: Sequence[fx.Node],
-        flags: Mapping[str, str],
-        collectives: Mapping[str, Sequence[Collective]],
-        whole: Mapping[str, str] | None,
-    ) -> None:
-        self.planned, self.flags = planned, tuple(flags.items())
-        self.collectives, self.whole = collectives, whole
-        # Now: what is found out of a symbol while a backward is compiled is true of that call.
-        self.sizes = [tuple(map(size_expression, captured.sizes)) for captured in planned]
-        symbols = {symbol for sizes in self.sizes for size in sizes for symbol in size.free_symbols}
-        sources = {symbol: _source_of(symbol, inputs) for symbol in symbols}
-        self.sources = {symbol: source for symbol, source in sources.items() if source is not None}
-        self.group_names = tuple(
-            dict.fromkeys(captured.attention.group_name for captured in planned)
-        )
-        self.known: dict[tuple[Any, ...], list[tuple[Claim, str]]] = {}
-        self.name = f"a graph of {len(planned)} attention{'s' * (len(planned) != 1)}"
-
-    def of_call(self, group_name: str, args: Sequence[Any]) -> list[tuple[Claim, str]]:
-        """Return the claims to a group, each with its site."""
-        values = tuple(source(args) for source in self.sources.values())
+    def of_call(self, group_name: str, args: Sequence[Any], has_grad: bool) -> list[Entry]:
+        """Return the claims to a group."""
+        values = tuple(int(_sizes_in(args[at])[index]) for at, index in self.sources.values())
         # A backward may be lowered when it is first called.
-        key = (group_name, *values, *self.collectives)
+        key = (group_name, has_grad, *values, *self.collectives)
         if key not in self.known:
             by_symbol = dict(zip(self.sources, map(sympy.Integer, values), strict=True))
-            self.known[key] = self._make(group_name, by_symbol)
+            self.known[key] = self._make(group_name, has_grad, by_symbol)
         return self.known[key]
 
     def _make(
-        self, group_name: str, values: Mapping[sympy.Symbol, sympy.Integer]
-    ) -> list[tuple[Claim, str]]:
+        self, group_name: str, has_grad: bool, values: Mapping[sympy.Symbol, sympy.Integer]
+    ) -> list[Entry]:
         claims = []
-        for captured, expressions in zip(self.planned, self.sizes, strict=True):
-            if captured.attention.group_name == group_name:
-                sizes = [_value(expression, values) for expression in expressions]
-                claim = claim_attention(captured.attention, captured.dtype, sizes, captured.heads)
-                fields = (*claim.fields, *self.flags)
-                claims.append((replace(claim, fields=fields), captured.site))
+        for one, expressions in zip(self.planned, self.sizes, strict=True):
+            if one.attention.group_name == group_name:
+                sizes = tuple(_value(expression, values) for expression in expressions)
+                heads = tuple(map(int, one.heads))
+                entry = describe_attention(
+                    one.attention, one.dtype, sizes, heads, has_grad=has_grad
+                )
+                claims.append(replace(entry, site=one.site))
+        # The first speaks for the graph. Where its attention differs, too, that says more.
+        first, program = claims[0], dict[str, str]()
         if self.whole is not None:
-            # The first speaks for the graph. Where its attention differs, too, that says more.
-            order = digest(repr([claim.kind for claim, _ in claims]).encode())
-            whole = {"attentions": str(len(claims)), "their order": order, **self.whole}
+            order = digest(repr([claim.kind for claim in claims]).encode())
+            program = {"attentions": str(len(claims)), "their order": order, **self.whole}
             for kind, started in self.collectives.items():
                 direction = "backward" if kind == "backward" else "forward"
-                whole |= describe_collectives(direction, started, group_name)
-            first, site = claims[0]
-            claims[0] = replace(first, program=tuple(whole.items())), site
+                program |= describe_collectives(direction, started, group_name)
+        claims[0] = replace(
+            first,
+            fields={**first.fields, **self.flags, **program},
+            consequences=(*first.consequences, *program),
+        )
         return claims
 
 
@@ -189,69 +195,11 @@ def _value(size: sympy.Expr, values: Mapping[sympy.Symbol, sympy.Integer]) -> in
     return int(value) if value.is_Integer else None
 
 
-def _source_of(
-    symbol: sympy.Symbol, inputs: Sequence[fx.Node]
-) -> Callable[[Sequence[Any]], int] | None:
-    """Return what reads the value of a symbol from the arguments of a call, if they have it."""
-    for read in (_itself, _sizes, _local_sizes):
-        for place, node in enumerate(inputs):
-            for index, size in enumerate(read(node.meta.get("example_value"))):
-                if isinstance(size, SymInt) and size_expression(size) == symbol:
-                    return partial(_read, read, place, index)
-    return None
-
-
-def _read(read: Callable[[Any], Sequence[Any]], place: int, index: int, args: Sequence[Any]) -> int:
-    return int(read(args[place])[index])
-
-
-def _itself(value: Any) -> Sequence[Any]:
-    return (value,)
-
-
-def _sizes(value: Any) -> Sequence[Any]:
-    return value.shape if isinstance(value, Tensor) else ()
-
-
-def _local_sizes(value: Any) -> Sequence[Any]:
-    return value.to_local().shape if isinstance(value, DTensor) else ()
-
-
-@dataclass(slots=True)
-class _GraphCall:
-    """A call of a compiled graph, the groups in which tables were noted in it, and its draws."""
-
-    groups: list[Agreed] = field(default_factory=list)
-    draws: list[_Draw] = field(default_factory=list)
-
-    def say_draws(self) -> None:
-        """Say what was drawn, in the order of the program: a rank's own graph may have another."""
-        for draw in sorted(self.draws, key=lambda draw: draw.number):
-            group = agreed_of(draw.group_name)
-            if group is not None:
-                kind = f"draw {draw.number} at {draw.site}"
-                group.note_replicated(draw.drawn, kind, draw.site)
-                if group not in self.groups:
-                    self.groups.append(group)
-
-
-@dataclass(frozen=True, slots=True)
-class _Draw:
-    """What a compiled graph has drawn, see `note_draw`."""
-
-    drawn: Tensor
-    number: int
-    site: str
-    group_name: str
-
-
-class _Running(threading.local):
-    """The call that this thread is in; None in eager, and in a backward."""
-
-    call: _GraphCall | None = None
-
-
-_running = _Running()
+def _sizes_in(value: Any) -> Sequence[Any]:
+    """Return the numbers that an argument tells: itself, or its sizes and those of its part."""
+    if isinstance(value, DTensor):
+        return (*value.shape, *value.to_local().shape)
+    return value.shape if isinstance(value, Tensor) else (value,)
 
 
 @torch.library.custom_op("cp_inductor::note_tables", mutates_args=("token",))
@@ -268,15 +216,11 @@ def note_tables(
         has_seed: the last table is the seed of a dropout.
         group_name: of the ranks.
     """
-    call = _running.call
-    if call is None or (token.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
-    group = agreed_of(group_name)
-    if group is None:
-        return
-    group.note(tables, kind, site, has_seed=has_seed)
-    if group not in call.groups:
-        call.groups.append(group)
+    is_captured = token.is_cuda and torch.cuda.is_current_stream_capturing()
+    group = agreed_of(group_name) if running.call.is_compared and not is_captured else None
+    if group is not None:
+        group.note_tables(tables, kind, site, has_seed=has_seed)
+        running.call.groups[group] = None
 
 
 @note_tables.register_fake
@@ -295,10 +239,10 @@ def note_draw(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
         group_name: of the ranks.
     """
     noted = drawn.clone()
-    call = _running.call
+    is_captured = drawn.is_cuda and torch.cuda.is_current_stream_capturing()
     # In a backward it is computed again, and was compared.
-    if call is not None and not (drawn.is_cuda and torch.cuda.is_current_stream_capturing()):
-        call.draws.append(_Draw(beginning_of(noted).clone(), number, site, group_name))
+    if running.call.is_compared and not is_captured:
+        running.call.draws.append((number, beginning_of(noted).clone(), site, group_name))
     return noted
 
 

@@ -8,9 +8,9 @@ compared with event n of every other rank: attentions, batches that it cuts into
 it has read. The ranks communicate through the store, not by a collective: ranks that disagree must
 not start an exchange.
 
-    come(entry, is_new=True)      wait until all others have come to as many events; compare fields
-    come(entry, is_early=True)    the same with the next rank of the group: the ranks form a ring
-    come(entry)                   go on; a thread compares with the next rank
+    come(entries, log.others)     wait until all others have come to as many events; compare fields
+    come(entries, log.next)       the same with the next rank of the group: the ranks form a ring
+    come(entries, ())             go on; the thread that asks the store compares with the next rank
     refuse(reason)                an event, too: whoever comes to another one there gives up
 
 A rank that sees a difference, or waits in vain, leaves the cause in a key of its own. The first
@@ -27,30 +27,29 @@ Assumes: ranks that run the same program come to the same events in the same ord
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
-from torch.distributed import DistError, PrefixStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from cp_inductor.errors import CPError, ProcessGroupError, RanksDisagree
-from cp_inductor.trust.bounded_store import LOOK_EVERY_S, Answer, BoundedStore, within
-from cp_inductor.trust.cause import Cause, cause_of_absence, cause_of_difference
-from cp_inductor.trust.comparing import Comparing
+from cp_inductor.trust.asking import LOOK_EVERY_S, Asking
+from cp_inductor.trust.cause import REMEDY, WHY_ABSENT, Cause, name_difference
 from cp_inductor.trust.processes import Fate, describe_process
 from cp_inductor.trust.record import (
     ATTENTIONS,
+    REFUSAL,
     Entry,
     Record,
     fate_of,
     name_ranks,
     new_trails,
-    refusal,
 )
 
 # A rank that waits looks at growing intervals: others may be about to come, or compile for minutes.
@@ -66,8 +65,18 @@ REPORT_AFTER_S, REPORT_GROWTH = 10.0, 3
 # with the rank that holds it.
 PATIENCE_S = 10.0
 
-# For how long a rank asks what has become of the others, which may wait for each other.
-LOOK_S = 1.0
+# For how long a rank asks what has become of the others, which may wait for each other; and for how
+# long if it knows that one of them has ended.
+LOOK_S, LOOK_ONCE_KNOWN_S = 1.0, 0.1
+
+
+def rounds() -> Iterator[float]:
+    """Yield for how long this rank has waited, at growing intervals."""
+    started, delay = time.monotonic(), SHORTEST_WAIT_S
+    while True:
+        yield time.monotonic() - started
+        time.sleep(delay)
+        delay = min(2 * delay, LONGEST_WAIT_S)
 
 
 class Log:
@@ -78,30 +87,25 @@ class Log:
         rank: this process's position in the group.
         ranks: the global ranks of the group, by position.
         timeout_s: of the group.
-        host: that this rank runs on; "" for the one that it sees.
     """
 
-    def __init__(
-        self,
-        store: BoundedStore,
-        rank: int,
-        ranks: Sequence[int],
-        timeout_s: float,
-        host: str = "",
-    ) -> None:
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
         self.rank, self.ranks, self.timeout_s = rank, tuple(ranks), timeout_s
         self.others = [at for at in range(len(ranks)) if at != rank]
         self.next = [(rank + 1) % len(ranks)]
-        self.root, self.store = store, PrefixStore("cp_inductor", store.store)
-        self.record = Record(describe_process(), host or socket.gethostname())
+        self.root, self.store = store, PrefixStore("cp_inductor", store)
+        self.record = Record(describe_process())
         self.records: dict[int, Record] = {}  # of others, as they were read last
-        self.lock, self.exchanging = threading.Lock(), threading.Lock()
+        self.last: dict[Any, Entry] = {}  # what was agreed last in this epoch, by kinds
+        self.lock = threading.Lock()
         self.is_told, self.written, self.incarnation = False, "", -1
         self.causes: dict[int, Cause] = {}  # by epoch
         self.has_refused = False  # and it is not known what the others have made of it
         self.look_every_s = max(LOOK_EVERY_S, INTERVAL_PER_RANK_S * len(ranks))
-        self.comparing: Comparing | None = None
         self.reported, self.report_after_s = 0.0, REPORT_AFTER_S
+        interval_s = max(INTERVAL_S, INTERVAL_PER_RANK_S * len(ranks))
+        self.asking = Asking(self, timeout_s, interval_s)
+        self.ask = self.asking.ask
         with suppress(DistError):  # the next caller that needs the store says where
             self.ask(self.exchange)
 
@@ -115,26 +119,24 @@ class Log:
     def come(
         self,
         entries: Sequence[Entry],
+        waiting: Sequence[int],
         name: str = ATTENTIONS,
         *,
-        is_new: bool,
-        is_early: bool = False,
-        for_all: bool = False,
+        is_new: bool = True,
         is_whole: bool = False,
     ) -> list[Entry]:
         """Come to events, the first of them now.
 
         Args:
             entries: the events.
+            waiting: positions of the ranks to wait for.
             name: of the trail.
-            is_new: wait for all ranks. What is not new is sure to be run: if a rank has ended, an
-                exchange will fail, and that error will say why.
-            is_early: wait for the next rank of the group.
-            for_all: wait for all ranks, although it is not new.
+            is_new: what is not new is sure to be run: if a rank has ended, an exchange will fail,
+                and that error will say why.
             is_whole: wait until the others have come to all events, not only to the first.
 
         Returns:
-            What the others have come to, if all were waited for.
+            What the others have come to that were waited for.
 
         Raises:
             RanksDisagree: other ranks have come to something else, or do not come.
@@ -147,18 +149,14 @@ class Log:
         trail = self.record.trails[name]
         first = trail.count + 1
         self.add(name, entries)
-        if self.comparing is None:
-            interval_s = max(INTERVAL_S, INTERVAL_PER_RANK_S * len(self.ranks))
-            self.comparing = Comparing(self.compare_beside, self.end, interval_s)
-        if not (is_new or is_early or for_all):
+        if not waiting:
             trail.run_on()
             return []
         try:
             needed = trail.count if is_whole else first
-            positions = self.others if is_new or for_all else self.next
             with self.waiting(site, is_settling=True):
-                records = self._settle(name, needed, site, positions, is_new=is_new)
-        except (RanksDisagree, ProcessGroupError):
+                records = self._settle(name, needed, site, waiting, is_new=is_new)
+        except CPError:
             raise
         except BaseException:  # interrupted by hand: it will come again
             with self.lock:
@@ -178,7 +176,7 @@ class Log:
     def refuse(self, reason: str) -> None:
         """Let the others know that this rank refuses what may be their next attention."""
         self.rejoin("a refusal")
-        self.add(ATTENTIONS, [refusal(reason)])
+        self.add(ATTENTIONS, [Entry(reason, {"what": REFUSAL}, kind=REFUSAL)])
         self.has_refused = True
         with suppress(DistError, RuntimeError):  # the refusal is raised in any case
             self.ask(self.exchange)
@@ -217,14 +215,13 @@ class Log:
             Their records, by position. If it is not new, and a process has ended or the store does
             not answer, nothing is compared: the exchange fails with an error that says so.
         """
-        started, delay = time.monotonic(), SHORTEST_WAIT_S
-        deadline, look_at = started + self.timeout_s, started + self.look_every_s
-        epoch, is_hopeless = self.record.epoch, None if is_new else self._is_one_gone
-        records = dict[int, Record]()
+        epoch, limit_s, look_at_s = self.record.epoch, self.timeout_s, self.look_every_s
+        ask = self.ask if is_new else partial(self.ask, is_hopeless=self.gone)
+        records, missing = dict[int, Record](), list[int]()
         difference: tuple[str, int] | None = None
-        while True:
+        for waited_s in rounds():
             try:
-                records |= self.ask(partial(self.exchange, waiting), is_hopeless)
+                records |= ask(partial(self.exchange, waiting))
             except DistError as error:
                 if is_new:
                     raise self._store_error(site, error) from error
@@ -235,28 +232,23 @@ class Log:
                 difference = self._difference(records.values())
                 if difference is not None:  # the error names what all have
                     (name, needed), waiting = difference, self.others
-                    deadline = min(deadline, time.monotonic() + PATIENCE_S)
+                    limit_s = min(limit_s, waited_s + PATIENCE_S)
             waiting = [at for at in waiting if self._count(name, records.get(at)) < needed]
             missing = [at for at in waiting if at in records and records[at].is_over]
-            if not missing and time.monotonic() > look_at:
+            if not missing and waited_s > look_at_s:
                 gone = self.look()
                 if gone and not is_new and difference is None:
                     return records
                 missing = [at for at in waiting if self.ranks[at] in gone]
-                look_at = time.monotonic() + self.look_every_s
-            if missing or not waiting or time.monotonic() > deadline:
+                look_at_s = waited_s + self.look_every_s
+            if missing or not waiting or waited_s > limit_s:
                 break
-            time.sleep(delay)
-            delay = min(2 * delay, LONGEST_WAIT_S)
-        if difference is None and not waiting:
-            return records
         if difference is not None:
-            cause = self._cause_of(*difference, records)
+            cause = self._cause_of_difference(*difference, records)
+        elif waiting:
+            cause = self._cause_of_absence(missing or waiting, site)
         else:
-            missing = missing or waiting
-            cause = cause_of_absence(
-                missing, self._what_became_of(missing), site, self.rank, self.ranks, self.timeout_s
-            )
+            return records
         try:
             self.ask(partial(self._decide, cause, epoch))
         except DistError as error:
@@ -279,11 +271,31 @@ class Log:
                     return name, min(differing)
         return None
 
-    def _cause_of(self, name: str, number: int, records: Mapping[int, Record]) -> Cause:
+    def _cause_of_difference(self, name: str, number: int, records: Mapping[int, Record]) -> Cause:
         """Return the cause that an event differs."""
-        here = {at: record for at, record in records.items() if record.epoch == self.record.epoch}
-        return cause_of_difference(
-            name, number, {**here, self.rank: self.record}, self.rank, self.ranks
+        here = {**records, self.rank: self.record}
+        here = {at: here[at] for at in sorted(here) if here[at].epoch == self.record.epoch}
+        entries = {at: record.trails[name].entry_at(number) for at, record in here.items()}
+        known = {self.ranks[at]: entry for at, entry in entries.items() if entry is not None}
+        own = entries[self.rank] or Entry(f"event {number}", {})
+        got, remedy = name_difference(known)
+        return Cause(
+            self.ranks[self.rank],
+            own.site,
+            f"{name_ranks(self.ranks)} to run the same",
+            got or f"{name} that differ from number {number} on",
+            remedy or own.remedy or REMEDY,
+            [at for at, record in here.items() if record.is_waiting],
+            is_shared=True,
+        )
+
+    def _cause_of_absence(self, missing: Sequence[int], site: str) -> Cause:
+        """Return the cause that ranks at some positions do not come."""
+        who = name_ranks([self.ranks[at] for at in missing])
+        expected = f"{name_ranks(self.ranks)} to arrive within {self.timeout_s:g} s"
+        got = f"nothing from {who}{self._what_became_of(missing)}"
+        return Cause(
+            self.ranks[self.rank], site, expected, got, f"see the log of {who}: {WHY_ABSENT}"
         )
 
     def give_up(self, site: str) -> RanksDisagree:
@@ -304,32 +316,33 @@ class Log:
         """Forget all events, as every rank does that raises, and wait until the others do."""
         with self.lock:
             self.record.epoch, self.record.trails = self.record.epoch + 1, new_trails()
+            self.last = {}
             self.is_told = False
-        deadline, delay = time.monotonic() + PATIENCE_S, SHORTEST_WAIT_S
         waiting = [at for at in cause.seen_by if at != self.rank and self.record.is_waiting]
         with suppress(DistError, RuntimeError):
-            while True:
+            for waited_s in rounds():
                 records = self.ask(partial(self.exchange, waiting))
                 waiting = [
                     at
                     for at in waiting
                     if at not in records or records[at].epoch < self.record.epoch
                 ]
-                if not waiting or time.monotonic() > deadline:
+                if not waiting or waited_s > PATIENCE_S:
                     return
-                time.sleep(delay)
-                delay = min(2 * delay, LONGEST_WAIT_S)
 
     def find_cause(self) -> Cause | None:
         """Return why ranks are known to have gone different ways, after an exchange has failed."""
         if self.cause is None:
             with suppress(DistError, RuntimeError):
-                self.ask(self.compare, self._is_one_gone)
+                self.ask(self.compare, is_hopeless=self.gone)
         return self.cause
 
     def _store_error(self, site: str, error: Exception) -> ProcessGroupError:
         """Return the error that says where the store was needed."""
-        address = f", {self.root.address}," if self.root.address else ""
+        store: Any = self.root
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        address = f", {store.host}:{store.port}," if isinstance(store, TCPStore) else ""
         return ProcessGroupError(
             site=site,
             expected=f"the store of the process group{address} to answer",
@@ -339,32 +352,22 @@ class Log:
             " checkpoint",
         )
 
-    # --- The store ---------------------------------------------------------------------------
-
-    def ask(
-        self, call: Callable[[], Answer], is_hopeless: Callable[[], bool] | None = None
-    ) -> Answer:
-        """Call what asks the store, and return its result; see `BoundedStore.answered`."""
-        return self.root.answered(call, is_hopeless)
-
-    def _is_one_gone(self) -> bool:
-        return bool(self.look())
+    # --- The store, which only the thread asks -----------------------------------------------
 
     def exchange(self, positions: Sequence[int] = ()) -> dict[int, Record]:
         """Tell the others where this rank is; return the records of some, by position."""
-        with self.exchanging:  # otherwise an older record might be written last
-            if self.incarnation < 0:
-                # A store may outlive a group and serve another group of the same name. All ranks
-                # of the first group have joined before any rank of the second does.
-                self.incarnation = (self.store.add("joined", 1) - 1) // len(self.ranks)
-                self.store = PrefixStore(str(self.incarnation), self.store)
-            with self.lock:
-                epoch, text, self.is_told = self.record.epoch, self.record.format(), True
-            if text != self.written:
-                self.store.set(str(self.rank), text)
-                self.written = text
-            self._read_cause(epoch)
-            return self.read(positions)
+        if self.incarnation < 0:
+            # A store may outlive a group and serve another group of the same name. All ranks
+            # of the first group have joined before any rank of the second does.
+            self.incarnation = (self.store.add("joined", 1) - 1) // len(self.ranks)
+            self.store = PrefixStore(str(self.incarnation), self.store)
+        with self.lock:
+            epoch, text, self.is_told = self.record.epoch, self.record.format(), True
+        if text != self.written:
+            self.store.set(str(self.rank), text)
+            self.written = text
+        self._read_cause(epoch)
+        return self.read(positions)
 
     def read(self, positions: Sequence[int]) -> dict[int, Record]:
         """Return the records of some ranks, by position, but of those that have told nothing."""
@@ -373,7 +376,7 @@ class Log:
             keys = {at: key for at, key in keys.items() if self.store.check([key])}
         texts = self.store.multi_get(list(keys.values())) if keys else []
         records = {at: Record.parse(text) for at, text in zip(keys, texts, strict=True)}
-        self.records |= records
+        self.records = {**self.records, **records}
         return records
 
     def _read_cause(self, epoch: int) -> None:
@@ -393,7 +396,7 @@ class Log:
             return  # who waits judges
         difference = self._difference(records.values())
         if difference is not None:
-            self._decide(self._cause_of(*difference, self.read(self.others)), epoch)
+            self._decide(self._cause_of_difference(*difference, self.read(self.others)), epoch)
 
     # --- The other ranks ---------------------------------------------------------------------
 
@@ -401,21 +404,16 @@ class Log:
         """Say what has become of the others, by global rank, as far as it is known by now."""
         return {self.ranks[at]: fate_of(self.records.get(at)) for at in self.others}
 
+    def gone(self) -> dict[int, str]:
+        """Return what has become of others that are known not to run as usual, by global rank."""
+        return {rank: fate.text for rank, fate in self.fates().items() if fate.is_known}
+
     def look(self) -> dict[int, str]:
-        """Return what has become of other ranks that do not run as usual, by global rank."""
-        gone: dict[int, str] = {}
-
-        def note() -> None:
-            gone.update({rank: fate.text for rank, fate in self.fates().items() if fate.is_known})
-
-        def ask() -> None:
-            note()
-            self.read(self.others)
-            note()
-
-        # The store may be that of a process that is stopped, and never answer.
-        within(ask, LOOK_S, lambda: bool(gone))
-        return dict(gone)
+        """Return the same of what all others tell now, if the store answers soon."""
+        limit_s = LOOK_ONCE_KNOWN_S if self.gone() else LOOK_S
+        with suppress(DistError, RuntimeError):
+            self.ask(partial(self.read, self.others), limit_s)
+        return self.gone()
 
     def where(self) -> dict[int, str]:
         """Return where other ranks are, or were last, and what became of them, by global rank."""
@@ -444,26 +442,23 @@ class Log:
             self.reported, self.report_after_s = record.since, REPORT_AFTER_S
         elif time.time() - self.reported > self.report_after_s:
             self.report_after_s *= REPORT_GROWTH
-            text = self._report()
-            if text:
-                print(text, file=sys.stderr, flush=True)
+            self._report()
 
     def end(self) -> None:
         """Tell the others that this rank's program is over."""
         self.record.is_over = True
         self.exchange()
 
-    def _report(self) -> str:
-        """Say where all ranks are, if this one waits for another; else ""."""
+    def _report(self) -> None:
+        """Print where all ranks are, if this one waits for another."""
         records, own = self.read(self.others), self.record
         count = own.trails[ATTENTIONS].count
         is_waiting = any(
             other.trails[ATTENTIONS].count < count or not other.inside for other in records.values()
         )
-        if not is_waiting or not own.inside:
-            return ""
-        told = self.where() | {self.ranks[self.rank]: own.describe()}
-        nothing = "has come to no attention yet"
-        lines = [f"  rank {rank}: {told.get(rank, nothing)}" for rank in self.ranks]
-        title = f"cp_inductor: rank {self.ranks[self.rank]} waits for others of its group"
-        return "\n".join([title, *lines])
+        if is_waiting and own.inside:
+            told = self.where() | {self.ranks[self.rank]: own.describe()}
+            nothing = "has come to no attention yet"
+            lines = [f"  rank {rank}: {told.get(rank, nothing)}" for rank in self.ranks]
+            title = f"cp_inductor: rank {self.ranks[self.rank]} waits for others of its group"
+            print("\n".join([title, *lines]), file=sys.stderr, flush=True)

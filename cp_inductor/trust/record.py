@@ -23,8 +23,10 @@ from cp_inductor.trust.processes import Fate, look_at
 # further ahead of another.
 MOST_TOLD, MOST_IN_FULL = 512, 16
 
-# So many bytes of a digest are compared, written in hexadecimal digits.
-DIGEST_BYTES, NUM_DIGITS = 4, 8
+# So many bytes of a digest are compared.
+DIGEST_BYTES = 4
+
+REFUSAL = "a refusal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,40 +56,39 @@ class Entry:
         """Whether any field that both have is unequal."""
         return any(other.fields.get(name, value) != value for name, value in self.fields.items())
 
+    @property
+    def causes(self) -> dict[str, str]:
+        """The fields that do not follow from others."""
+        return {n: text for n, text in self.fields.items() if n not in self.consequences}
 
-def refusal(reason: str) -> Entry:
-    """Return the event that a rank refuses what may be its next attention."""
-    return Entry(reason, {"what": "a refusal"}, kind="refused")
-
-
-def is_refusal(entry: Entry) -> bool:
-    """Whether an event is a refusal, whose reason is its site."""
-    return entry.fields.get("what") == "a refusal"
+    @property
+    def is_refusal(self) -> bool:
+        """Whether its site is why a rank refuses what may be its next attention."""
+        return self.fields.get("what") == REFUSAL
 
 
 class Trail:
     """The events of one sort that a rank has come to, counted from 1."""
 
     def __init__(self) -> None:
-        self.count, self.digest, self.digests = 0, b"", ""
+        self.count = 0
+        self.digests: deque[str] = deque(maxlen=MOST_TOLD)
         self.entries: deque[Entry] = deque(maxlen=MOST_TOLD)
         # Events up to the settlement before last are not told in full.
         self.settled = self.num_dropped = 0
 
     def add(self, entry: Entry) -> None:
         """Add an event."""
-        text = self.digest + entry.kind.encode()
-        self.digest = hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
-        self.digests = (self.digests + self.digest.hex())[-MOST_TOLD * NUM_DIGITS :]
-        self.count += 1
+        text = (self.digests[-1] if self.digests else "") + entry.kind
+        self.digests.append(hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest())
         self.entries.append(entry)
+        self.count += 1
 
     def take_back(self, count: int) -> None:
         """Take back the last events, as if this rank had not come to them."""
+        self.count -= count
         for _ in range(count):
-            self.entries.pop()
-        self.count, self.digests = self.count - count, self.digests[: -count * NUM_DIGITS]
-        self.digest = bytes.fromhex(self.digests[-NUM_DIGITS:])
+            self.entries.pop(), self.digests.pop()
 
     def settle(self) -> None:
         """Note that all events were compared: others may still have to compare the last few."""
@@ -105,14 +106,15 @@ class Trail:
         for entry in entries:
             text = (tuple(entry.fields.items()), entry.consequences, tuple(entry.begins.items()))
             events.append((entry.site, texts.setdefault(text, len(texts))))
-        told = {"count": self.count, "digests": self.digests}
+        told = {"count": self.count, "digests": list(self.digests)}
         return {**told, "events": events, "texts": list(texts)}
 
     @staticmethod
     def parse(told: Mapping[str, Any]) -> Trail:
         """Return the trail of another rank."""
         trail = Trail()
-        trail.count, trail.digests = told["count"], told["digests"]
+        trail.count = told["count"]
+        trail.digests.extend(told["digests"])
         for site, number in told["events"]:
             fields, names, begins = told["texts"][number]
             trail.entries.append(Entry(site, dict(fields), tuple(names), begins=dict(begins)))
@@ -122,12 +124,6 @@ class Trail:
         """Return an event; None if it is not there, or was not told in full."""
         at = number - self.count - 1
         return self.entries[at] if -len(self.entries) <= at < 0 else None
-
-    def digest_at(self, number: int) -> str | None:
-        """Return the digest after an event; None if it is not told."""
-        at = NUM_DIGITS * (number - self.count - 1)
-        told = self.digests[at : at + NUM_DIGITS or None]
-        return told if -len(self.digests) <= at < 0 else None
 
     def first_difference(self, other: Trail) -> int | None:
         """Return the first event in which two trails differ."""
@@ -144,8 +140,9 @@ class Trail:
         return None
 
     def _goes_apart(self, other: Trail, number: int) -> bool:
-        digests = self.digest_at(number), other.digest_at(number)
-        return None not in digests and digests[0] != digests[1]
+        at, to = number - self.count - 1, number - other.count - 1
+        is_told = -len(self.digests) <= at < 0 and -len(other.digests) <= to < 0
+        return is_told and self.digests[at] != other.digests[to]
 
 
 # Batches first: attentions follow from them.
@@ -163,7 +160,6 @@ class Record:
 
     Attributes:
         process: which process it is; see `processes`.
-        host: on which host.
         epoch: how often its group has begun anew, after an error that all ranks have raised.
         failed: which exchange has failed; "" if none has.
         inside: the attention or graph that it is in; "" if in none.
@@ -174,7 +170,6 @@ class Record:
     """
 
     process: str
-    host: str
     epoch: int = 0
     failed: str = ""
     inside: str = ""

@@ -21,12 +21,14 @@ import json
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import DistError
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -34,7 +36,8 @@ from cp_inductor import config
 from cp_inductor.errors import SequenceWarning
 from cp_inductor.kept import on_reset
 from cp_inductor.torch_private.groups import group_of
-from cp_inductor.trust.notes import swap_notes
+from cp_inductor.trust.agreement import agreed_of
+from cp_inductor.trust.log import rounds
 
 # How many numbers of a parameter, and of its gradient, are compared beside their norms.
 NUM_SAMPLES = 8
@@ -75,7 +78,7 @@ class _GradientWatch:
             return
         told = None
         if self.text or self._sample(optimizer):
-            told = swap_notes(self.group_name, "gradients", self.text, PATIENCE_S)
+            told = self._swap()
         own, compared = json.loads(self.text or "[]"), self.compared
         self.num_tries += 1
         if told is not None or self.num_tries == MOST_TRIES:
@@ -83,6 +86,25 @@ class _GradientWatch:
         apart = {number for text in told or () for number in _apart(own, json.loads(text))}
         if apart and dist.get_rank(group_of(self.group_name)) == 0:  # for all ranks
             _warn([compared[number] for number in sorted(apart)])
+
+    def _swap(self) -> list[str] | None:
+        """Leave the text for the other ranks, and return theirs; None if some have left none."""
+        log, texts = agreed_of(self.group_name), list[str]()
+        if log is None:
+            return texts
+        keys = [f"gradients/{at}" for at in log.others]
+
+        def read() -> list[str]:
+            told = log.store.multi_get(keys) if log.store.check(keys) else []
+            return [text.decode() for text in told]
+
+        with suppress(DistError):
+            log.ask(lambda: log.store.set(f"gradients/{log.rank}", self.text), PATIENCE_S)
+            for waited_s in rounds():
+                texts = log.ask(read, PATIENCE_S)
+                if texts or waited_s > PATIENCE_S:
+                    break
+        return texts or None
 
     def _sample(self, optimizer: Optimizer) -> bool:
         """Note numbers of an optimizer's parameters, and of their gradients, if it has any."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchRuntimeError
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor import (
@@ -61,89 +62,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, **how)
 
 
-def sharded(mesh: DeviceMesh, batch: int = 2, dim: int = 2) -> Tensor:
-    return distribute_tensor(torch.zeros(batch, 4, 32, 8), mesh, [Shard(dim)])
-
-
-def compiled(function: Callable[..., Any], backend: str = "cp_aot_eager", **options: Any) -> Any:
-    return torch.compile(
-        function, backend=backend, fullgraph=True, dynamic=False, options=options or None
-    )
-
-
-@pytest.mark.parametrize("is_dynamic", [False, True])
-@pytest.mark.parametrize("fill", [fill_by_method, fill_by_index])
-def test_a_cache_that_is_allocated_ahead(
-    mesh: DeviceMesh, fill: Callable[..., Tensor], is_dynamic: bool
-) -> None:
-    states = distribute_tensor(torch.zeros(1, 32, 8), mesh, [Shard(1)])
-    if is_dynamic:
-        torch._dynamo.mark_dynamic(states, 1)
-    with (
-        implicit_replication(),
-        pytest.raises(UnsupportedPlacement, match=r"plain tensor of shape \(1, 64, 8\)") as raised,
-    ):
-        compiled(fill)(torch.zeros(1, 64, 8), states)
-    assert "test_failed_trace.py:" in raised.value.site
-    assert "DynamicCache" in raised.value.remedy
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_positions_that_the_model_makes(mesh: DeviceMesh, backend: str) -> None:
-    model = distribute_module(WithPositions(), mesh)
-    ids = distribute_tensor(torch.zeros(1, 32, dtype=torch.int64), mesh, [Shard(1)])
-    with pytest.raises(UnsupportedPlacement) as raised:
-        compiled(model, backend)(ids)
-    error = raised.value
-    assert error.site.startswith("embedding (test_failed_trace.py:")
-    assert "DTensors and arange of shape (32,)" in error.got
-    assert "implicit_replication()" in error.remedy
-    assert error.__cause__ is None  # no pages of torch's frames
-    assert isinstance(error, TorchRuntimeError)  # whoever catches torch's error still does
-    with implicit_replication():
-        assert compiled(model)(ids).placements == (Shard(2),)
-
-
-def test_plain_ids_of_a_distributed_model(mesh: DeviceMesh) -> None:
-    ids = torch.zeros(1, 32, dtype=torch.int64)
-    model = distribute_module(WithPositions(), mesh)
-    with pytest.raises(UnsupportedPlacement) as raised:
-        compiled(model)(ids)
-    error = raised.value
-    assert error.site.startswith("embedding (test_failed_trace.py:")
-    assert error.got == "a plain tensor of shape (1, 32)"
-    assert error.remedy.startswith("pass distribute_tensor(ids, mesh, [Shard(1)]), within")
-    with implicit_replication():  # whole on every rank
-        assert model(ids).shape == (1, 4, 32, 8)
-
-
-def test_parts_of_positions_and_masks(mesh: DeviceMesh) -> None:
-    x = sharded(mesh)
-    length, count = x.to_local().shape[2], x.shape[2]  # type: ignore[attr-defined]
-    mask = torch.ones(length, count, dtype=torch.bool)
-    part = distribute_tensor(torch.zeros(2, 4, length, 8), mesh, [Shard(2)])
-    for call, other in (
-        (torch.add, torch.zeros(length, 8)),
-        (torch.add, part),
-        (attend_masked, mask),
-        (attend_masked, mask[:1, :length]),
-    ):
-        torch._dynamo.reset()
-        words = (
-            rf"positions, masks and the like of all {count} tokens, .* this rank has {length}, got"
-        )
-        with pytest.raises(UnsupportedPlacement, match=words), implicit_replication():
-            compiled(call)(x, other)
-
-
 def attend_masked(query: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
-
-
-def test_plain_weights_beside_shards(mesh: DeviceMesh) -> None:
-    with pytest.raises(UnsupportedPlacement) as raised:
-        compiled(nn.Linear(8, 8))(sharded(mesh))
-    assert raised.value.remedy.startswith("call cp_inductor.parallelize(model, mesh) first")
 
 
 def chosen_by_mask(x: Tensor) -> Tensor:
@@ -166,16 +86,112 @@ def dispatched(x: Tensor) -> Tensor:
     return out.view_as(x)
 
 
-@pytest.mark.parametrize("choose", [chosen_by_mask, chosen_and_written, dispatched])
-def test_sizes_that_data_decides(mesh: DeviceMesh, choose: Callable[[Tensor], Tensor]) -> None:
-    x = distribute_tensor(torch.zeros(2, 32, 8), mesh, [Shard(1)])
-    with (
-        implicit_replication(),
-        pytest.raises(UnsupportedPlacement, match="a size that depends on data") as raised,
-    ):
-        compiled(lambda x: choose(x + 1).sin())(x)
-    assert "test_failed_trace.py:" in raised.value.site
-    assert "torch.where" in raised.value.remedy
+def branch(query: Tensor) -> Tensor:
+    return attend(query, query, query, is_causal=True)
+
+
+def in_region(mesh: DeviceMesh, function: Callable[..., Any], *given: Any, **how: Any) -> Any:
+    with context_parallel(mesh):
+        return function(*given, **how)
+
+
+def sharded(mesh: DeviceMesh, *shape: int, dim: int = 2, dtype: Any = None) -> DTensor:
+    return distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, [Shard(dim)])
+
+
+def compiled(function: Callable[..., Any], backend: str = "cp_aot_eager", **options: Any) -> Any:
+    return torch.compile(
+        function, backend=backend, fullgraph=True, dynamic=False, options=options or None
+    )
+
+
+def positioned(mesh: DeviceMesh, backend: str = "cp_aot_eager") -> Any:
+    return compiled(distribute_module(WithPositions(), mesh), backend)
+
+
+def names_of(mesh: DeviceMesh) -> dict[str, Any]:
+    """Return the names that rows use."""
+    states = sharded(mesh, 2, 32, 8, dim=1)
+    long = sharded(mesh, 2, 32, 8, dim=1)
+    torch._dynamo.mark_dynamic(long, 1)
+    add = torch.compile(torch.add, backend="cp_aot_eager", fullgraph=True, dynamic=True)
+    x, one = sharded(mesh, 2, 4, 32, 8), sharded(mesh, 1, 4, 32, 8)
+    return {
+        **{"mesh": mesh, "x": x, "one": one, "local": x.to_local(), "states": states},
+        **{"long": long, "add": add, "ids": sharded(mesh, 1, 32, dim=1, dtype=torch.int64)},
+        **{"masked": {"attn_mask": torch.ones(32, 32), "is_causal": True}},
+        **{"allowed": {"attn_mask": torch.ones(32, 32) > 0, "is_causal": True}},
+    }
+
+
+# A call; behind -> the class of the error and parts of its text. Those that begin with "in: " are
+# made in implicit_replication.
+REFUSALS = """
+positioned(mesh)(ids) -> UnsupportedPlacement: embedding (test_failed_trace.py: | DTensors and \
+arange of shape (32,) | implicit_replication()
+positioned(mesh, "cp_inductor")(ids) -> UnsupportedPlacement: arange of shape (32,)
+positioned(mesh)(ids.full_tensor()) -> UnsupportedPlacement: embedding (test_failed_trace.py: | \
+got a plain tensor of shape (1, 32); pass distribute_tensor(ids, mesh, [Shard(1)]), within
+compiled(nn.Linear(8, 8))(x) -> UnsupportedPlacement: ; call cp_inductor.parallelize(model, mesh) f
+add(torch.zeros(2, 4, 32, 8), x) -> UnsupportedPlacement: implicit_replication
+compiled(attend)(x, one, one) -> UnsupportedAttention: got 2 and 1; expand the smaller batch
+in_region(mesh, attend, local, local[:1], local[:1]) -> UnsupportedAttention: got 2 and 1; expand t
+compiled(attend)(x, x, x, **masked) -> UnsupportedAttention: got is_causal=True and an \
+attn_mask of shape (32, 32); include causality
+compiled(attend)(x, x, x, **allowed) -> UnsupportedAttention: got is_causal=True and an attn_mask
+compiled(attend, mesh=mesh)(local, local, local, **masked) -> UnsupportedAttention: got is_causal=Tr
+compiled(attend, mesh=mesh)(local, local, local, **allowed) -> UnsupportedAttention: got is_causal=T
+attend(x, x, x, **masked) -> UnsupportedAttention: got is_causal=True and an attn_mask
+attend(x, x, x, **allowed) -> UnsupportedAttention: got is_causal=True and an attn_mask
+in_region(mesh, attend, local, local, local, **masked) -> UnsupportedAttention: got is_causal=True
+in_region(mesh, attend, local, local, local, **allowed) -> UnsupportedAttention: got is_causal=True
+in_region(mesh, torch.cond, torch.tensor(True), branch, torch.clone, (local,)) -> \
+UnsupportedAttention: torch.cond | compile the function that calls
+compiled(attend, mesh=mesh, seq_len=[32])(local, local, local) -> CPError: seq_len to be an \
+integer | got [32]
+in: compiled(fill_by_method)(torch.zeros(2, 64, 8), states) -> UnsupportedPlacement: plain tensor \
+of shape (2, 64, 8) | test_failed_trace.py: | DynamicCache
+in: compiled(fill_by_method)(torch.zeros(2, 64, 8), long) -> UnsupportedPlacement: DynamicCache
+in: compiled(fill_by_index)(torch.zeros(2, 64, 8), states) -> UnsupportedPlacement: DynamicCache
+in: compiled(fill_by_index)(torch.zeros(2, 64, 8), long) -> UnsupportedPlacement: DynamicCache
+in: compiled(torch.add)(x, torch.zeros(16, 8)) -> UnsupportedPlacement: positions, masks and the \
+like of all 32 tokens, | this rank has 16, got
+in: compiled(torch.add)(x, sharded(mesh, 2, 4, 16, 8)) -> UnsupportedPlacement: this rank has 16, go
+in: compiled(attend_masked)(x, torch.ones(16, 32) > 0) -> UnsupportedPlacement: this rank has 16, go
+in: compiled(attend_masked)(x, torch.ones(1, 16) > 0) -> UnsupportedPlacement: this rank has 16, got
+in: compiled(lambda x: chosen_by_mask(x + 1).sin())(states) -> UnsupportedPlacement: a size that \
+depends on data | test_failed_trace.py: | torch.where
+in: compiled(lambda x: chosen_and_written(x + 1).sin())(states) -> UnsupportedPlacement: a size that
+in: compiled(lambda x: dispatched(x + 1).sin())(states) -> UnsupportedPlacement: a size that depends
+"""
+
+
+@pytest.mark.parametrize("row", REFUSALS.split("\n")[1:-1])
+def test_refusals(mesh: DeviceMesh, row: str) -> None:
+    call, _, said = row.partition(" -> ")
+    name, _, parts = said.partition(": ")
+    within = implicit_replication() if call.startswith("in: ") else nullcontext()
+    names = {**globals(), **names_of(mesh)}
+    with within, pytest.raises(names[name]) as refused:
+        eval(call.removeprefix("in: "), names)
+    assert [part for part in parts.split(" | ") if part not in str(refused.value)] == []
+
+
+def test_what_is_said_of_positions_helps(mesh: DeviceMesh) -> None:
+    names = names_of(mesh)
+    ids, x = names["ids"], names["x"]
+    with pytest.raises(UnsupportedPlacement) as raised:
+        positioned(mesh)(ids)
+    assert raised.value.__cause__ is None  # no pages of torch's frames
+    assert isinstance(raised.value, TorchRuntimeError)  # whoever catches torch's error still does
+    model = distribute_module(WithPositions(), mesh)
+    with implicit_replication():
+        assert positioned(mesh)(ids).placements == (Shard(2),)
+        assert model(ids.full_tensor()).shape == (1, 4, 32, 8)  # whole on every rank
+        assert names["add"](torch.zeros(2, 4, 32, 8), x).placements == x.placements
+    report = explain(model, ids)
+    assert not report.is_fine and str(report).startswith("attentions unknown")
+    assert "0 attentions" not in str(report) and "implicit_replication()" in str(report)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -190,9 +206,7 @@ def test_what_is_printed_is_about_the_program(
             shards = [torch.zeros(1, 4, 64, 32)] * 3
             compiled(mixed, backend, mesh=mesh)(*shards)
         else:
-            model = distribute_module(WithPositions(), mesh)
-            ids = distribute_tensor(torch.zeros(1, 32, dtype=torch.int64), mesh, [Shard(1)])
-            compiled(model, backend)(ids)
+            positioned(mesh, backend)(sharded(mesh, 1, 32, dim=1, dtype=torch.int64))
 
     def printed() -> str:
         with pytest.raises(CPError) as raised:
@@ -210,25 +224,15 @@ def test_a_gradient_that_eager_code_left(mesh: DeviceMesh) -> None:
     """torch says that it expected a SubclassSymbolicContext."""
     model = nn.Linear(8, 8)
     with implicit_replication():
-        model(sharded(mesh)).sum().backward()
+        model(sharded(mesh, 2, 4, 32, 8)).sum().backward()
         with pytest.raises(UnsupportedPlacement) as raised:
-            compiled(model)(sharded(mesh))
+            compiled(model)(sharded(mesh, 2, 4, 32, 8))
         message = str(raised.value)
         assert "got a plain parameter whose gradient is a DTensor" in message
         assert "cp_inductor.parallelize(model, mesh)" in message
         assert "SubclassSymbolicContext" not in message
         model.zero_grad()
-        assert compiled(model)(sharded(mesh)).placements == (Shard(2),)
-
-
-def test_explain_says_so_and_not_that_there_is_no_attention(mesh: DeviceMesh) -> None:
-    model = distribute_module(WithPositions(), mesh)
-    ids = distribute_tensor(torch.zeros(1, 32, dtype=torch.int64), mesh, [Shard(1)])
-    report = explain(model, ids)
-    assert not report.is_fine
-    assert str(report).startswith("attentions unknown")
-    assert "0 attentions" not in str(report)
-    assert "implicit_replication()" in str(report)
+        assert compiled(model)(sharded(mesh, 2, 4, 32, 8)).placements == (Shard(2),)
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
@@ -239,56 +243,9 @@ def test_dropout_without_implicit_replication(mesh: DeviceMesh) -> None:
         return attend(q, q, q, is_causal=True, dropout_p=0.25)
 
     with pytest.raises(UnsupportedAttention, match=r"dropout_p=0\.25 .*implicit_replication"):
-        compiled(model)(sharded(mesh))
+        compiled(model)(sharded(mesh, 2, 4, 32, 8))
     with implicit_replication():
-        assert compiled(model)(sharded(mesh)).placements == (Shard(2),)
-
-
-def test_batches_that_differ(mesh: DeviceMesh) -> None:
-    query, key = sharded(mesh), sharded(mesh, batch=1)
-    with pytest.raises(UnsupportedAttention, match=r"got 2 and 1; expand the smaller batch"):
-        compiled(attend)(query, key, key)
-    local = query.to_local(), key.to_local()  # type: ignore[attr-defined]
-    with (
-        pytest.raises(UnsupportedAttention, match=r"got 2 and 1; expand the smaller batch"),
-        context_parallel(mesh),
-    ):
-        attend(local[0], local[1], local[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
-def test_a_mask_and_is_causal(mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    query, mask = sharded(mesh), torch.ones(32, 32, dtype=dtype)
-    local = query.to_local()  # type: ignore[attr-defined]
-    text = r"got is_causal=True and an attn_mask of shape \(32, 32\); include causality"
-    for function, q in (
-        (compiled(attend), query),
-        (compiled(attend, mesh=mesh), local),
-        (attend, query),
-    ):
-        with pytest.raises(UnsupportedAttention, match=text):
-            function(q, q, q, attn_mask=mask, is_causal=True)
-    with pytest.raises(UnsupportedAttention, match=text), context_parallel(mesh):
-        attend(local, local, local, attn_mask=mask, is_causal=True)
-
-
-def test_branches_in_an_eager_region(mesh: DeviceMesh) -> None:
-    q = torch.zeros(2, 4, 16, 8)
-
-    def branch(q: Tensor) -> Tensor:
-        return attend(q, q, q, is_causal=True)
-
-    with (
-        pytest.raises(UnsupportedAttention, match=r"torch\.cond.*compile the function that calls"),
-        context_parallel(mesh),
-    ):
-        torch.cond(torch.tensor(True), branch, torch.clone, (q,))
-
-
-def test_seq_len_as_a_list(mesh: DeviceMesh) -> None:
-    q = torch.zeros(2, 4, 16, 8)
-    with pytest.raises(CPError, match=r"seq_len to be an integer .*got \[32\]"):
-        compiled(attend, mesh=mesh, seq_len=[32])(q, q, q)
+        assert compiled(model)(sharded(mesh, 2, 4, 32, 8)).placements == (Shard(2),)
 
 
 def test_other_failures_and_other_backends_keep_their_errors(mesh: DeviceMesh) -> None:
@@ -297,13 +254,5 @@ def test_other_failures_and_other_backends_keep_their_errors(mesh: DeviceMesh) -
         compiled(torch.mm)(one, other)
     assert not isinstance(raised.value, CPError)
     with pytest.raises(TorchRuntimeError, match=r"got mixed torch\.Tensor and DTensor") as raised:
-        compiled(torch.add, "eager")(torch.zeros(2, 4, 32, 8), sharded(mesh))
+        compiled(torch.add, "eager")(torch.zeros(2, 4, 32, 8), sharded(mesh, 2, 4, 32, 8))
     assert not isinstance(raised.value, CPError)
-
-
-def test_plain_tensors_of_dynamic_lengths(mesh: DeviceMesh) -> None:
-    add = torch.compile(torch.add, backend="cp_aot_eager", fullgraph=True, dynamic=True)
-    with pytest.raises(UnsupportedPlacement, match="implicit_replication"):
-        add(torch.zeros(2, 4, 32, 8), sharded(mesh))
-    with implicit_replication():
-        assert add(torch.zeros(2, 4, 32, 8), sharded(mesh)).placements == sharded(mesh).placements

@@ -63,12 +63,7 @@ UNEVEN = (97, 181, 49, 115)
     ],
 )
 def test_a_model_over_many_lengths(
-    name: str,
-    layers: int,
-    world_size: int,
-    backend: str,
-    lengths: tuple[int, ...],
-    num_graphs: int,
+    name: str, layers: int, world_size: int, backend: str, lengths: tuple[int, ...], num_graphs: int
 ) -> None:
     """Batches behind the first of a graph are planned ahead."""
     for graphs, num_prepared in run_ranks(world_size, _train, name, layers, backend, lengths):
@@ -239,8 +234,7 @@ SHORT = ("unmarked", "whole lengths")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in ATTENTIONS],
+    "name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in ATTENTIONS]
 )
 def test_one_attention(name: str) -> None:
     function, lengths, how, ranks, expected = ATTENTIONS[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import time
 from contextlib import redirect_stderr
 
@@ -33,15 +32,6 @@ def said_of(num_attentions: int = 2, screen: io.StringIO | None = None) -> str:
     return screen.getvalue()
 
 
-def test_the_first_rank_says_it_once() -> None:
-    with fake_rank(0, 2):
-        (line,) = said_of().splitlines()
-    assert line.startswith("cp_inductor: compiling a graph with 2 attentions. This takes a minute")
-    with fake_rank(1, 2):
-        assert said_of() == ""
-    assert "a graph with 1 attention." in said_of(1)  # without ranks
-
-
 def test_where_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said_of(0) == ""  # without attention
     assert said_of(screen=io.StringIO()) == ""  # into a file
@@ -58,14 +48,6 @@ def test_where_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("refused")
     time.sleep(0.5)
     assert screen.getvalue() == ""
-
-
-def test_the_logger_says_it_instead(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "cp_inductor"):
-        assert said_of() == ""
-    said = [record.getMessage() for record in caplog.records]
-    assert said[0] == "compiling a graph with 2 attentions"
-    assert said[1].startswith("compiled a graph with 2 attentions in 0.")
 
 
 def test_of_a_compile() -> None:

@@ -14,12 +14,7 @@ from torch import fx
 
 import cp_inductor
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.torch_private import (
-    dynamo,
-    leaned_on,
-    patches,
-    probes,
-)
+from cp_inductor.torch_private import dynamo, leaned_on, patches, probes
 from cp_inductor.torch_private.probes import PROBES
 from cp_inductor.torch_private.triton import triton_for_this_torch
 
@@ -191,7 +186,6 @@ CHANGE_TABLES = {
     "torch_private.dtensor:register_loss_handler",
     "torch_private.dtensor:register_dtensor_flex_attention",
     "torch_private.modes:let_modes_see",
-    "torch_private.sizes:hints_forgotten",
     "imported:when_imported",
 }
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import cp_inductor
-from tests.support.combinations import whole
+from tests.support.combinations import AOT, EAGER, check_distributed
 from tests.support.ranks import on_ranks, run_ranks
-
-TOLERANCE = 1e-12
 
 # Convolution, what it convolves, on how many ranks, and how they hold it.
 CASES: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...], Any, list[Placement]]] = {
@@ -38,60 +35,30 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...], Any, li
     ),
     "fewer than ranks": (nn.Conv1d, {"kernel_size": 6}, (2, 4, 7), (3,), [Shard(2)]),
     "images": (nn.Conv2d, {"kernel_size": 3}, (2, 4, 5, 7), (2,), [Shard(3)]),
-    "beside a batch": (
-        nn.Conv1d,
-        {"kernel_size": 3},
-        (3, 4, 9),
-        (2, 2),
-        [Shard(0), Shard(2)],
-    ),
-    "beside channels": (
-        nn.Conv1d,
-        {"kernel_size": 3},
-        (2, 4, 9),
-        (2, 2),
-        [Shard(2), Shard(1)],
-    ),
+    "beside a batch": (nn.Conv1d, {"kernel_size": 3}, (3, 4, 9), (2, 2), [Shard(0), Shard(2)]),
+    "beside channels": (nn.Conv1d, {"kernel_size": 3}, (2, 4, 9), (2, 2), [Shard(2), Shard(1)]),
     "channels": (nn.Conv1d, {"kernel_size": 3}, (2, 4, 9), (2,), [Shard(1)]),
     "left to torch": (nn.Conv1d, {"kernel_size": 3}, (2, 4, 9), (2,), [Replicate()]),
 }
 
 
-def check(name: str, backend: str | None) -> None:
+def check(name: str, form: str) -> None:
     kind, sizes, shape, ranks, placements = CASES[name]
-    torch.manual_seed(0)
     made: Any = kind
-    model = made(4, 4, **sizes).double()
-    reference = copy.deepcopy(model)
+    torch.manual_seed(0)
+    model, x = made(4, 4, **sizes).double(), torch.randn(shape, dtype=torch.float64)
     mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("a", "b")[: len(ranks)])
-    cp_inductor.parallelize(model, mesh)
-    x = torch.randn(shape, dtype=torch.float64)
-    given = distribute_tensor(x, mesh, placements).requires_grad_()
-    run = torch.compile(model, backend=backend, fullgraph=True) if backend else model
-    out = run(given)
-    out.square().sum().backward()
-    expected = reference(x.requires_grad_())
-    expected.square().sum().backward()
+    out = check_distributed(model, x, mesh, placements, form)
     assert getattr(out, "placements", (Replicate(),)) == tuple(placements)
-    compare(out, expected)
-    compare(given.grad, x.grad)
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        compare(p.grad, q.grad)
-
-
-def compare(actual: Tensor | None, expected: Tensor | None) -> None:
-    assert actual is not None and expected is not None
-    assert actual.shape == expected.shape
-    assert (whole(actual) - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_convolution(name: str) -> None:
-    run_ranks(torch.tensor(CASES[name][3]).prod().item(), check, name, None)
+    run_ranks(torch.tensor(CASES[name][3]).prod().item(), check, name, EAGER)
 
 
 def test_compiled() -> None:
-    run_ranks(2, check, "odd length", "cp_aot_eager")
+    run_ranks(2, check, "odd length", AOT)
 
 
 @on_ranks(2)

@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -103,21 +102,6 @@ def test_what_is_refused() -> None:
         assert not isinstance(raised.value, CPError)
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_draws_are_those_of_the_first_rank() -> None:
-    """Ranks that are seeded otherwise hold parts of what the first one drew."""
-    mesh = world_mesh()
-    cp_inductor.parallelize(nn.Linear(2, 2), mesh)
-    rates = inputs()[0].exp()
-    expected = torch.poisson(rates, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(dist.get_rank())
-    drawn = torch.poisson(distribute_tensor(rates, mesh, [Shard(1)]))
-    assert isinstance(drawn, DTensor)
-    assert drawn.placements == (Shard(1),)
-    assert torch.equal(drawn.full_tensor(), expected)
-
-
 def check_log() -> list[str]:
     mesh = world_mesh()
     cp_inductor.parallelize(nn.Linear(2, 2), mesh)
@@ -144,19 +128,6 @@ def test_a_gather_is_logged_once() -> None:
     assert "aten.renorm.default (test_on_whole.py:" in first[0]
     assert "372 bytes" in first[0]
     assert other == []
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_outputs_of_linear_layers_go_into_graphs() -> None:
-    """A linear layer's output is a view of what torch places as _StridedShard."""
-    mesh = world_mesh()
-    layer = nn.Linear(WIDTH, WIDTH).double()
-    expected = layer(inputs()[0]).flatten(0, 1).sin()
-    cp_inductor.parallelize(layer, mesh)
-    states = layer(distribute_tensor(inputs()[0], mesh, [Shard(1)]))
-    flat = torch.compile(lambda x: x.flatten(0, 1).sin(), backend="cp_aot_eager", fullgraph=True)
-    torch.testing.assert_close(flat(states).full_tensor(), expected)
 
 
 VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (

@@ -57,7 +57,8 @@ y, i = x * 1, x[..., 0] > 0; y[i] = y[i].tanh(); weigh(y)
 t = x.flatten(0, 1); e = t.detach()[:, :3].argmax(-1); y = torch.zeros_like(t); \
 for k in range(3): y.index_add_(0, torch.where(e == k)[0], t[torch.where(e == k)[0]] * (k + 1.0)); \
 weigh(y)
-weigh(F.layer_norm(x.mT, ($n,)).square().sum(0))
+weigh(F.layer_norm(x.mT, ($n,)).square().sum(0))   y = torch.polar(x, x * 2); \
+weigh(y.real) + weigh(y.angle())  # graph
 weigh(F.embedding(b.ids, m.head.weight)) + weigh(F.embedding(b.ids, m.head.weight, \
 scale_grad_by_freq=True)) + weigh(F.embedding(b.labels, m.head.weight))
 F.cross_entropy(m.head(x).flip(1).flatten(0, 1), b.labels.flatten())  # graph
@@ -65,9 +66,12 @@ F.cross_entropy(m.head(x).flip(1).flatten(0, 1), b.labels.flatten())  # graph
 # One number of which each rank would hold a part, and how Python reads it.
 NUMBERS = """
 x.sum()   x.mean()   x.abs().amax()   x.min()   x.norm()   x.norm(p=1)   (x > 0).sum()
-(x * 0.01 + 1).prod()   (x > 2).any()   (x > -9).all()   x[0, 5, 1]   x[0, :, 0].argmax()
+(x * 0.01 + 1).prod()   x[0, 5, 1]   x[0, :, 0].argmax()
 torch.dot(x.flatten(), x.flatten())   torch.einsum("bsd,bsd->", x, x)   (x[0].T @ x[0])[0, 0]
 x[0, :, 0].logsumexp(0)   x.std()   torch._foreach_norm([x, x * 2])[1]
+"""
+CONDITIONS = """
+(x > 2).any()   (x > -9).all()
 """
 READS = """
 t.item()   int(t)   float(t)   bool(t)   (1.0 if t > 0.5 else 2.0)
@@ -210,7 +214,7 @@ def test_python_reads_the_number_of_the_whole(ranks: int) -> None:
     hows = of_lengths(*EVEN_AND_ODD, reads=rows(READS), mode="checkpoint", ranks=ranks)
     for mode in ("no_grad", "inference"):
         hows += of_lengths(*EVEN_AND_ODD, reads=["t.item()"], mode=mode, ranks=ranks)
-    assert_right(rows(NUMBERS), "eager", *hows)
+    assert_right(rows(NUMBERS + CONDITIONS.lstrip()), "eager", *hows)
 
 
 @pytest.mark.slow
@@ -227,6 +231,14 @@ def test_compiled_code_reads_the_number_of_the_whole(numbers: list[str], branch:
     if branch:  # at which a graph breaks
         hows += of_lengths(*EVEN_AND_ODD, reads=branch, is_whole=False)
     assert_right(numbers, "aot", *hows)
+
+
+@pytest.mark.long
+def test_compiled_code_reads_what_is_true_of_the_whole() -> None:
+    """But no `float` of it, for which torch 2.13 has no graph on one process either."""
+    steps = [(f"x + x.sin() * {row}.item()",) for row in rows(CONDITIONS)]
+    hows = [{"steps": step, **how} for step in steps for how in of_lengths(*EVEN_AND_ODD)]
+    assert judge([Program(0, "aot", is_whole=True, **how) for how in hows]) == {}
 
 
 @pytest.mark.long
@@ -273,8 +285,11 @@ def test_gradients_are_written_to_as_wholes(ranks: int) -> None:
 def test_writes_to_parts_and_views(ranks: int) -> None:
     assert_right(rows(WRITES), "aot", *of_lengths(33, ranks=ranks))
     step = "y = x.sin(); y[:, 1:] = x[:, :-1]; m.attend(y)"
-    how: dict[str, Any] = {"lengths": (33,), "is_whole": True, "ranks": ranks}
-    assert judge([Program(0, "aot", (step,), mode="checkpoint", **how)]) == {}
+    how: dict[str, Any] = {"is_whole": True, "ranks": ranks}
+    assert judge([Program(0, "aot", (step,), mode="checkpoint", lengths=(33,), **how)]) == {}
+    step = "y = x.sin(); y[:, 3] = 0; y[:, x.shape[1] // 2] = y[:, 0] * 2; y"
+    how |= {"mode": "lengths", "lengths": (33, 20), "dynamic": "marked"}
+    assert judge([Program(0, "aot", (step,), **how)]) == {}
 
 
 @pytest.mark.long

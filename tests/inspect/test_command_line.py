@@ -29,6 +29,7 @@ def test_verbose_prints_the_plan_and_its_backward(capsys: pytest.CaptureFixture[
     assert f"{plan}\n{plan.backward()}" in capsys.readouterr().out
 
 
+<<<<<<< HEAD
 def test_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SIZES, "--rank", "3"]) == 0
     text = capsys.readouterr().out
@@ -36,6 +37,8 @@ def test_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rank 2: tile" not in text
 
 
+=======
+>>>>>>> w/lead
 def test_a_refusal_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SIZES, "--strategy", "heads3+blocks"]) == 1
     assert "UnsupportedStrategy" in capsys.readouterr().err
@@ -106,15 +109,6 @@ def test_lengths_have_units_and_numbers_too(capsys: pytest.CaptureFixture[str]) 
         r"^forward received, most +[\d.]+ MiB  \(by the rank that receives most\)$", text, re.M
     )
     assert re.search(r"^backward predicted +[\d.]+ ms$", text, re.M)
-
-
-@pytest.mark.parametrize("command", ["plan", "explain", "code", "doctor"])
-def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    text = capsys.readouterr().out
-    assert f"  python -m cp_inductor {command}" in text.partition("examples:")[2]
-    assert "--json" in text
 
 
 def test_a_picture_is_drawn_or_refused_in_a_line(

@@ -15,7 +15,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from cp_inductor import explain, parallelize, plan_attention
 from cp_inductor.__main__ import main
-from cp_inductor.inspect import doctor
 from cp_inductor.inspect.explain import Report
 from tests.examples_of_models import attend, mixed
 from tests.support.ranks import fake_mesh, fake_rank
@@ -71,13 +70,6 @@ def test_what_is_said_is_what_the_plan_says() -> None:
     assert forward.balance == pytest.approx(plan.balance)
     # 1.5 causal squares of 64 tokens, two matmuls, 4 heads, a batch of two.
     assert forward.flops == 2 * 4 * 4 * 32 * (64 * 64 + 64 * 65 // 2)
-
-
-def test_inference_and_targets() -> None:
-    with torch.no_grad():
-        (attention,) = explained(attend, target="cuda:sm_90").attentions
-    assert attention.backward is None
-    assert attention.facts["kernel"] == "cudnn_cuda"
 
 
 def test_every_verdict_is_data() -> None:
@@ -237,19 +229,3 @@ def test_doctor_finds_what_moved(
     assert code == 1
     assert "GraphLowering.compile_to_module: it is gone" in out
     assert "compile_fx: it no longer takes inner_compile" in out
-
-
-def test_doctor_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "entry_points", lambda group: ())
-    monkeypatch.setattr(doctor, "_installed", lambda package: None)
-    monkeypatch.setattr(doctor, "cpp_compiler", lambda: None)
-    monkeypatch.setattr(torch, "__version__", "2.9.1")
-    checks = {check.name: check for check in doctor.examine()}
-    assert checks["torch"].state == "problem"
-    assert checks["backends"].state == "problem" and "pip install -e" in checks["backends"].remedy
-    assert checks["triton"].state == "warning" and "pip install" in checks["triton"].remedy
-    assert checks["C++ compiler"].state == "warning"
-    assert all(check.remedy for check in checks.values() if check.state != "ok")
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(doctor, "cache_folder", lambda: str(tmp_path / "file" / "cache"))
-    assert doctor._cache().state == "problem"

@@ -24,13 +24,7 @@ from cp_inductor.tiles.kernels import Partial, TileCall
 from tests.support.graphs import attend_causal, generate_code
 from tests.support.processes import run_python
 from tests.support.ranks import fake_rank, on_ranks
-from tests.support.reference import (
-    LAYOUTS,
-    TOLERANCE,
-    attend_with_grads,
-    lse_in_float64,
-    make_qkv,
-)
+from tests.support.reference import LAYOUTS, TOLERANCE, attend_with_grads, lse_in_float64, make_qkv
 from tests.support.wrapper import normalize
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -46,10 +46,7 @@ def test_what_the_page_says_and_draws(tmp_path: Path) -> None:
         report = explain(mixed, heads, heads, heads, mesh=mesh, target="h100")
     page = written(report, tmp_path)
     about = [("model", "mixed"), ("target", "h100"), ("world", "4 ranks; 4 on axis 'cp'")]
-    about += [
-        ("machine", "gpu:ib400"),
-        ("written", r"20[^<]+ UTC, torch \d"),
-    ]
+    about += [("machine", "gpu:ib400"), ("written", r"20[^<]+ UTC, torch \d")]
     for name, value in about:
         assert re.search(f"<td>{name}</td><td>{value}", page), name
     assert page.index("<td>written</td>") < page.index("sdpa_0")

@@ -18,10 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor.mask.describe import describe
-from cp_inductor.mask.language import is_of_pairs
 from cp_inductor.mask.reader.aten import OPS
 from cp_inductor.mask.reader.to_rule import Recognized
-from cp_inductor.mask.reader.writes import Writes
 from cp_inductor.passes.recognize_mask import read_mask
 from tests.support import random_masks
 from tests.support.ranks import fake_mesh
@@ -353,19 +351,6 @@ def of_a_condition(ids: Tensor) -> Tensor:
     return same(shifted) & causal()
 
 
-def test_what_cannot_be_run_may_write() -> None:
-    def fails(tensor: Tensor) -> Tensor:
-        raise TypeError
-
-    graph = fx.Graph()
-    read, unread = graph.placeholder("read"), graph.placeholder("unread")
-    read.meta["example_value"], unread.meta["example_value"] = torch.ones(2), torch.ones(2)
-    node = graph.call_function(fails, (read,))
-    writes = Writes(graph)
-    assert writes.has(read, besides=()) and not writes.has(read, besides=[node])
-    assert not writes.has(unread, besides=())
-
-
 def test_a_higher_order_op_is_a_table() -> None:
     node, gm = capture(of_a_condition, DOCUMENTS)
     recognized = read_mask(node)[0]
@@ -429,19 +414,6 @@ def test_a_rule_that_is_too_large_to_write_is_a_table(number: int) -> None:
     (found,) = report.attentions
     assert found.verdict == "rewritten"
     assert (number == 90) == ("a mask tensor" not in str(report))
-
-
-def test_a_bias_that_wants_a_gradient() -> None:
-    weight = torch.randn(H, S, T, requires_grad=True)
-
-    def function(weight: Tensor) -> Tensor:
-        return weight.masked_fill(~causal(), float("-inf"))[None]
-
-    node, _ = capture(function, weight)
-    recognized = read_mask(node)[0]
-    assert recognized.has_bias and recognized.tables[-1] is node
-    assert is_of_pairs(recognized.indices[-1])
-    assert describe(recognized.rule) == "causal, bias"
 
 
 # --- Random programs of every row of the table ------------------------------------------------

@@ -17,9 +17,6 @@ from cp_inductor.mask.evaluate import sides
 from cp_inductor.mask.language import BATCH, CAUSAL, HEAD, KEY, QUERY, SCORE, Step, table
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan import Mask, Plan, Recipe, plan_attention, resolve
-from cp_inductor.plan.strategies import TABLE
-
-UNDER_RULES = [*TABLE]
 
 LENGTH = 24
 
@@ -109,31 +106,6 @@ def test_equal_sums_of_steps_up_and_down_say_nothing_of_each() -> None:
     equal = compare("eq", up[0] - down[0], up[1] - down[1])
     rule = And(equal, at_most_zero(up[1]))
     assert (grid_of(canonical(rule)) == grid_of(rule)).all()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("strategy", ["auto", *UNDER_RULES])
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "(k-q<=0)&(q-k-99<=0)",
-        "(k-q<=0)&Eq(Step(q,300)-Step(k,300),0)",
-        "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)",
-        "(k-100<=0)|(k-q<=0)",
-        "Eq(floor(q/100)-floor(k/100),0)",
-        "(k-q+900<=0)",
-        "k-q<=0;(k-q)*x0(h)",
-    ],
-)
-def test_plans(rule: str, strategy: str, world_size: int) -> None:
-    if strategy in ("heads", "heads_own_forward") and 8 % world_size:
-        return
-    plan = plan_attention(
-        seq_len=1021, world_size=world_size, num_heads=8, head_dim=16, mask=rule, strategy=strategy
-    )
-    assert plan.mask is Mask.PARTIAL
-    plan.simulate()
-    plan.backward().simulate()
 
 
 def test_division_is_exact() -> None:

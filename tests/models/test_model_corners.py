@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
+from cp_inductor import UnsupportedPlacement
 from tests.support import models
-from tests.support.combinations import AOT, EAGER, assert_beside, compiled
-from tests.support.ranks import on_ranks, world_mesh
+from tests.support.combinations import AOT, EAGER, assert_beside, compiled, whole
+from tests.support.ranks import fake_mesh, on_ranks, world_mesh
 
 pytest.importorskip("transformers")
 
@@ -38,7 +41,8 @@ def run_both(name: str, form: str, sizes: dict[str, Any], **how: Any) -> tuple[A
     for call in (compiled(model, form, fullgraph=True, dynamic=False), reference):
         torch.manual_seed(1)
         result = call(**inputs, **how)
-        models.loss_of(lambda result=result, **_: result, inputs).backward()
+        with implicit_replication():  # a result with tokens beside one without, in eager code
+            models.loss_of(lambda result=result, **_: result, inputs).backward()
         results.append(result)
     return model, reference, *results
 
@@ -75,3 +79,124 @@ def test_stochastic_depth_over_sharded_images(form: str) -> None:
     inputs = {key: distribute_tensor(t, mesh, [Replicate()]) for key, t in inputs.items()}
     with implicit_replication(), pytest.raises(cp_inductor.RanksDisagree, match=r"manual_seed"):
         called(**inputs)
+
+
+# --- Caches of keys and values: a prefill over a sharded sequence fills them with shards.
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_prefill_fills_a_cache_of_shards() -> None:
+    """`model(input_ids, labels=...)` with all defaults, of which a cache is one."""
+    transformers = pytest.importorskip("transformers")
+    mesh, model = world_mesh(), models.make("Llama").double()
+    ids = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
+    expected = model(input_ids=ids, labels=ids)
+    expected.loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+
+    cp_inductor.parallelize(model, mesh)
+    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True)
+    shards = distribute_tensor(ids, mesh, [Shard(1)])
+    with implicit_replication():
+        result = compiled(input_ids=shards, labels=shards)
+        result.loss.backward()
+    assert (whole(result.loss) - expected.loss).abs() < 1e-5
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(whole(parameter.grad), gradient)
+    for layer, other in zip(
+        result.past_key_values.layers, expected.past_key_values.layers, strict=True
+    ):
+        for actual, wanted in ((layer.keys, other.keys), (layer.values, other.values)):
+            assert actual.placements == (Shard(2),)
+            torch.testing.assert_close(whole(actual), wanted)
+
+    fixed = transformers.StaticCache(config=model.config, max_cache_len=40)
+    refused = pytest.raises(UnsupportedPlacement, match="use a cache that grows")
+    with implicit_replication(), torch.no_grad(), refused:
+        compiled(input_ids=shards, past_key_values=fixed)
+
+
+# --- What encoder-decoders of transformers make of labels whose sequence is sharded.
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 32, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1},
+    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8},
+    **{"decoder_ffn_dim": 8, "decoder_start_token_id": 2, "pad_token_id": 1, "bos_token_id": 0},
+    **{"max_position_embeddings": 16, "max_source_positions": 8, "max_target_positions": 16},
+}
+# By a method, by a function of the module, and by one that looks for the last token.
+NAMES = {"Bart": 3, "Whisper": 2, "MBart": 2}
+
+
+def make(name: str) -> nn.Module:
+    model = getattr(transformers, f"{name}ForConditionalGeneration")
+    made: nn.Module = model(model.config_class(**SIZES))
+    return made
+
+
+class Stop(Exception):
+    """Ends a forward, with what it was given."""
+
+
+def given_to(model: nn.Module, **inputs: Tensor) -> Tensor | None:
+    """Return the decoder's inputs that a model calls its inner model with."""
+
+    def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
+        raise Stop(kwargs.get("decoder_input_ids"))
+
+    inner = model.model.register_forward_pre_hook(stop, with_kwargs=True)  # type: ignore
+    try:
+        with pytest.raises(Stop) as stopped:
+            model(**inputs)
+    finally:
+        inner.remove()
+    found: Tensor | None = stopped.value.args[0]
+    return found
+
+
+@pytest.mark.parametrize(("name", "ranks"), NAMES.items())
+@on_ranks("ranks")
+def test_labels_of_all_ranks_are_shifted(name: str, ranks: int) -> None:
+    mesh = world_mesh()
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(3, 32, (2, 7), generator=generator)
+    labels[0, -2:] = -100
+    main = "input_features" if name == "Whisper" else "input_ids"
+    inputs = {main: torch.ones(2, 7, dtype=torch.long), "labels": labels}
+    expected = given_to(make(name), **inputs)
+    model = cp_inductor.parallelize(make(name), mesh)
+    shards = {key: distribute_tensor(value, mesh, [Shard(1)]) for key, value in inputs.items()}
+    found = given_to(model, **shards)
+    assert isinstance(found, DTensor)
+    assert found.placements == (Shard(1),)
+    assert expected is not None
+    assert torch.equal(found.full_tensor(), expected)
+    # What is given is used.
+    own = distribute_tensor(labels.clamp(min=0), mesh, [Shard(1)])
+    assert given_to(model, **shards, decoder_input_ids=own) is own
+
+
+def test_whole_labels_and_a_second_call(first_mesh: DeviceMesh) -> None:
+    model = cp_inductor.parallelize(make("Bart"), first_mesh)
+    cp_inductor.parallelize(model, first_mesh)
+    assert len(model._forward_pre_hooks) == 1
+    whole = distribute_tensor(torch.ones(2, 7, dtype=torch.long), first_mesh, [Replicate()])
+    (hook,) = model._forward_pre_hooks.values()
+    hook_of_model: Any = hook
+    assert hook_of_model(model, (), {"labels": whole}) is None
+
+
+def test_the_loss_of_models_whose_class_names_none() -> None:
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8)
+    bert = transformers.BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+    with fake_mesh(0, 2) as mesh:
+        model = transformers.GPT2LMHeadModel(config)
+        assert model.loss_type is None
+        assert cp_inductor.parallelize(model, mesh).loss_type == "ForCausalLM"
+        masked = transformers.BertForMaskedLM(bert)
+        named = masked.loss_type
+        assert cp_inductor.parallelize(masked, mesh).loss_type == named

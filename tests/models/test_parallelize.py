@@ -13,6 +13,7 @@ import pickle
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -22,11 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +36,7 @@ from cp_inductor import (
     UnsupportedWrite,
     UntiedWeights,
 )
+from tests.support import models
 from tests.support.combinations import (
     AOT,
     COMPILED,
@@ -55,6 +53,7 @@ from tests.support.combinations import make_model as make_decoder
 from tests.support.graphs import lowered_graphs
 from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
 from tests.support.tensor_parallel import parallelize as split_over_tp
+from tests.support.tensor_parallel import split_llama
 
 TOLERANCE = 1e-12  # relative to the largest of a tensor
 
@@ -204,19 +203,6 @@ def test_results_are_used_as_those_of_one_process(form: str) -> None:
         assert_same_gradients(model, reference)
 
 
-# In every run tests/backend/test_dynamic_shapes.py has a graph of a parallelized layer for all.
-@pytest.mark.long
-@pytest.mark.parametrize("dynamic", [None, False])
-@on_ranks(2)
-@torch.no_grad()
-def test_one_graph_serves_all_lengths_that_divide(dynamic: bool | None) -> None:
-    model, reference = cp_inductor.parallelize(make_model(1), world_mesh()), make_model(1)
-    run = torch.compile(model, backend=AOT, fullgraph=True, dynamic=dynamic)
-    for length in (24, 32, 16):
-        assert_close(run(*make_batch(2, length)), reference(*make_batch(2, length)))
-    assert counters["stats"]["unique_graphs"] == 2  # for the first, and for all others
-
-
 # --- What is wrapped around a model, or put into it -----------------------------------------------
 
 
@@ -321,10 +307,25 @@ def test_mixed_precision_and_accumulation_of_fully_shard(form: str) -> None:
     run_ranks(4, check_accumulated, form)
 
 
+class Llama(nn.Module):
+    """That of transformers, whose own loss is computed in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = models.make("Llama")
+
+    def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+        return mean_loss(self.model(ids, position_ids=positions, use_cache=False).logits, labels)
+
+
 def check_tensor_parallel(form: str, style: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    model, reference = make_model(1), make_model(1)
-    split_over_tp(model.decoder, mesh["tp"], style)
+    if style == "llama":
+        model, reference = (Llama().double() for _ in range(2))
+        split_llama(model.model, mesh["tp"])
+    else:
+        model, reference = make_model(1), make_model(1)
+        split_over_tp(model.decoder, mesh["tp"], style)
     cp_inductor.parallelize(model, mesh["cp"])
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference)]
     run = compiled(model, form, **({} if form == EAGER else {"fullgraph": True}))
@@ -345,8 +346,11 @@ def check_tensor_parallel(form: str, style: str) -> None:
     [
         (EAGER, "blocks"),
         (EAGER, "tied"),
+        (EAGER, "llama"),
+        pytest.param(AOT, "llama", marks=pytest.mark.long),
         pytest.param(AOT, "tied", marks=pytest.mark.long),
         pytest.param(COMPILED, "tied", marks=pytest.mark.long),
+        pytest.param(COMPILED, "llama", marks=pytest.mark.long),
     ],
 )
 def test_layers_that_are_split_over_another_axis(form: str, style: str) -> None:
@@ -360,8 +364,7 @@ def test_styles_that_hand_on_dtensors_are_refused(style: str) -> None:
         model = make_model(1)
         split_over_tp(model.decoder, mesh["tp"], style)
         with pytest.raises(
-            UnsupportedPlacement,
-            match=r"a style for a LayerNorm|hands on DTensors",
+            UnsupportedPlacement, match=r"a style for a LayerNorm|hands on DTensors"
         ):
             cp_inductor.parallelize(model, mesh["cp"])(*make_batch(2, 16))
 
@@ -623,6 +626,12 @@ def test_ranks_that_pass_other_batches_are_told(form: str) -> None:
             run_with(dist.get_rank() + 5, 2)
 
 
+class Replaces(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data * 2
+        return super().forward(x)
+
+
 def refusals(mesh: DeviceMesh) -> Iterator[tuple[type[Exception], str, Any]]:
     plane = init_device_mesh("cpu", (2, 1))
     named = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "cp"))
@@ -650,6 +659,14 @@ def refusals(mesh: DeviceMesh) -> Iterator[tuple[type[Exception], str, Any]]:
     views.register_buffer("rows", views.weight.detach()[2:])
     yield UntiedWeights, "weight and rows", lambda: call(views, mesh, weights=mesh)
     yield UnsupportedPlacement, "weight", lambda: call(split, named["cp"])
+    replaces = call(Replaces(4, 4), mesh)
+    yield UnsupportedWrite, r"weight\.data = .*copy_", lambda: replaces(torch.ones(2, 6, 4))
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    loss = partial(torch.func.functional_call, model, args=make_batch(2, 9))
+    words = r"torch\.func.*loss\.backward"
+    yield UnsupportedPlacement, words, lambda: torch.func.grad(loss)(weights)
+    other = torch.compile(model, backend="eager")
+    yield Exception, "cp_aot_eager", lambda: other(*make_batch(2, 9))
 
 
 def test_what_cannot_be_meant_is_refused(first_mesh: DeviceMesh) -> None:
@@ -658,17 +675,6 @@ def test_what_cannot_be_meant_is_refused(first_mesh: DeviceMesh) -> None:
             call()
     assert cp_inductor.parallelize(model := make_model(), first_mesh) is model
     assert cp_inductor.parallelize(model, first_mesh) is model
-
-
-class Replaces(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data = self.weight.data * 2
-        return super().forward(x)
-
-
-def test_weights_keep_their_memory(first_mesh: DeviceMesh) -> None:
-    with pytest.raises(UnsupportedWrite, match=r"weight\.data = .*copy_"):
-        cp_inductor.parallelize(Replaces(4, 4), first_mesh)(torch.ones(2, 6, 4))
 
 
 def test_weights_that_nobody_would_average() -> None:
@@ -692,19 +698,6 @@ def test_partial_gradients_that_nobody_sums_are_told() -> None:
     told = pytest.warns(cp_inductor.SequenceWarning, match="train apart")
     with told if is_first else nullcontext():
         optimizer.step()
-
-
-def test_transforms_are_refused(first_mesh: DeviceMesh) -> None:
-    model, batch = cp_inductor.parallelize(make_model(), first_mesh), make_batch(2, 9)
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    with pytest.raises(UnsupportedPlacement, match=r"torch\.func.*loss\.backward"):
-        torch.func.grad(lambda weights: torch.func.functional_call(model, weights, batch))(weights)
-
-
-def test_another_backend_is_refused(first_mesh: DeviceMesh) -> None:
-    run = torch.compile(cp_inductor.parallelize(make_model(), first_mesh), backend="eager")
-    with pytest.raises(Exception, match=r"cp_aot_eager"):
-        run(*make_batch(2, 9))
 
 
 def test_one_line_says_what_was_cut(caplog: pytest.LogCaptureFixture) -> None:

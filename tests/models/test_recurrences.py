@@ -40,14 +40,12 @@ from cp_inductor.modules import along_sequence
 from cp_inductor.modules.along_sequence import SharedSequence, last_tokens, sharing
 from cp_inductor.modules.recurrences import (
     share_chunk_scan,
-    share_functions,
     share_keyed,
     share_short_convolution,
     share_wherever_known,
 )
 from tests.support.combinations import AOT, EAGER, check_distributed, whole
-from tests.support.graphs import lowered_graphs, targets
-from tests.support.models import LENGTH, VOCABULARY, Mixing, make
+from tests.support.models import LENGTH, VOCABULARY, make
 from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
 from tests.support.recurrences import TABLE, delta_steps, errors_of_many, mamba2_steps
 
@@ -229,17 +227,6 @@ def test_in_fsdp_and_in_a_checkpoint_of_a_layer() -> None:
         assert error <= 1e-12 * other.grad.abs().max()
 
 
-@pytest.mark.long
-@on_ranks(2)
-def test_in_a_checkpoint_of_a_layer_compiled() -> None:
-    cp_inductor.register_recurrence(mean_of_past, share_mean)
-    x = torch.randn(2, 7, 6, dtype=torch.float64)
-    # Dynamo (2.13) refuses that a checkpoint notes which sequence its mixer shares.
-    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
-        how = {"recurrent": (Mixer,)}
-        check_distributed(Checkpointed().double(), x, world_mesh(), [Shard(1)], AOT, **how)
-
-
 def test_what_is_not_of_tokens_is_said_to_cost_the_whole(first_mesh: DeviceMesh) -> None:
     masked = cp_inductor.parallelize(Masked(), first_mesh, recurrent=(Masked,))
     tokens = distribute_tensor(torch.ones(2, 6, 6), first_mesh, [Shard(1)])
@@ -327,26 +314,6 @@ def test_what_a_rank_receives_does_not_grow_with_their_number() -> None:
     assert 3 * elements < count_exchanged(512, matrix=matrix) < 40 * elements
 
 
-@pytest.mark.parametrize("schedule", ["global", "none"])
-def test_the_gather_of_states_is_hidden(schedule: str) -> None:
-    """In a model without attention: it starts before outputs are computed that do not need it."""
-    pytest.importorskip("transformers")
-    mixing = Mixing(hidden_size=256, num_heads=8, head_dim=64, state_size=64, chunk_size=128)
-    with fake_mesh(1, 4) as mesh, implicit_replication():
-        model = cp_inductor.parallelize(mixing, mesh)
-        tokens = distribute_tensor(torch.ones(1, 8192, 256), mesh, [Shard(1)]).requires_grad_()
-        options = {"schedule": schedule, "machine": "gpu:ib400"}
-        graphs = lowered_graphs(model, tokens, options=options)
-    for kind, start in (
-        ("forward", "_c10d_functional.all_gather_into_tensor.default"),
-        ("backward", "_c10d_functional.reduce_scatter_tensor.default"),
-    ):
-        names = targets(graphs[kind].graph)
-        at = len(names) - 1 - names[::-1].index(start) if kind == "forward" else names.index(start)
-        flight = names[at + 1 : names.index("_c10d_functional.wait_tensor.default", at)]
-        assert ("aten.bmm.default" in flight) == (schedule == "global"), (kind, flight)
-
-
 @pytest.mark.slow
 def test_generated_code_gathers_pairs_and_nothing_else() -> None:
     """For sm_90. The scan from zeros is before the gather, and its backward is a scatter."""
@@ -372,26 +339,6 @@ def test_generated_code_gathers_pairs_and_nothing_else() -> None:
 class Masked(nn.Module):
     def forward(self, tokens: Tensor, pairs: Tensor | None) -> Tensor:
         return tokens + tokens_before(tokens, 1, 1)
-
-
-@pytest.mark.slow
-@on_ranks(3)
-def test_tokens_before_and_last() -> None:
-    import torch.distributed as dist
-
-    mesh, rank = world_mesh(), dist.get_rank()
-    for length in (1, 2, 4, 5, 9):
-        whole = torch.arange(1.0, length + 1)
-        for count in (1, 3, 6):
-            padded = F.pad(whole, (count, 0))
-            size = -(-length // 3)
-            first = min(rank * size, length)
-            own = whole[first : first + size]
-            with sharing(SharedSequence(mesh, (0,), length)):
-                before, last = tokens_before(own, count, 0), last_tokens(own, count, 0)
-            assert last.equal(padded[-count:]), (length, count)
-            if len(own):
-                assert before.equal(padded[first : first + count]), (length, count)
 
 
 def test_on_one_process_there_is_nothing_before() -> None:
@@ -602,18 +549,6 @@ def test_documents_are_apart(world_size: int) -> None:
                 one = torch.zeros_like(leaf) if one is None else one
                 dist.all_reduce(one)
                 torch.testing.assert_close(one, other)
-
-
-def test_functions_of_kernel_libraries_are_known_by_their_package() -> None:
-    stand_in = types.FunctionType(chunk_gated_delta_rule.__code__, {}, "chunk_gated_delta_rule")
-    stand_in.__module__ = "fla.ops.gated_delta_rule.chunk"
-    namespace: dict[str, Any] = {"rule": stand_in, "other": print}
-    share_functions(namespace, {})
-    shared = namespace["rule"]
-    assert shared is not stand_in
-    assert shared.__wrapped__ is stand_in
-    share_functions(namespace, {})
-    assert namespace == {"rule": shared, "other": print}
 
 
 def test_functions_are_known_wherever_a_module_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor import UntiedWeights
 from cp_inductor.modules import ties
-from cp_inductor.modules.ties import share_elements
 
 
 class Tied(nn.Module):
@@ -51,14 +50,6 @@ def test_what_distribute_module_unties_is_refused(mesh: DeviceMesh) -> None:
     model = distribute_module(Tied(), mesh)
     with pytest.raises(UntiedWeights, match=r"embedding.weight and head.weight: .* one parameter"):
         compiled_step(model, mesh)
-
-
-def test_which_tensors_share_elements() -> None:
-    base = torch.zeros(6, 4)
-    assert share_elements(base[:, ::2], base[:, 2:])
-    assert not share_elements(base[:, ::2], base[:, 1::2])
-    assert not share_elements(base[:3], base[3:])
-    assert share_elements(base, base.view(torch.int16)[:1])
 
 
 def test_no_gradient_no_refusal(mesh: DeviceMesh) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import io
 import threading
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 import cp_inductor
 from cp_inductor import UnsupportedPlacement
 from tests.support.combinations import AOT, EAGER, assert_beside, check_distributed, whole
-from tests.support.models import make
 from tests.support.ranks import on_ranks, world_mesh
 
 # The experts of transformers compute in float32 on the CPU, at most.
@@ -137,28 +135,6 @@ def test_experts_that_fsdp_gathers_alone_and_nobody_calls_are_refused() -> None:
         model(both if mesh.get_local_rank("dp") else -both)
 
 
-@on_ranks(2)
-def test_queries_by_experts() -> None:
-    """Queries by experts: a module of JetMoE that is called by two methods."""
-    pytest.importorskip("transformers")
-    modeling = importlib.import_module("transformers.models.jetmoe.modeling_jetmoe")
-    module = modeling.JetMoeMoA(make("JetMoe").config)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter)
-    reference = copy.deepcopy(module)
-    x = torch.randn(2, 7, 32)
-    mesh = world_mesh()
-    cp_inductor.parallelize(module, mesh)
-    outs = []
-    for moa, tokens in ((module, distribute_tensor(x, mesh, [Shard(1)])), (reference, x)):
-        queries, _, routing = moa.map(tokens)
-        outs.append(moa.reduce(queries.sin(), routing))
-        outs[-1].square().sum().backward()
-    out, expected = outs
-    assert out.placements == (Shard(1),)
-    assert_beside(module, reference, (out, expected), tolerance=TOLERANCE)
-
-
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_module_of_the_user() -> None:
@@ -177,21 +153,6 @@ def sharing(model: Any) -> tuple[Any, DTensor]:
     mesh = world_mesh()
     cp_inductor.parallelize(model, mesh, tokenwise=(type(model.block),))
     return model, distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
-
-
-def test_modules_keep_their_names_parameters_and_copies(first_mesh: DeviceMesh) -> None:
-    model = Model()
-    names = list(model.state_dict())
-    cp_inductor.parallelize(model, first_mesh, tokenwise=(SortedScale,))
-    cp_inductor.parallelize(model, first_mesh, tokenwise=(SortedScale,))  # changes nothing
-    assert isinstance(model.block, SortedScale) and isinstance(model.block.inner, nn.Linear)
-    assert list(model.state_dict()) == names
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-    copied = copy.deepcopy(model)
-    assert type(copied.block) is type(model.block)
-    x = distribute_tensor(torch.randn(2, 6, 8), first_mesh, [Shard(1)])
-    assert torch.equal(copied(x).to_local(), model(x).to_local())
-    torch.save(model.state_dict(), io.BytesIO())
 
 
 def test_from_outside_modules_are_as_they_were(first_mesh: DeviceMesh) -> None:
@@ -307,21 +268,6 @@ def test_threads_read_what_they_compute(first_mesh: DeviceMesh) -> None:
     for thread in computing:
         thread.join()
     assert len(read) == 2 and not any(isinstance(weight, DTensor) for weight in read)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Dynamo compiles parts of torch as well
-@pytest.mark.parametrize("backend", [None, "cp_aot_eager"])
-def test_after_an_error_weights_are_parameters(backend: str | None, first_mesh: DeviceMesh) -> None:
-    model, x = observed()
-    run: Any = model if backend is None else torch.compile(model, backend=backend)
-
-    def fail() -> None:
-        raise ValueError("as asked")
-
-    model.block.observe = fail
-    with pytest.raises(ValueError, match="as asked"):
-        run(x)
-    assert model.block.inner.weight is model.get_parameter("block.inner.weight")
 
 
 def test_one_graph_serves_all_steps_and_threads(first_mesh: DeviceMesh) -> None:

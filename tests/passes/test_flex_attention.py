@@ -367,22 +367,6 @@ def test_what_is_read(
     assert rules_of(captured(function_of(case), *leaves_of_rank(mesh))) == [rule]
 
 
-def test_a_document_that_is_computed_inside(mesh: DeviceMesh) -> None:
-    """From a tensor that is sharded as the tokens are."""
-    ids = distribute_tensor(DOCUMENTS[:, :36], mesh, [Shard(1)])
-
-    def model(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
-        numbers = ids * 2
-
-        def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return torch.where(numbers[b, q] == numbers[b, k], s, -float("inf"))
-
-        return flex_attention(query, key, value, score)
-
-    graph = captured(model, *leaves_of_rank(mesh, 36), ids)
-    assert rules_of(graph) == ["Eq(t0(b,k)-t0(b,q),0)"]
-
-
 # --- Refusals -----------------------------------------------------------------------------------
 
 

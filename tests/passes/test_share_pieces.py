@@ -23,13 +23,9 @@ from cp_inductor.graph.collectives import is_collective
 from cp_inductor.inspect import compile_for
 from cp_inductor.inspect.cross_compile import Done
 from cp_inductor.passes.nodes import tiles_of
-from cp_inductor.passes.share_pieces import Piece, share_pieces
+from cp_inductor.passes.share_pieces import Piece
 from cp_inductor.tiles.tile_ops import FLEX_OPS
-from cp_inductor.torch_private.tracing import (
-    INVOKE_SUBGRAPH,
-    fakes_of_shapes,
-    trace_fake,
-)
+from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH
 
 WORLD, TOKENS, HEADS, KV_HEADS, HEAD_DIM = 4, 256, 4, 2, 64
 LIST_BLOCKS = torch.ops.cp_inductor.list_blocks.default
@@ -123,56 +119,3 @@ def test_a_graph_of_one_attention_is_not_cut() -> None:
 
 
 # --- The cut ----------------------------------------------------------------------------------
-
-
-def cut(function: Callable[..., list[Tensor]], *shapes: tuple[int, ...]) -> fx.GraphModule:
-    fakes = fakes_of_shapes([(shape, torch.float32) for shape in shapes])
-    gm = trace_fake(function, fakes, {})
-    share_pieces(gm)
-    return gm
-
-
-def run(gm: fx.GraphModule, *tensors: Tensor) -> list[Tensor]:
-    """Run a graph whose pieces are run as they are written."""
-
-    class Runner(fx.Interpreter):
-        def call_function(self, target, args, kwargs):  # type: ignore[no-untyped-def]
-            if target is INVOKE_SUBGRAPH:
-                return fx.Interpreter(args[0]).run(*args[2:])
-            return super().call_function(target, args, kwargs)
-
-    return list(Runner(gm).run(*tensors))
-
-
-def test_results_have_memory_of_their_own() -> None:
-    def function(a: Tensor, b: Tensor) -> list[Tensor]:
-        product = (a @ b).sin()
-        left, right = product.exp().split(2, 1)
-        view = product.t()
-        return [left, right * 2, view, view[1:], a[1:]]
-
-    tensors = [torch.randn(4, 3), torch.randn(3, 4)]
-    gm = cut(function, (4, 3), (3, 4))
-    (piece,) = pieces_of(gm)
-    (output,) = piece.graph.find_nodes(op="output")
-    # product.exp(), right * 2 and product: no views, and nothing twice.
-    assert sorted(str(node.target) for node in output.args[0]) == [
-        "aten.exp.default",
-        "aten.mul.Tensor",
-        "aten.sin.default",
-    ]
-    for found, expected in zip(run(gm, *tensors), function(*tensors), strict=True):
-        assert torch.equal(found, expected)
-
-
-def test_conditions_of_floats_stay_within() -> None:
-    def function(a: Tensor) -> list[Tensor]:
-        most = a.amax(1)
-        return [torch.where(most == float("-inf"), 0.0, most).exp().log() + 1]
-
-    gm = cut(function, (4, 3))
-    (piece,) = pieces_of(gm)
-    given = torch.randn(4, 3)
-    given[1] = float("-inf")
-    assert torch.equal(run(gm, given)[0], function(given)[0])
-    assert len(piece.graph.find_nodes(op="placeholder")) == 1

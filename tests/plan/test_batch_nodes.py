@@ -9,7 +9,6 @@ from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.plan.ir import Shape
 from cp_inductor.plan.machine import Machine
-from cp_inductor.run.attention import PerBatch
 from tests.support.batch_plans import BOTH_WAYS, DOCUMENTS, WINDOW, documents, plan, tables_of
 from tests.support.batch_simulate import simulate_batch
 
@@ -84,18 +83,6 @@ def test_many_ranks_are_balanced() -> None:
         assert found.balance <= 1.06, (seed, found.balance)
 
 
-def test_rows_leave_their_node_whole() -> None:
-    """The result of a part of a row would be as many bytes, so one rank takes all of it."""
-    lengths, size = (1024,) * 8, 4
-    numbers = np.repeat(np.arange(8), (3000, 500, 300, 296, 1000, 1000, 1000, 1096))[None]
-    found = plan(DOCUMENTS, {0: numbers}, lengths, heads=(8, 8), nodes=Nodes(size, 8))
-    is_away = found.rank // size != found.queries.rank[found.query] // size
-    gone = np.unique(found.query[is_away])
-    assert len(gone) and found.num_groups == 8
-    for row in gone:
-        assert len(np.unique(found.rank[found.query == row])) == 1
-
-
 def test_a_slow_link_keeps_work_in_its_node() -> None:
     """Balance costs what moves for it: as much as the price of a link says, and not more."""
     lengths = (1024,) * 8
@@ -130,9 +117,3 @@ def test_nodes_of_a_machine() -> None:
     assert Nodes.parse(Nodes(8, 9, 45).format()) == Nodes(8, 9, 45)
     # Links that are alike have the plans of one level.
     assert Nodes.of(Machine.parse("8xh100:ib400 x 8:ib400"), 64, shape) is None
-
-
-@pytest.mark.parametrize("nodes", ["", "8:9"])
-def test_the_text_of_an_attention_has_its_nodes(nodes: str) -> None:
-    of_batch = PerBatch(DOCUMENTS, 2, nodes)
-    assert PerBatch.parse(of_batch.format()) == of_batch

@@ -314,32 +314,6 @@ def test_heads_are_cut_finer_over_nodes() -> None:
     assert [groups_of_heads(rule, 32, n, 4, nodes) for n in (1, 2, 8, 16)] == [1, 2, 8, 8]
 
 
-def test_groups_compute_the_same_cells() -> None:
-    """Ranks are uneven, one has no token, and there are two batch entries."""
-    generator, lengths = np.random.default_rng(8), (700, 0, 300, 129)
-    tables = {0: documents(generator, 2, sum(lengths), 150)}
-    one, four = (
-        plan(DOCUMENTS, tables, lengths, batch=2, heads=(8, 4), size=256, num_groups=groups)
-        for groups in (1, 4)
-    )
-    check(four)
-    assert one.num_blocks == four.num_blocks
-    found = []
-    for made, group in ((one, 0), *((four, group) for group in range(4))):
-        here = made.queries.group[made.query] == group
-        sides = ((made.queries, made.query[here]), (made.keys, made.key[here]))
-        names = ("rank", "entry", "first", "length")
-        columns = [getattr(chunks, name)[which] for chunks, which in sides for name in names]
-        found.append(sorted(zip(*columns, made.weight[here], strict=True)))
-    assert all(of_group == found[0] for of_group in found[1:])
-    # A token's rows of all groups are next to each other.
-    chunks = four.queries
-    rows = np.concatenate(
-        [chunks.row[c] + 4 * np.arange(chunks.length[c]) for c in np.flatnonzero(chunks.rank == 2)]
-    )
-    assert sorted(rows) == [*range(2 * 300 * 4)]
-
-
 def test_nothing_moves_without_a_reason() -> None:
     for document in (1, 1024):
         ids = np.repeat(np.arange(8192 // document), document)[None]

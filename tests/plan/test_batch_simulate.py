@@ -90,26 +90,6 @@ def test_a_rank_that_takes_all_for_idle_is_found(
         simulate_batch(found, change_counts(tables, 2, Part(Kind.SEND, Side.KEY, 1), idle))
 
 
-@pytest.mark.parametrize("side", Side)
-def test_a_missing_result_row_is_found(
-    planned: tuple[BatchPlan, list[RankTables]], side: Side
-) -> None:
-    found, tables = planned
-    part = Part(Kind.SUM, side)
-
-    def forget(numbers: np.ndarray) -> None:
-        numbers[np.flatnonzero(numbers)[-1]] = 0
-
-    def repeat(numbers: np.ndarray) -> None:
-        rows = numbers.reshape(-1, LENGTHS[1] * found.num_groups)
-        column = int((rows[1] == 0).argmax()) if (rows[1] == 0).any() else 0
-        rows[1, column] = rows[0, column]
-
-    for how in forget, repeat:
-        with pytest.raises(InvalidPlan, match="are not summed up once"):
-            simulate_batch(found, change(tables, 1, part, how))
-
-
 def test_every_wrong_number_is_found(planned: tuple[BatchPlan, list[RankTables]]) -> None:
     """One in each part of each rank, each number of a block. Slots are left out: another may do."""
     found, tables = planned

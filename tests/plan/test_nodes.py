@@ -58,14 +58,6 @@ def test_what_moves_crosses_to_a_node_once(num_kv_heads: int) -> None:
         assert set(crossed.values()) == {1}
 
 
-def test_heads_come_in_parts_of_which_one_hides_the_next() -> None:
-    one = plan(2, 4, num_heads=8, num_kv_heads=2, stages=4)
-    first = [{len(t.heads) for t in stage.fetch} for stage in one.stages[:4]]
-    assert first == [{1}] * 4
-    # Two stages for each part, and one in which the last results go on to their owners.
-    assert [bool(stage.tiles) for stage in one.stages] == [True] * 8 + [False]
-
-
 def test_wrong_ways_are_found() -> None:
     good = plan(2, 2, num_heads=2, num_kv_heads=2, stages=1)
     *before, last = good.stages

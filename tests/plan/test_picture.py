@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +82,6 @@ def test_the_picture_has_the_colors_of_all_ranks(tmp_path: Path) -> None:
     assert all(color in text for color in colors_of(4)) and "hsl" not in text
     plan.backward().draw(tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == text
-
-
-def test_colors_differ() -> None:
-    for world_size in (1, 7, 8, 64, 1024):
-        colors = colors_of(world_size)
-        assert len(colors) == world_size
-        assert all(one != other for one, other in itertools.pairwise(colors))
-    parts = [np.array([*bytes.fromhex(color[1:])], float) for color in colors_of(8)]
-    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(parts, 2)) > 60
 
 
 def batch_plan(num_groups: int) -> BatchPlan:

@@ -38,12 +38,21 @@ from cp_inductor.plan import (
     plan_attention,
     resolve,
 )
+<<<<<<< HEAD
 from cp_inductor.plan.ir import Shape, Transfers
 from cp_inductor.plan.simulate import predict_timeline
 from cp_inductor.plan.strategies import TABLE
 from cp_inductor.plan.strategies.heads import shares_of
 from cp_inductor.plan.tiles import parts_of_equal_weight
 from cp_inductor.plan.timeline import loads_of
+=======
+from cp_inductor.plan.cost import sizes_of
+from cp_inductor.plan.planner import tiles_of
+from cp_inductor.plan.simulate import predict_timeline
+from cp_inductor.plan.strategies import TABLE, parse_strategy
+from cp_inductor.plan.timeline import loads_of, loads_of_tiles
+from cp_inductor.plan.transfers import message_order
+>>>>>>> w/lead
 
 GROUPABLE = [row.name for row in TABLE.values() if row.is_groupable]
 STRATEGIES = (*TABLE, *(f"heads2+{name}" for name in GROUPABLE), "heads2_own+blocks")
@@ -67,11 +76,7 @@ def prove(plan: Plan) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "world_size",
-    [
-        *range(1, 9),
-        *(pytest.param(size, marks=pytest.mark.slow) for size in (9, 12, 16)),
-        *(pytest.param(size, marks=pytest.mark.long) for size in (10, 11, 13, 14, 15)),
-    ],
+    [*range(1, 9), *(pytest.param(size, marks=pytest.mark.slow) for size in (9, 12, 16))],
 )
 def test_every_rank_of_every_small_world(world_size: int, strategy: str) -> None:
     num_proven = 0
@@ -171,15 +176,12 @@ def test_traffic(strategy: str, world_size: int, most: float) -> None:
     assert max(rank_bytes(plan)) / unit(plan) <= most
 
 
-def test_stages_have_as_much_to_do() -> None:
-    assert parts_of_equal_weight(np.full(6, 4), 3).tolist() == [0, 0, 1, 1, 2, 2]
-
-
 @pytest.mark.parametrize(
     ("strategy", "stages", "world_size", "most"),
     [
         *(("blocks", 4, p, 1.02) for p in (2, 3, 4, 5, 7, 8, 16, 24, 64, 100, 256, 1024)),
         *(("rows", 3, p, 1.001) for p in (2, 3, 8, 17)),
+        *(("heads_own", 2, p, 1.03) for p in (3, 4, 6, 12)),  # 32 heads: of groups of several sizes
     ],
 )
 def test_balance(strategy: str, stages: int, world_size: int, most: float) -> None:
@@ -296,6 +298,7 @@ def test_broken_plans_are_refused(what: str) -> None:
 # What is counted at once is the sum of what is counted one by one.
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("strategy", [*TABLE, "heads2+blocks", "nodes2+blocks"])
 def test_loads_are_those_of_tiles_and_transfers(strategy: str) -> None:
     plan = plan_or_none(
@@ -312,6 +315,90 @@ def test_loads_are_those_of_tiles_and_transfers(strategy: str) -> None:
                     for end in (0, 1):
                         ours = [t for t in transfers if (t.source, t.destination)[end] == rank]
                         assert moved[0, index, end, rank] == sum(map(one.num_bytes, ours))
+=======
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("strategy", TABLE)
+def test_cost_scales_as_its_expressions_say(strategy: str, direction: Direction) -> None:
+    def at(seq_len: int, head_dim: int) -> tuple[Plan, dict[sympy.Symbol, int]]:
+        plan = plan_or_none(
+            seq_len=seq_len,
+            world_size=4,
+            num_kv_heads=12,
+            head_dim=head_dim,
+            strategy=strategy,
+            stages=2,
+        )
+        assert plan is not None
+        plan = plan if direction is Direction.FORWARD else plan.backward()
+        return plan, sizes_of(plan)
+
+    # Both long enough for the finest chunks: shorter ones have another plan.
+    small, _ = at(16384, 64)
+    large, sizes = at(65536, 128)
+    assert small.grid.chunks_per_rank == large.grid.chunks_per_rank
+    cost, ranks = cost_of(small), range(4)
+    assert cost.received_bytes.subs(sizes) == max(map(large.bytes_received, ranks))
+    assert cost.flops.subs(sizes) == max(map(large.flops, ranks))
+
+
+def test_memory_is_what_has_come_what_is_coming_and_what_goes() -> None:
+    plan = mha(4, "heads", stages=4)
+    assert all(stage.home for stage in plan.stages)
+    held = [
+        [
+            sum(
+                plan.num_bytes(t)
+                for index, stage in enumerate(plan.program(rank))
+                for t in (
+                    *(t for t in stage.fetch if t.destination == rank and index <= now + 1),
+                    *(t for t in stage.home if now - 1 <= index <= now),
+                )
+            )
+            for now in range(len(plan.stages))
+        ]
+        for rank in range(4)
+    ]
+    peak = max(map(max, held))
+    assert cost_of(plan).peak_bytes.subs(sizes_of(plan)) == peak
+
+
+# Candidates are timed by their tiles: as their plans would be.
+
+
+SHAPES = ((8, 8), (32, 8), (28, 4), (10, 5))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 6, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rule", ["causal", "full", "(k-q<=0)&(q-k-700<=0)", "(k-q<=0)&Eq(t0(q),t0(k))"]
+)
+def test_tiles_are_timed_as_their_plans(rule: str, world_size: int) -> None:
+    names = ["heads2+blocks", "heads2_own+blocks", "heads3_own+blocks"]
+    rows = [*TABLE.values(), *map(parse_strategy, names)]
+    num_compared = 0
+    for (num_heads, num_kv_heads), row, late, keep in product(SHAPES, rows, (0, 1), (0, 2)):
+        if row.name == "ring" and rule in ("causal", "full"):
+            continue  # keys come from neighbours, not from their owners
+        length = world_size * 500 - 123
+        recipe = Recipe(world_size, length, length, num_heads, num_kv_heads, 64, 2, rule, keep=keep)
+        try:
+            recipe = resolve(replace(recipe, strategy=row.name, stages=3), site="test")
+        except UnsupportedStrategy:
+            continue
+        recipe = replace(recipe, late=late)
+        forward, backward = forward_plan(recipe), backward_plan(recipe)
+        if late:  # those of other tests are early
+            prove(forward)
+        tiles = loads_of_tiles(recipe.grid, recipe.shape, tiles_of(recipe), recipe.keep)
+        for plan, loads in ((forward, tiles.forward), (backward, tiles.backward)):
+            of_plan = loads_of(plan)
+            for what in ("fetch", "home", "flops", "calls"):
+                np.testing.assert_array_equal(getattr(loads, what), getattr(of_plan, what))
+            assert loads.received.tolist() == list(map(plan.bytes_received, range(world_size)))
+        assert tiles.balance == pytest.approx(max(forward.balance, backward.balance))
+        num_compared += 1
+    assert num_compared > 20
+>>>>>>> w/lead
 
 
 @pytest.mark.parametrize(
@@ -352,44 +439,6 @@ def test_equally_fast_plans_are_chosen_by_their_bytes() -> None:
     assert max(rank_bytes(auto)) <= min(max(rank_bytes(other)) for other in others if other)
 
 
-@pytest.mark.parametrize(("num_heads", "world_size"), [(8, 6), (40, 16), (10, 4), (7, 3)])
-def test_heads_that_do_not_divide_are_split_among_smaller_groups(
-    num_heads: int, world_size: int
-) -> None:
-    shape = Shape(1, num_heads, num_heads, 64, 2)
-    shares = shares_of(shape, world_size, world_size)
-    assert [head for share in shares for head in range(share.heads.start, share.heads.stop)] == [
-        *range(num_heads)
-    ]
-    assert all(
-        world_size % share.num_groups == 0 and len(share.heads) % share.num_groups == 0
-        for share in shares
-    )
-    assert shares[0].num_groups == world_size and shares[1].num_groups < world_size
-    plan = plan_or_none(
-        seq_len=world_size * 1000 - 7,
-        world_size=world_size,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        strategy="heads_own",
-        stages=2,
-    )
-    assert plan is not None
-    prove(plan)
-    assert plan.balance < 1.03
-
-
-def test_first_queries_and_last_keys_stay_where_own_tiles_are_computed_first() -> None:
-    plan = plan_or_none(
-        seq_len=4096, world_size=4, num_heads=8, num_kv_heads=8, strategy="heads_own", stages=2
-    )
-    assert plan is not None
-    fetched = [t for stage in plan.stages for t in stage.fetch]
-    assert {t.source for t in fetched if t.payload is Payload.QUERY} == {1, 2, 3}
-    assert {t.source for t in fetched if t.payload is Payload.KEY_VALUE} == {0, 1, 2}
-    assert not plan.stages[0].fetch and plan.balance == pytest.approx(1.0, abs=1e-3)
-
-
 @pytest.mark.parametrize("rule", ["causal", "full", "(k-q<=0)&(q-k-700<=0)"])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_own_tiles_in_the_forward_and_heads_in_the_backward(world_size: int, rule: str) -> None:
@@ -407,22 +456,6 @@ def test_own_tiles_in_the_forward_and_heads_in_the_backward(world_size: int, rul
         assert tiles == [stage.tiles for stage in heads.stages]
         assert not forward.stages[0].fetch and len(forward.stages[0].tiles) >= world_size
         assert backward.balance < 1.01 or rule not in ("causal", "full")
-
-
-def test_half_of_the_own_tile_hides_what_goes_home() -> None:
-    sizes = {"seq_len": 16384, "world_size": 4, "num_heads": 64, "num_kv_heads": 8, "head_dim": 128}
-    recipe = Recipe(4, 16384, 16384, 64, 8, 128, 2, "causal", strategy="blocks", stages=4)
-    early = forward_plan(resolve(recipe, site="test"))
-    late = forward_plan(replace(resolve(recipe, site="test"), late=1))
-    assert early == plan_or_none(strategy="blocks", stages=4, **sizes)
-    prove(late)
-    assert [len(stage.tiles) for stage in late.stages][-1] == 4
-    assert rank_bytes(late) == rank_bytes(early)
-
-    def seconds(plan: Plan) -> float:
-        return sum(predict_timeline(one).total_s for one in (plan, plan.backward()))
-
-    assert seconds(late) < 0.97 * seconds(early)
 
 
 def test_a_timeline_hides_what_it_can() -> None:
@@ -577,33 +610,28 @@ def test_speeds_that_cannot_be(value: Any) -> None:
             Level(latency_s=value)
 
 
-def test_recipes_that_are_none() -> None:
-    text = Recipe(4, 100, 100, 8, 2, 64, 2, "causal").format()
-    for wrong in (
-        "",
-        "world_size=4",
-        text + " more=1",
-        text + " stages=2",
-        text.replace("=4", "=²"),
-    ):
-        with pytest.raises(InvalidText):
-            Recipe.parse(wrong)
-    with pytest.raises(InvalidArgument):
-        Recipe.parse(text.replace("world_size=4", "world_size=0"))
-
-
-def test_texts_are_bounded_before_they_are_read() -> None:
-    with pytest.raises(InvalidText, match="a recipe: expected a text of at most 196608 characters"):
-        Recipe.parse(" " * 200_000)
-    with pytest.raises(InvalidText, match="a mask: expected a text of at most 131072 characters"):
-        Rule.parse("q" * 200_000)
+RECIPE = Recipe(4, 100, 100, 8, 2, 64, 2, "causal").format()
 
 
 @pytest.mark.parametrize("parse", [Recipe.parse, Rule.parse])
-@pytest.mark.parametrize("value", [None, 7, b"full", ["full"], {}])
-def test_what_is_no_text_is_refused(parse: Callable[[Any], object], value: object) -> None:
-    with pytest.raises(InvalidText, match=f"got a {type(value).__name__}; pass what format"):
-        parse(value)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        *((value, "; pass what format") for value in (None, 7, b"full", ["full"], {})),
+        ("", "expected"),
+        ("q" * 200_000, r"expected a text of at most (196608|131072) characters"),
+        *((RECIPE + more, "expected") for more in (" more=1", " stages=2")),
+        *((text, "expected") for text in ("world_size=4", RECIPE.replace("=4", "=²"))),
+    ],
+)
+def test_texts_that_are_none(parse: Callable[[Any], object], text: Any, words: str) -> None:
+    with pytest.raises(InvalidText, match=words):
+        parse(text)
+
+
+def test_a_recipe_of_no_rank() -> None:
+    with pytest.raises(InvalidArgument):
+        Recipe.parse(RECIPE.replace("world_size=4", "world_size=0"))
 
 
 def test_a_trace_has_the_predicted_times(tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
@@ -19,24 +19,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import cp_inductor
 from cp_inductor.torch_private.inductor import is_input_of_forward
-from tests.support.ranks import forget_compiles, on_ranks, world_mesh
+from tests.support.graphs import AttentionBlock
+from tests.support.ranks import forget_compiles
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 32, 2
 
 
-class Model(nn.Module):
-    """A block of a transformer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def attend(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(out.transpose(1, 2).flatten(2))
+Model = partial(AttentionBlock, WIDTH, HEADS, has_norm=True)
 
 
 def test_heads_in_the_place_of_tokens(mesh: DeviceMesh) -> None:
@@ -56,7 +45,7 @@ def test_the_whole_error(mesh: DeviceMesh) -> None:
     model = Model()
 
     def run(x: Tensor) -> Tensor:
-        return model.attend(x.cumsum(1))
+        return model(x.cumsum(1))
 
     x = torch.randn(BATCH, LENGTH, WIDTH)
     compiled = torch.compile(run, backend="cp_aot_eager", options={"mesh": mesh}, fullgraph=True)
@@ -75,7 +64,7 @@ def test_who_knows_better(mesh: DeviceMesh) -> None:
     x = torch.randn(BATCH, LENGTH, WIDTH)
 
     def run(x: Tensor) -> Tensor:
-        return model.attend(x.cumsum(1))
+        return model(x.cumsum(1))
 
     with cp_inductor.config.patch(check_sequence=False):
         report = cp_inductor.explain(run, x, mesh=mesh)
@@ -244,29 +233,6 @@ def test_a_mixed_result_without_a_gradient(
     assert logits.isfinite().all()  # whoever reads them has been told
 
 
-@on_ranks(2)
-def test_means_of_graphs_without_attention() -> None:
-    """Only one another can tell ranks whether all have as many tokens."""
-    mesh = world_mesh()
-    torch.manual_seed(0)
-    layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    def run(x: Tensor) -> Tensor:
-        return layer(x).square().mean()
-
-    compiled = compile_here(run, options={"mesh": mesh}, fullgraph=True, dynamic=False)
-    for length in (8, 9):
-        whole = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(1))
-        shard = whole.tensor_split(mesh.size(), 1)[mesh.get_local_rank()].clone()
-        if length % mesh.size():
-            with pytest.raises(cp_inductor.SequenceMixed, match="unequally long"):
-                compiled(shard)
-            continue
-        loss = compiled(shard) / mesh.size()
-        dist.all_reduce(loss)
-        torch.testing.assert_close(loss, run(whole))
-
-
 def test_what_torch_divides_by_a_number_of_tokens(mesh: DeviceMesh) -> None:
     def of_logs(x: Tensor) -> Tensor:
         scores = x.flatten(0, 1).log_softmax(-1)
@@ -295,13 +261,6 @@ def test_lengths_of_one_graph(mesh: DeviceMesh) -> None:
             run(x).backward()
 
 
-def test_a_mean_behind_an_attention(mesh: DeviceMesh) -> None:
-    model, x = Model(), torch.randn(BATCH, 2 * LENGTH + 1, WIDTH)
-    region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
-    with pytest.raises(cp_inductor.SequenceMixed, match="unequally long"), region:
-        compile_here(lambda x: model.attend(x).mean())(x).backward()
-
-
 @pytest.mark.parametrize(
     ("length", "run"),
     [
@@ -326,7 +285,7 @@ def test_a_dim_that_is_named(mesh: DeviceMesh) -> None:
     model = Model()
 
     def run(x: Tensor) -> Tensor:
-        return model.attend(x.transpose(0, 1))
+        return model(x.transpose(0, 1))
 
     x = torch.randn(LENGTH, BATCH, WIDTH)
     refused = cp_inductor.explain(run, x, mesh=mesh).attentions[-1].refusal
@@ -353,27 +312,11 @@ def test_a_name_that_no_input_has(mesh: DeviceMesh) -> None:
         compile_here(run, options=named, fullgraph=True)(x, x)
 
 
-def test_a_table_as_wide_as_it_is_long(mesh: DeviceMesh) -> None:
-    """Its tokens are looked for in dim 1, as those of ids are; the error says so."""
-    model = Model()
-
-    def run(x: Tensor, table: Tensor) -> Tensor:
-        return model.attend(x + (x[..., :LENGTH] * table).sum(-1, keepdim=True))
-
-    given = (torch.randn(BATCH, LENGTH, WIDTH), torch.randn(LENGTH, LENGTH))
-    remedy = cp_inductor.explain(run, *given, mesh=mesh).attentions[-1].refusal["remedy"]
-    asked = f"which dim has the tokens of args[1] {(LENGTH, LENGTH)}, of which two are as long"
-    assert f"options={{'seq_dims': ...}} {asked}" in remedy
-    named = {"seq_dims": {"args[1]": 0}}
-    report = cp_inductor.explain(run, *given, mesh=mesh, options=named)
-    assert [found.verdict for found in report.attentions] == ["rewritten"]
-
-
 def test_a_sum_that_is_returned_is_said(mesh: DeviceMesh) -> None:
     model = Model()
 
     def run(x: Tensor) -> Tensor:
-        return model.attend(x).mean(1)
+        return model(x).mean(1)
 
     with pytest.warns(cp_inductor.SequenceWarning, match="returns a mean over each rank's own"):
         cp_inductor.explain(run, torch.randn(BATCH, LENGTH, WIDTH), mesh=mesh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
@@ -42,7 +45,14 @@ from tests.support.combinations import (
 from tests.support.comms import Counts
 from tests.support.graphs import attend_causal
 from tests.support.ranks import fake_rank, on_ranks, run_ranks
-from tests.support.reference import assert_close, attend_with_grads, check_shards, make_qkv, shard
+from tests.support.reference import (
+    assert_close,
+    attend,
+    attend_with_grads,
+    check_shards,
+    make_qkv,
+    shard,
+)
 
 # Imported once and for all: a patch of torch.nn.functional would not reach it.
 from torch.nn.functional import scaled_dot_product_attention as imported_attention  # isort: skip
@@ -140,112 +150,78 @@ def test_a_buffer_that_is_written_to(mesh: DeviceMesh) -> None:
     assert other.tolist() == [7, 8]
 
 
-def refuse(error: type[Exception], *words: str, **kwargs: Any) -> None:
-    with pytest.raises(error) as caught:
-        cp_inductor.context_parallel(**kwargs).__enter__()
-    assert isinstance(caught.value, cp_inductor.CPError)
-    assert all(word in str(caught.value) for word in words), caught.value
+class Mask(Tensor):
+    pass
 
 
-def test_refused_buffers(mesh: DeviceMesh) -> None:
-    x, y = torch.rand(4, 8), torch.rand(4, 8)
-    refuse(ValueError, "0 dims for 1 buffers", mesh=mesh, buffers=[x])
-    refuse(ValueError, "buffer 0", "2", mesh=mesh, buffers=[x], buffer_seq_dims=[2])
-    refuse(
-        ValueError,
-        "among buffers",
-        mesh=mesh,
-        buffers=[x],
-        buffer_seq_dims=[0],
-        no_restore_buffers={y},
-    )
-    for buffer in (nn.Parameter(x), x.clone().requires_grad_(), distribute_tensor(x, mesh)):
-        refuse(ValueError, "leave it out", mesh=mesh, buffers=[buffer], buffer_seq_dims=[0])
-    assert x.shape == (4, 8)
-    for wrong in ("1", 1.0, True, None):
-        words = ("expected a dim of a tensor of shape (4, 8)", f"got {wrong}")
-        refuse(ValueError, *words, mesh=mesh, buffers=[x], buffer_seq_dims=[wrong])
-    refuse(ValueError, "buffers=[tensor]", mesh=mesh, buffers=x, buffer_seq_dims=[0])
-    refuse(ValueError, "buffer_seq_dims=[0]", mesh=mesh, buffers=[x], buffer_seq_dims=0)
+def region_of(mesh: DeviceMesh, function: Any = None, *given: Any, **how: Any) -> None:
+    """Enter a region of a mesh, and call a function in it."""
+    with cp_inductor.context_parallel(mesh, **how):
+        if function is not None:
+            function(*given)
 
 
-def test_what_is_no_mesh_and_no_dim_is_refused(mesh: DeviceMesh) -> None:
-    x = torch.rand(4, 8)
-    refuse(cp_inductor.InvalidArgument, "expected a DeviceMesh", "a str, 'cp'", mesh="cp")
-    shards = cp_inductor.shard(x, mesh, 0)
-    for call, words in (
-        (lambda: cp_inductor.shard(x, "cp"), "expected a DeviceMesh"),  # type: ignore[arg-type]
-        # A dim beyond the last would count on from the first.
-        (lambda: cp_inductor.shard(x, mesh, 2), "shard: expected a dim of .*4, 8.*, got 2"),
-        (lambda: cp_inductor.shard(shards, mesh, 0), "expected a plain tensor"),
-        (lambda: cp_inductor.unshard(shards, 5), "unshard: expected a dim"),
-        (lambda: cp_inductor.unshard(x, 0), "expected a DTensor"),  # type: ignore[arg-type]
-        (lambda: cp_inductor.context_parallel_unshard(mesh, [x], [-3]), "expected a dim"),
-        (lambda: cp_inductor.context_parallel_unshard(mesh, [x], [0, 0]), "2 dims for 1 buffers"),
-    ):
-        with pytest.raises(cp_inductor.InvalidArgument, match=words):
-            call()
+def masked(mask: Tensor, query: Tensor, key: Tensor | None = None, **how: Any) -> Tensor:
+    key = query if key is None else key
+    return F.scaled_dot_product_attention(query, key, key, attn_mask=mask, **how)
 
 
-def test_refused_meshes_and_lengths(mesh: DeviceMesh) -> None:
-    column = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("cp", "tp"))
-    refuse(cp_inductor.UnsupportedPlacement, "1-D mesh", mesh=column)
-    x, y = torch.rand(7), torch.rand(8)
-    # Rank 0 would hold 4 tokens of either.
-    kwargs = {"mesh": mesh, "buffers": [x, y], "buffer_seq_dims": [0, 0]}
-    refuse(cp_inductor.UnevenSequence, "[7, 8]", "pad", **kwargs)
-    assert len(x) == 7 and len(y) == 8
-
-
-def test_unknown_length_beside_an_uneven_one(mesh: DeviceMesh) -> None:
-    query = torch.rand(1, 2, 2, 8)
-    with (
-        cp_inductor.context_parallel(mesh, buffers=[torch.rand(7)], buffer_seq_dims=[0]),
-        pytest.raises(cp_inductor.UnevenSequence, match=r"a shard of another length, \(2,\)"),
-    ):
-        F.scaled_dot_product_attention(query, query, query)
+# A call -> the class of its error: parts of the text.
+REFUSALS = """
+region(buffers=[x]) -> ValueError: 0 dims for 1 buffers
+region(buffers=[x], buffer_seq_dims=[2]) -> ValueError: buffer 0 | 2
+region(buffers=[x], buffer_seq_dims=[0], no_restore_buffers={y}) -> ValueError: among buffers
+region(buffers=[nn.Parameter(x)], buffer_seq_dims=[0]) -> ValueError: leave it out
+region(buffers=[x.clone().requires_grad_()], buffer_seq_dims=[0]) -> ValueError: leave it out
+region(buffers=[distribute_tensor(x, mesh)], buffer_seq_dims=[0]) -> ValueError: leave it out
+region(buffers=[x], buffer_seq_dims=["1"]) -> ValueError: a dim of a tensor of shape (4, 8) | got 1
+region(buffers=[x], buffer_seq_dims=[1.0]) -> ValueError: a dim of a tensor of shape | got 1.0
+region(buffers=[x], buffer_seq_dims=[True]) -> ValueError: a dim of a tensor of shape | got True
+region(buffers=[x], buffer_seq_dims=[None]) -> ValueError: a dim of a tensor of shape | got None
+region(buffers=x, buffer_seq_dims=[0]) -> ValueError: buffers=[tensor]
+region(buffers=[x], buffer_seq_dims=0) -> ValueError: buffer_seq_dims=[0]
+region_of("cp") -> InvalidArgument: expected a DeviceMesh | a str, 'cp'
+region_of(DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("cp", "tp"))) -> UnsupportedPlacement: 1-D m
+region(buffers=[torch.rand(7), torch.rand(8)], buffer_seq_dims=[0, 0]) -> UnevenSequence: [7, 8] | p
+region(masked, None, q[:, :, :2], buffers=[torch.rand(7)], buffer_seq_dims=[0]) -> UnevenSequence: \
+a shard of another length, (2,)
+cp_inductor.shard(x, "cp") -> InvalidArgument: expected a DeviceMesh
+cp_inductor.shard(x, mesh, 2) -> InvalidArgument: shard: expected a dim of | (4, 8) | got 2
+cp_inductor.shard(shards, mesh, 0) -> InvalidArgument: expected a plain tensor
+cp_inductor.unshard(shards, 5) -> InvalidArgument: unshard: expected a dim
+cp_inductor.unshard(x, 0) -> InvalidArgument: expected a DTensor
+cp_inductor.context_parallel_unshard(mesh, [x], [-3]) -> InvalidArgument: expected a dim
+cp_inductor.context_parallel_unshard(mesh, [x], [0, 0]) -> InvalidArgument: 2 dims for 1 buffers
+region(lambda: masked(m, q, is_causal=True)) -> UnsupportedAttention: include causality in the mask
+region(masked, m.expand(3, 8, 8), q) -> UnsupportedAttention: broadcasts to (1, 2, 8, 8)
+region(masked, m[:4, :4], q) -> UnsupportedAttention: over the whole sequence, (8, 8)
+region(masked, bias, q) -> UnsupportedAttention: an attn_mask without a gradient
+region(masked, m, q, q[:, :1]) -> UnsupportedAttention: enable_gqa=True
+region(masked, m.as_subclass(Mask), q) -> UnsupportedAttention: a Mask
+region(nn.MultiheadAttention(8, 2), q[0], q[0], q[0]) -> UnsupportedAttention: need_weights=False
+region(flex.flex_attention, q, q, q) -> UnsupportedAttention: compile the function that calls
+region(compiled_mask, m[:4, :4], q) -> Unsupported: an attn_mask over the whole sequence
+region(compiled_mask, bias, q) -> Unsupported: an attn_mask without a gradient
+"""
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_what_eager_refuses(mesh: DeviceMesh) -> None:
-    query, mask = torch.rand(1, 2, 4, 8), torch.ones(8, 8, dtype=torch.bool)
-    attention = nn.MultiheadAttention(8, 2)
-    bias, part = torch.rand(8, 8, requires_grad=True), mask[:4, :4]
-    with cp_inductor.context_parallel(mesh):
-        for arguments, message in (
-            ({"attn_mask": mask, "is_causal": True}, "include causality in the mask"),
-            ({"attn_mask": mask.expand(3, 8, 8)}, r"broadcasts to \(1, 2, 8, 8\)"),
-            ({"attn_mask": part}, r"over the whole sequence, \(8, 8\)"),
-            ({"attn_mask": bias}, "an attn_mask without a gradient"),
-        ):
-            with pytest.raises(cp_inductor.UnsupportedAttention, match=message):
-                F.scaled_dot_product_attention(query, query, query, **arguments)
-        with pytest.raises(cp_inductor.UnsupportedAttention, match="enable_gqa=True"):
-            F.scaled_dot_product_attention(query, query[:, :1], query[:, :1], attn_mask=mask)
-        with pytest.raises(cp_inductor.UnsupportedAttention, match="need_weights=False"):
-            attention(query[0], query[0], query[0])
-        # It compiles itself.
-        with pytest.raises(
-            cp_inductor.UnsupportedAttention, match="compile the function that calls"
-        ):
-            torch.nn.attention.flex_attention.flex_attention(query, query, query)
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (torch.rand(4, 4) > 0.5, "an attn_mask over the whole sequence"),
-        (torch.rand(8, 8).requires_grad_(), "an attn_mask without a gradient"),
-    ],
-)
-def test_masks_that_a_compile_refuses(mesh: DeviceMesh, mask: Tensor, message: str) -> None:
-    def model(query: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
-
-    run = torch.compile(model, backend=AOT, fullgraph=True)
-    refused = pytest.raises(torch._dynamo.exc.Unsupported, match=message)
-    with cp_inductor.context_parallel(mesh), refused:
-        run(torch.rand(1, 2, 4, 8), mask)
+@pytest.mark.parametrize("row", REFUSALS.split("\n")[1:-1])
+def test_refusals(mesh: DeviceMesh, row: str) -> None:
+    call, _, said = row.partition(" -> ")
+    error, _, parts = said.partition(": ")
+    x, m = torch.rand(4, 8), torch.ones(8, 8, dtype=torch.bool)
+    names: dict[str, Any] = {**globals(), **vars(cp_inductor), "Unsupported": Unsupported}
+    names |= {"mesh": mesh, "region": partial(region_of, mesh), "x": x, "y": torch.rand(4, 8)}
+    names |= {"q": torch.rand(1, 2, 4, 8), "m": m, "bias": torch.rand(8, 8, requires_grad=True)}
+    names |= {"shards": cp_inductor.shard(x, mesh, 0), "ValueError": ValueError}
+    names["flex"] = flex
+    names["compiled_mask"] = torch.compile(masked, backend=AOT, fullgraph=True)
+    with pytest.raises(names[error]) as refused:
+        eval(call, names)
+    assert isinstance(refused.value, (cp_inductor.CPError, Unsupported))
+    assert [part for part in parts.split(" | ") if part not in str(refused.value)] == []
+    assert x.shape == (4, 8)
 
 
 # Whole models
@@ -353,65 +329,25 @@ class Checkpointed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "nested", "composable"])
-@on_ranks(2)
+@pytest.mark.parametrize(
+    "kind", ["reentrant", "non-reentrant", "nested", "composable", "compiled blocks"]
+)
+@on_ranks(3)
 def test_recomputation_behind_the_context(kind: str) -> None:
     """The forward runs again in a backward behind the context, and still over all shards."""
-    mesh = make_mesh(2, names=("cp",))
-    _, grads = unsharded()
-    model = make_model()
+    mesh = make_mesh(3, names=("cp",))
+    batch, model, alone = make_batch(length=11), make_model(), make_model()  # 4, 4 and 3 tokens
+    F.cross_entropy(alone(*batch[:2]).mT, batch[2], reduction="sum").backward()
+    if kind == "compiled blocks":
+        for block in model.layers:
+            block.compile(backend=AOT, fullgraph=True)
     run = Checkpointed(model, kind)
-    batch = make_batch()
     with shards_of(batch, mesh) as shards:
         ids, positions, labels = (tensor.clone() for tensor in shards)
-        loss = mean_loss(run(ids, positions), labels)
+        loss = 3 * F.cross_entropy(run(ids, positions).mT, labels, reduction="sum")
     loss.backward()
-    assert_grads(averaged_grads(model, mesh["cp"]), grads)
-
-
-@on_ranks(2)
-def test_recomputation_of_compiled_code_behind_the_context() -> None:
-    """A checkpoint in eager, of a block that Dynamo compiles, behind the context in eager."""
-    mesh = make_mesh(2, names=("cp",))
-    _, grads = unsharded()
-    model = make_model()
-    for block in model.layers:
-        block.compile(backend=AOT, fullgraph=True)
-    run = Checkpointed(model, "non-reentrant")
-    with shards_of(make_batch(), mesh) as shards:
-        ids, positions, labels = (tensor.clone() for tensor in shards)
-        loss = mean_loss(run(ids, positions), labels)
-    loss.backward()
-    assert_rewritten(AOT)
-    assert_grads(averaged_grads(model, mesh), grads)
-
-
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
-@on_ranks(3)
-def test_recomputation_of_unequal_shards(form: str) -> None:
-    """A layer of torch's own, checkpointed, over shards of unequal length."""
-    mesh = make_mesh(3, names=("cp",))
-    rank = dist.get_rank()
-    torch.manual_seed(5)
-    layer, x = (
-        nn.TransformerEncoderLayer(32, 4, 32, dropout=0.0, batch_first=True),
-        torch.rand(2, 11, 32),
-    )
-    expected = layer(x)
-    expected.sum().backward()
-    grads = grads_of(layer)
-    layer.zero_grad()
-
-    def model(piece: Tensor) -> Tensor:
-        return checkpoint(layer, piece, use_reentrant=False)
-
-    with cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
-        out = compiled(model, form, fullgraph=True)(x.clone())
-    out.sum().backward()
-    assert_rewritten(form)
-    torch.testing.assert_close(out, shard(expected, rank, 3, 1))
-    for name, grad in averaged_grads(layer, mesh).items():
-        torch.testing.assert_close(3 * grad, grads[name], rtol=1e-4, atol=1e-5)
+    assert_rewritten(AOT if kind == "compiled blocks" else EAGER)
+    assert_grads(averaged_grads(model, mesh["cp"]), grads_of(alone))
 
 
 def test_a_body_that_is_given_no_tensor_is_refused(mesh: DeviceMesh) -> None:
@@ -612,32 +548,6 @@ def test_mask_objects(form: str) -> None:
             torch.testing.assert_close(one, shard(other, dist.get_rank(), 2))
 
 
-def test_masks_of_other_classes_are_refused(mesh: DeviceMesh) -> None:
-    class Mask(Tensor):
-        pass
-
-    query = torch.rand(1, 2, 4, 8)
-    with (
-        cp_inductor.context_parallel(mesh),
-        pytest.raises(cp_inductor.UnsupportedAttention, match="a Mask"),
-    ):
-        F.scaled_dot_product_attention(query, query, query, torch.ones(8, 8).as_subclass(Mask))
-
-
-@on_ranks(2)
-def test_dropout() -> None:
-    """Eager drops what a compile does: the same seed, the same places."""
-    mesh = make_mesh(2, names=("cp",))
-    results = []
-    for form in (EAGER, AOT):
-        torch.manual_seed(4)
-        results.append(attend_on_shards(form, mesh, dropout_p=0.5, is_causal=True))
-    for eager, other in zip(*results, strict=True):
-        torch.testing.assert_close(eager, other)
-    without = attend_on_shards(EAGER, mesh, is_causal=True)
-    assert not torch.allclose(results[0][0], without[0])
-
-
 @on_ranks(2)
 def test_autocast_over_a_mask() -> None:
     """What autocast casts is computed as if it had come so."""
@@ -698,3 +608,79 @@ def test_groups_of_heads_that_ranks_part() -> None:
         )
         with cp_inductor.context_parallel(mesh["cp"]), refused:
             F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+
+
+# --- Attention that is left alone on purpose, whatever is around it.
+
+
+def both(query: Tensor) -> tuple[Tensor, Tensor]:
+    """The same attention twice, once left alone."""
+    with cp_inductor.local_attention():
+        local = F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    return local, F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+
+def check_local(form: str, kind: str) -> None:
+    mesh = make_mesh(2, names=("cp",))
+    rank = dist.get_rank()
+    query = make_qkv(10)[0]
+    piece = shard(query, rank, 2).contiguous()
+    options = {"mesh": mesh} if kind == "mesh" else {}
+    run = compiled(both, form, fullgraph=True, options=options)
+    if kind == "context":
+        with cp_inductor.context_parallel(mesh):
+            local, out = run(piece)
+    else:
+        local, out = run(distribute_tensor(query, mesh, [Shard(2)]) if kind == "dtensor" else piece)
+    if kind == "dtensor":
+        assert isinstance(local, DTensor) and local.placements == (Shard(2),)
+        local, out = local.to_local(), out.to_local()
+    expected = attend(query, query, query, is_causal=True)
+    alone = attend(piece, piece, piece, is_causal=True)
+    torch.testing.assert_close(local, alone.float())
+    torch.testing.assert_close(out, shard(expected, rank, 2).float())
+    assert rank == 0 or not torch.allclose(local, out)
+
+
+@pytest.mark.parametrize("kind", ["context", "dtensor", "mesh"])
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_attention_left_alone(form: str, kind: str) -> None:
+    if (form, kind) == (EAGER, "mesh"):
+        pytest.skip("the option is of a compile")
+    run_ranks(2, check_local, form, kind)
+
+
+def test_what_cannot_be_left_alone_is_refused(mesh: DeviceMesh) -> None:
+    query = distribute_tensor(torch.rand(1, 2, 8, 8), mesh, [Shard(2)])
+    attention = nn.MultiheadAttention(8, 2)
+
+    def model(query: Tensor) -> Tensor:
+        with cp_inductor.local_attention():
+            return checkpoint(F.scaled_dot_product_attention, *[query] * 3, use_reentrant=False)
+
+    with cp_inductor.local_attention(), pytest.raises(cp_inductor.UnsupportedAttention):
+        F.multi_head_attention_forward(query, query, query, 8, 2, *[None] * 9)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="pass their to_local"):
+        torch.compile(model, backend=AOT, fullgraph=True)(query)
+    # For plain tensors it holds in there, too.
+    with cp_inductor.local_attention():
+        piece = torch.rand(4, 2, 8)
+        attention(piece, piece, piece, need_weights=False)
+
+
+@pytest.mark.parametrize("form", [EAGER, AOT])
+@on_ranks(2)
+def test_a_checkpoint_left_alone(form: str) -> None:
+    """The body of a checkpoint is traced out of reach of regions: left alone all the same."""
+    mesh = make_mesh(2, names=("cp",))
+    query = make_qkv(10)[0]
+    piece = shard(query, dist.get_rank(), 2).contiguous().requires_grad_()
+
+    def model(query: Tensor) -> Tensor:
+        with cp_inductor.local_attention():
+            return checkpoint(F.scaled_dot_product_attention, *[query] * 3, use_reentrant=False)
+
+    with cp_inductor.context_parallel(mesh):
+        out = compiled(model, form, fullgraph=True)(piece)
+    out.sum().backward()
+    torch.testing.assert_close(out, attend(piece, piece, piece).float())

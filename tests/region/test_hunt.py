@@ -14,12 +14,10 @@ import torch
 from cp_inductor.run import merge
 from tests.support.hunt import (
     BAD,
-    GROUPS,
     WAYS,
     Program,
     Verdict,
     check_drawn,
-    difference,
     draw,
     expand,
     is_program,
@@ -27,7 +25,6 @@ from tests.support.hunt import (
     judge_by_hashes,
     judge_on_rank,
     names_same_cause,
-    on_one_process,
     source_of,
 )
 from tests.support.idioms import FAMILIES, LOSSES, TABLES
@@ -69,7 +66,7 @@ def test_first_programs(way: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(100, 1000, 100))
+@pytest.mark.parametrize("seed", range(100, 400, 100))
 @pytest.mark.parametrize("way", WAYS)
 def test_more_programs(way: str, seed: int) -> None:
     assert_none_is_bad(first_programs(way, seed, 2 * SAMPLES[way]))
@@ -137,22 +134,6 @@ def test_every_row_is_python() -> None:
         for number, row in enumerate(TABLES[family]):
             text, *_ = expand(row, Random(number)).split("  # ")
             compile(source_of(Program(0, "eager", (text,)))[0], f"{family}: {row}", "exec")
-
-
-def test_a_program_is_drawn_from_its_seed_and_way() -> None:
-    for seed in range(30):
-        program = draw(seed, GROUPS["all"])
-        assert draw(seed, [program.way]) == program
-
-
-def test_what_differs_is_named() -> None:
-    program = Program(0, "eager", ("m.attend(x)",))
-    expected = on_one_process(program)
-    assert difference(program, expected, expected) == ""
-    name = "gradient of head.bias"
-    changed = expected | {name: expected[name] * 1.01}
-    assert difference(program, changed, expected) == f"{name} off by 0.01"
-    assert difference(program, expected | {name: None}, expected) == f"{name} off by 1"
 
 
 def test_numbers_that_ranks_draw_alike_are_found() -> None:

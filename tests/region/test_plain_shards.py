@@ -61,7 +61,7 @@ with torch.no_grad(): y = x.sigmoid(); x + y
 with torch.autocast("cpu", enabled=False): y = m.norm(x).double(); x + y
 y = m.attend(x.flip(-1), is_causal=False); x + attention(m.heads(x)[0], *m.heads(y)[1:])
 with local_attention(): y = attention(*(x.transpose(0, 1)[:, None],) * 3); x + y.transpose(0, 1)
-y = x.cumsum(1); x
+y = x.cumsum(1); x   x * nn.Parameter(x.detach() * 2)
 """
 RIGHT_LOSSES = """
 F.mse_loss(x, x.detach() * 2, reduction="none").square().mean()   F.mse_loss(x, m.embed(b.labels))
@@ -159,6 +159,10 @@ y = x.clone(); y.data = x.detach().flip(1); y   x + m.rows[b.places.max()]
 x + torch.from_dlpack(x.detach().mean(1))[:, None]   x * torch.from_numpy(x.detach().numpy() * 1)
 f = io.BytesIO(); torch.save(x.detach().mean(1), f); f.seek(0); x + torch.load(f)[:, None]
 x * torch.from_numpy(np.linspace(0, 1, $n))[:, None]
+x + nn.Parameter(x.detach().clone()).softmax(1)   x * nn.Parameter(x).mean(1, keepdim=True).tanh()
+with torch.no_grad(): y = nn.Parameter(x * 2); x * y.amax()
+y = torch.nested.as_nested_tensor([*x], layout=torch.jagged); x + y.to_padded_tensor(0.0).softmax(1)
+y = torch.nested.as_nested_tensor([*x]); x + torch.nested.to_padded_tensor(y, 0.0).cumsum(1)
 """
 LOSSES_IN_EAGER = """
 m.loss(x, b.labels, reduction="sum") / (b.places > 3).sum().item()

@@ -25,6 +25,7 @@ from tests.rehearsal.attentions import ROWS, Row
 from tests.rehearsal.rank import Job
 from tests.rehearsal.rehearse import rehearse
 from tests.support.costs import listed_long
+from tests.support.graphs import AttentionBlock
 from tests.support.models import MODELS, has_flex, inputs_of, make, make_reference
 
 pytest.importorskip("triton")
@@ -35,8 +36,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, id=row.name, marks=[pytest.mark.long] * row.long) for row in ROWS],
+    "row", [pytest.param(row, id=row.name, marks=[pytest.mark.long] * row.long) for row in ROWS]
 )
 def test_numbers(stage: Executor, row: Row) -> None:
     report = rehearse(row.job(), stage=stage)
@@ -63,25 +63,9 @@ def test_what_is_run_each_time() -> None:
     assert {row.world_size for row in ROWS} == {2, 3, 4, 8}
 
 
-class Block(nn.Module):
-    """Projections, a norm, attention, a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(64)
-        self.qkv = nn.Linear(64, 192)
-        self.out = nn.Linear(64, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(self.norm(x)).chunk(3, -1)
-        query, key, value = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in parts)
-        out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return x + self.out(out.transpose(1, 2).flatten(2))
-
-
 def test_a_block_gets_what_one_process_gets(stage: Executor) -> None:
     torch.manual_seed(0)
-    model, x = Block(), torch.randn(1, 34, 64)
+    model, x = AttentionBlock(64, 4, has_norm=True), torch.randn(1, 34, 64)
     job = Job(model=model, args=(x.requires_grad_(),), placement=Shard(1))
     report = rehearse(job, stage=stage)
     expected = model(x)

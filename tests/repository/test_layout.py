@@ -135,7 +135,7 @@ def test_every_pass_is_in_the_list() -> None:
     # Called by find_attention and by lower_attention, for one attention each.
     assert files - NO_PASSES - {"recognize_mask", "share_pieces"} == listed & files
     of_other_files = {"check_ties", "relate_local_lengths", "remove_marks", "settle_local_lengths"}
-    of_other_files |= {"guard_whole_lengths", "number_sizes", "number_attentions", "number_nodes"}
+    of_other_files |= {"forget_fakes", "guard_whole_lengths", "number_attentions", "number_nodes"}
     assert listed - files == of_other_files
 
 
@@ -159,63 +159,29 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
 
     The doctor looks up either.
     """
-    inductor = {"torch._inductor:config", "torch._inductor.compile_fx:compile_fx_inner"}
-    custom_pass = "torch._inductor.custom_graph_pass:CustomGraphPass"
-    decompositions = "torch._inductor.decomposition:select_decomp_table"
-    trees = "torch.utils:_pytree"
     known = {
-        "cp_inductor.config": {
-            "torch.utils._config_module:Config",
-            "torch.utils._config_module:install_config_module",
-        },
-        "cp_inductor.backend.compile": {
-            *inductor,
-            decompositions,
-            "torch._dynamo.backends.common:aot_autograd",
-            "torch._functorch.aot_autograd:make_boxed_func",
-            "torch._functorch.partitioners:min_cut_rematerialization_partition",
-            "torch._inductor:list_mode_options",
-            "torch._inductor.compile_fx:compile_fx",
-        },
-        "cp_inductor.inspect.compile_for": inductor,
-        "cp_inductor.inspect.estimate": {trees},
-        "cp_inductor.inspect.price_graph": {"torch._inductor:config"},
-        "cp_inductor.passes.settings": {"torch._inductor:config"},
-        "cp_inductor.inspect.retarget": {custom_pass, decompositions, trees},
-        "cp_inductor.passes.recognize_mask": {trees},
+        "torch._dynamo.backends.common:aot_autograd",
+        "torch._dynamo.utils:counters",
+        "torch._functorch.aot_autograd:make_boxed_func",
+        "torch._functorch.partitioners:min_cut_rematerialization_partition",
+        "torch._inductor:config",
+        "torch._inductor:list_mode_options",
+        "torch._inductor.compile_fx:compile_fx",
+        "torch._inductor.compile_fx:compile_fx_inner",
+        "torch._inductor.custom_graph_pass:CustomGraphPass",
+        "torch._inductor.decomposition:select_decomp_table",
+        "torch._logging:trace_structured",
         # The backend "fake" is torch's own for tests; there is no other world without peers.
-        "cp_inductor.inspect.world": {
-            "torch._subclasses.fake_tensor:FakeTensorMode",
-            "torch.testing._internal.distributed.fake_pg:FakeStore",
-            trees,
-        },
-        "cp_inductor.dtensor.rules.loss": {trees},
-        "cp_inductor.dtensor.rules.on_whole": {trees},
-        "cp_inductor.dtensor.rules.partials": {trees},
-        "cp_inductor.modules.own_tokens": {trees},
-        "cp_inductor.modules.parallelize": {trees},
-        "cp_inductor.modules.whole": {trees},
-        "cp_inductor.passes.follow_graph": {trees},
-        "cp_inductor.passes.graph_types": {trees},
-        "cp_inductor.passes.inline_multi_head": {trees},
-        "cp_inductor.passes.pipeline": {custom_pass},
-        "cp_inductor.passes.report": {
-            "torch._dynamo.utils:counters",
-            "torch._logging:trace_structured",
-        },
-        "cp_inductor.batches.plans": {"torch._dynamo.utils:counters"},
-        "cp_inductor.batches.prepare": {"torch._dynamo.utils:counters"},
-        "cp_inductor.tiles.masked_tiles": {"torch._dynamo.utils:counters"},
-        "cp_inductor.passes.schedule_exchange": {trees},
-        "cp_inductor.sequence.eager": {trees},
-        "cp_inductor.sequence.follow": {trees},
-        "cp_inductor.sequence.rules.call": {trees},
-        "cp_inductor.sequence.wholes": {trees},
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        "torch.testing._internal.distributed.fake_pg:FakeStore",
+        "torch.utils:_pytree",
+        "torch.utils._config_module:Config",
+        "torch.utils._config_module:install_config_module",
     }
     for module, path in sources().items():
         if not module.startswith(("cp_inductor.torch_private.", "cp_inductor.inspect.pretend")):
-            assert private_names(path) <= known.get(module, set()), module
-    assert set().union(*known.values()) <= LEANED_ON.keys()
+            assert private_names(path) <= known, module
+    assert known <= LEANED_ON.keys()
 
 
 def test_the_passes_have_one_name() -> None:

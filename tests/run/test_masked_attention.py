@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,13 +21,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 import cp_inductor
 from tests.support.packed import in_documents
 from tests.support.ranks import on_ranks, run_ranks, world_mesh
-from tests.support.reference import (
-    assert_all_close,
-    assert_close,
-    make_qkv,
-    on_mesh,
-    with_grads,
-)
+from tests.support.reference import assert_all_close, assert_close, make_qkv, on_mesh, with_grads
 
 
 def causal(query: Tensor, key: Tensor) -> Tensor:
@@ -279,71 +272,6 @@ def test_batch_on_another_axis(ways: dict[str, list[tuple[Placement, dict[str, A
                     lambda *qkv, run=compiled, tables=inputs: run(*qkv, *tables), given
                 )
             assert_all_close(found, case.expected(), case.dtype, case.name)
-
-
-# --- Sequences that are whole -----------------------------------------------------------------
-
-
-def check_whole_sequences(compiles: bool) -> None:
-    """DTensor has no rule for the CPU's kernel under a mask; batch and heads may be sharded."""
-    mesh = world_mesh()
-    query, key, value, grad_out = make_qkv(7, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(3)
-    run: Any = sdpa
-    if compiles:
-        run = torch.compile(sdpa, backend="cp_aot_eager", fullgraph=True, dynamic=False)
-    placements: list[Placement] = [Replicate(), Shard(0), Shard(1)]
-    shapes = ((2, 4, 7, 7), (2, 1, 1, 7), (7, 7)) if not compiles else ((2, 1, 7, 7),)
-    for shape in shapes:
-        mask = torch.rand(shape, generator=generator) < 0.7
-        mask[..., 0] = True
-        leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
-        expected = sdpa(*leaves, mask)
-        wanted = torch.autograd.grad(expected, leaves, grad_out)
-        for place in placements:
-            # That of the second call is another one: what was chosen for the first must not stay.
-            for of_mask in (Replicate(), Shard(mask.ndim - 1), *([] if compiles else [None])):
-                *inputs, above = (distribute_tensor(t, mesh, [place]) for t in (*leaves, grad_out))
-                inputs = [one.detach().requires_grad_() for one in inputs]
-                given = distribute_tensor(mask, mesh, [of_mask]) if of_mask is not None else mask
-                with implicit_replication():
-                    out = run(*inputs, given)
-                    grads = torch.autograd.grad(out, inputs, above)
-                # Three ranks cannot have equal parts of 4 heads, nor of 2 entries in all cases.
-                assert out.placements[0] in (place, Replicate())
-                for got, right in zip((out.detach(), *grads), (expected, *wanted), strict=True):
-                    assert_close(got.full_tensor(), right.detach(), torch.float64, str(shape))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "compiles"),
-    [(2, False), (3, False), pytest.param(2, True, marks=pytest.mark.slow)],
-)
-def test_masks_over_whole_sequences(world_size: int, compiles: bool) -> None:
-    run_ranks(world_size, check_whole_sequences, compiles)
-
-
-@on_ranks(2)
-def test_ranks_that_cannot_have_a_part_of_a_key_head() -> None:
-    """4 heads of queries are sharded over 2 ranks, which cannot have a half of the one KV head."""
-    mesh = world_mesh()
-    whole = make_qkv(7, dtype=torch.float64)
-    query, key, value = whole[0], whole[1][:, :1], whole[2][:, :1]
-    mask = (torch.arange(7)[:, None] >= torch.arange(7)).expand(2, 1, 7, 7)
-    placements = (Shard(1), Replicate(), Replicate())
-    inputs = [
-        distribute_tensor(tensor, mesh, [placement]).requires_grad_()
-        for tensor, placement in zip((query, key, value), placements, strict=True)
-    ]
-    alone = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
-    attend = partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
-    with implicit_replication():
-        out = attend(*inputs)
-        grads = torch.autograd.grad(out.square().sum(), inputs)
-    expected = attend(*alone)
-    wanted = torch.autograd.grad(expected.square().sum(), alone)
-    for got, right in zip((out, *grads), (expected, *wanted), strict=True):
-        assert_close(got.full_tensor().detach(), right.detach(), torch.float64, "shared KV head")
 
 
 # --- Gradients of biases ----------------------------------------------------------------------

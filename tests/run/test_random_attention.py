@@ -115,13 +115,10 @@ CASES_UNDER_MASKS: dict[str, dict[str, Any]] = {
 
 
 def on_worlds() -> Iterator[Any]:
-    """Yield each case on 3 ranks, and on another number, in turns; on all others it is long."""
+    """Yield each case on 3 ranks, and on another number, in turns; random ones have all."""
     for number, name in enumerate([*CASES, *CASES_UNDER_MASKS]):
         yield pytest.param(name, 3)
-        for turn, world_size in enumerate((1, 2, 4)):
-            is_its_turn = number % 3 == turn
-            marks = pytest.mark.slow if is_its_turn else pytest.mark.long
-            yield pytest.param(name, world_size, marks=marks)
+        yield pytest.param(name, (1, 2, 4)[number % 3], marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "world_size"), [*on_worlds()])

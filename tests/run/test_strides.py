@@ -12,15 +12,10 @@ from torch._inductor import lowering
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_inductor.plan import Grid, Payload, Span
 from cp_inductor.region.regions import SequenceRegion
-from cp_inductor.run.messages import Messages
-from cp_inductor.run.store import Store
-from cp_inductor.tiles.combine import accumulation_dtype
 from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall, with_whole_rows
 from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
-from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
 from tests.support.graphs import attend_causal
 from tests.support.random_attention import STRIDES
@@ -84,19 +79,6 @@ def test_what_lies_as_kernels_read_it_is_not_copied() -> None:
     assert with_whole_rows(expanded)[0] is expanded
     one = torch.randn(batch, num_heads, length, 5)[..., 3:4]
     assert with_whole_rows(one)[0] is one
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_records_with_statistics_begin_where_kernels_load(dtype: torch.dtype) -> None:
-    grid, span, heads = Grid(2, 1, 6, 6), Span(0, 1), Span(0, 3)
-    store = Store(Tokens(grid, 3, 3), like=torch.zeros(2, 3, 3, 8, dtype=dtype))
-    store.add("out", span, heads, torch.rand(2, 3, 3, 8).to(dtype), of_keys=False)
-    store.add(
-        "lse", span, heads, torch.rand(2, 3, 3).to(accumulation_dtype(store.like)), of_keys=False
-    )
-    packed = Messages(store, 0, "")._pack(((Payload.PARTIAL, heads),), [span])
-    assert packed.shape[:2] == (3, 2)
-    assert packed.stride(1) * dtype.itemsize % 16 == 0
 
 
 def test_strides_that_are_not_known_are_copied() -> None:

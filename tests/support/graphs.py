@@ -42,16 +42,17 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Te
 
 
 class AttentionBlock(nn.Module):
-    """One causal attention between linear layers."""
+    """One causal attention between linear layers, perhaps behind a norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32, heads: int = 2, *, has_norm: bool = False) -> None:
         super().__init__()
-        self.qkv = nn.Linear(32, 96)
-        self.out = nn.Linear(32, 32)
+        self.heads, self.norm = heads, nn.LayerNorm(width) if has_norm else nn.Identity()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
-            part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).chunk(3, -1)
         )
         return self.out(attend_causal(query, key, value).transpose(1, 2).flatten(2)) + x
 

@@ -61,16 +61,7 @@ import cp_inductor
 from cp_inductor import CPError
 from cp_inductor.plan.strategies import TABLE as STRATEGIES
 from tests.support import idioms
-from tests.support.idioms import (
-    EXPERTS,
-    FAMILIES,
-    IGNORED,
-    LONGEST,
-    LOSSES,
-    TABLES,
-    VOCAB,
-    WIDTH,
-)
+from tests.support.idioms import EXPERTS, FAMILIES, IGNORED, LONGEST, LOSSES, TABLES, VOCAB, WIDTH
 from tests.support.ranks import RankError, forget_compiles, run_ranks, world_mesh
 
 WAYS = {

@@ -78,7 +78,7 @@ SECTIONS = {
     "rope_parameters": {
         **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
         **{"partial_rotary_factor": 1.0, "mrope_interleaved": True},
-    },
+    }
 }
 MAMBA = {"mamba_d_state": 8}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
@@ -301,10 +301,7 @@ HYBRIDS = {
 
 # In these, transformers attends from one packed document to another, on one process as well.
 # State-space layers and the like, as transformers computes them on the CPU, know no documents.
-MIXED = {
-    *("OPT", "Falcon", "GptOss", "Rwkv"),
-    *HYBRIDS,
-}
+MIXED = {*("OPT", "Falcon", "GptOss", "Rwkv"), *HYBRIDS}
 
 
 # What masks are read as, by how a model is called: "" as it is, "packed", or "padded".
@@ -314,7 +311,7 @@ MASKS: Mapping[tuple[str, str], set[str]] = {
     ("Mistral", ""): {"causal, window 12"},
     ("Mistral", "padded"): {"causal, key padding, window 12"},
     ("Gemma2", ""): {
-        *("causal, score 50*Tanh(0.02*s)", "causal, window 12, score 50*Tanh(0.02*s)"),
+        *("causal, score 50*Tanh(0.02*s)", "causal, window 12, score 50*Tanh(0.02*s)")
     },
     ("GptOss", ""): {"causal", "causal, window 12"},
     ("GPT2LMHeadModel", "padded"): {"causal, key padding"},

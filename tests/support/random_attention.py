@@ -41,13 +41,7 @@ from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import TileCall
 from cp_inductor.tiles.tile_masks import Extras, TileMasks
 from cp_inductor.tiles.tokens import Tokens
-from tests.support.reference import (
-    TOLERANCE,
-    assert_close,
-    attend_with_grads,
-    meaning_of,
-    shard,
-)
+from tests.support.reference import TOLERANCE, assert_close, attend_with_grads, meaning_of, shard
 
 # --- Ranks that are threads -------------------------------------------------------------------
 

@@ -15,12 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 # Relative to the largest magnitude of the reference. float64 and float32: a few hundred roundings
 # of 2^-53 and 2^-24. Half types: the result's own rounding, and that of the partials and of the
 # probabilities inside the kernel, each 2^-9 (bfloat16) or 2^-11 (float16).
-TOLERANCE = {
-    torch.float64: 1e-13,
-    torch.float32: 5e-6,
-    torch.bfloat16: 2e-2,
-    torch.float16: 4e-3,
-}
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 def attend(
@@ -110,10 +105,7 @@ def assert_all_close(
 
 
 def assert_shards_close(
-    actual: Iterable[Tensor],
-    expected: Iterable[Tensor],
-    dtype: torch.dtype,
-    what: str = "",
+    actual: Iterable[Tensor], expected: Iterable[Tensor], dtype: torch.dtype, what: str = ""
 ) -> None:
     """Compare this rank's shards of out, dq, dk and dv with those of the whole ones."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -123,9 +115,7 @@ def assert_shards_close(
 
 
 def check_shards(
-    run: Callable[..., Tensor],
-    context: AbstractContextManager[Any] | None = None,
-    **sizes: Any,
+    run: Callable[..., Tensor], context: AbstractContextManager[Any] | None = None, **sizes: Any
 ) -> None:
     """Hold a causal attention of this rank's shards, and its gradients, against float64.
 

@@ -132,12 +132,6 @@ class Wrapper:
         (signature,) = re.findall(r"'signature': (\{.*?\})", self.sources[kernel.kind])
         return {n: t for n, t in ast.literal_eval(signature).items() if t.startswith("*")}
 
-    def accesses(self, kernel: Call, pointer: str) -> tuple[int, int]:
-        """Return how often a kernel's source loads from, and stores to, a pointer."""
-        source = self.sources[kernel.kind]
-        loads, stores = source.count(f"tl.load({pointer} "), source.count(f"tl.store({pointer} ")
-        return loads, stores
-
 
 def causal_flags(wrapper: Wrapper) -> list[bool]:
     """Return the is_causal argument of every tile."""

@@ -128,31 +128,6 @@ def test_tables_against_pairs(text: str, tables: list[Tensor], block: int) -> No
         torch.library.opcheck(block_table, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize(
-    ("text", "tables"),
-    [
-        ("(k-q<=0)&(q-k-7<=0)", []),
-        ("(k-q<=0)|(k-8<=0)", []),
-        (
-            "Eq(t0(b,q)-t0(b,k),0)",
-            [torch.arange(LENGTH).div(6, rounding_mode="floor")[None] + LARGE],
-        ),
-        ("t0(k)-t0(q)+1<=0", [torch.arange(4, LENGTH + 4) // 8]),
-        ("Ne(t0(b,k),0)", [(torch.arange(LENGTH)[None] < 20)]),
-        ("x0(k)-0.5<=0", [torch.linspace(0, 1, LENGTH)]),
-    ],
-)
-def test_intervals_find_all_there_is(text: str, tables: list[Tensor], block: int) -> None:
-    """Usual masks, whose documents follow each other, leave nothing to evaluate."""
-    rule, indices = (
-        Rule.parse(text),
-        indices_of(geometry_of(((0, LENGTH),), ((0, LENGTH),)), tables, 1),
-    )
-    cells = make_block_table(rule, indices)
-    allowed = indices.evaluate(rule.allowed).expand(1, 1, LENGTH, LENGTH)
-    assert torch.equal(cells, cells_of_pairs(allowed, block))
-
-
 # --- Tiles against float64 --------------------------------------------------------------------
 
 

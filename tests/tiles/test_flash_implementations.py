@@ -20,15 +20,9 @@ from torch.nn import attention as torchs
 
 from cp_inductor.tiles.aten_kernels import FlashCUDA
 from cp_inductor.tiles.kernel_table import get_kernel
-from cp_inductor.tiles.kernels import Partial, TileCall, with_whole_rows
+from cp_inductor.tiles.kernels import TileCall, with_whole_rows
 from tests.rehearsal.stand_ins import attend, differentiate
-from tests.support.reference import (
-    LAYOUTS,
-    TOLERANCE,
-    attend_with_grads,
-    lse_in_float64,
-    make_qkv,
-)
+from tests.support.reference import LAYOUTS, TOLERANCE, attend_with_grads, lse_in_float64, make_qkv
 
 fa3 = pytest.importorskip("torch.nn.attention._fa3")
 fa4 = pytest.importorskip("torch.nn.attention._fa4")
@@ -205,19 +199,3 @@ def test_compiled_code_finds_what_fakes_promise(
     for got, promised in zip((*real[:2], *grads), (*fake[:2], *fake_grads), strict=True):
         assert got.shape == promised.shape and got.dtype == promised.dtype
         assert got.stride() == promised.stride()
-
-
-def test_a_tile_is_compiled_to_the_replaced_op(activated: str) -> None:
-    tensors = list(make_qkv(32, dtype=torch.bfloat16, head_dim=16))
-    query, key, value, grad_out = tensors
-    kernel = get_kernel("flash_cuda")
-
-    def tile(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        call = TileCall(query * 2, key, value, True)
-        partial = kernel.forward(call)
-        return *partial, *kernel.backward(call, grad, Partial(*partial))
-
-    expected = tile(*tensors)
-    compiled = torch.compile(tile, backend="aot_eager", fullgraph=True)
-    for got, wanted in zip(compiled(query, key, value, grad_out), expected, strict=True):
-        torch.testing.assert_close(got, wanted)

@@ -64,8 +64,9 @@ def test_a_tail_of_keys_has_its_gradient_from_flash(hopper: pytest.MonkeyPatch) 
     assert ops_of_tile(128, 192) == [FORWARDS[0], BACKWARDS[0]]
 
 
-def test_one_query_is_no_tile_of_cudnn() -> None:
-    assert ops_of_tile(1, 128) == [FORWARDS[1], BACKWARDS[1]]
+@pytest.mark.parametrize(("queries", "keys"), [(1, 128), (9, 1), (1, 1)])
+def test_one_token_is_no_tile_of_cudnn(queries: int, keys: int) -> None:
+    assert ops_of_tile(queries, keys) == [FORWARDS[1], BACKWARDS[1]]
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,7 @@ def test_flex_attention() -> None:
 
 # Without Inductor, tests/trust/test_restart.py runs it.
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("num_ranks", "seq_len", "num_layers"),
-    [(2, 256, 1), (3, 250, 2)],
-)
+@pytest.mark.parametrize(("num_ranks", "seq_len", "num_layers"), [(2, 256, 1), (3, 250, 2)])
 def test_train_text(tmp_path: Path, num_ranks: int, seq_len: int, num_layers: int) -> None:
     arguments = f"--steps 7 --check-every 3 --dim 64 --seq-len {seq_len} --layers {num_layers}"
     done = run_example("train_text", num_ranks, f"{arguments} --out {tmp_path}")

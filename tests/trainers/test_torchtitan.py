@@ -69,12 +69,7 @@ def test_passes_in_the_list_of_the_graph_trainer() -> None:
     )
 
     gm, shard, weights, expected = trace_step()
-    passes = [
-        eliminate_dead_code_pass,
-        canonicalize_graph_pass,
-        lower_attention,
-        schedule_exchange,
-    ]
+    passes = [eliminate_dead_code_pass, canonicalize_graph_pass, lower_attention, schedule_exchange]
     gm = apply_graph_passes(gm, (shard, *weights), passes)
     assert count(gm, EXPANSIONS) == 0
     assert count(gm, STARTS) > 0

@@ -29,9 +29,9 @@ import cp_inductor.trust.log
 from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
-from cp_inductor.trust import agreement, claims, graph_agreement
-from tests.support.graphs import attend_causal, attend_full, lowered_graphs, targets
-from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
+from cp_inductor.trust import agreement, claims
+from tests.support.graphs import attend_causal, attend_full
+from tests.support.ranks import on_ranks, run_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
     assert_close,
@@ -110,12 +110,12 @@ def call_op(mesh: DeviceMesh, head_dim: int, *, has_grad: bool = False, **given:
     local = [shard(t, rank, WORLD).contiguous().requires_grad_(has_grad) for t in tensors]
     extras = [torch.tensor(7)] if dropout_p else []
     claimed = {**claims._versions(), **pretended}
-    claims._claim.cache_clear()
+    claims.describe_attention.cache_clear()
     with mock.patch.object(claims, "_versions", return_value=claimed):
         name = mesh.get_group().group_name
         how = (rank, scale, kernel, name, dropout_p, False)
         out = attention(*local, extras, recipe.format(), *how)[0]
-    claims._claim.cache_clear()
+    claims.describe_attention.cache_clear()
     return out
 
 
@@ -138,8 +138,10 @@ def test_nodes_of_plans_of_batches_are_compared() -> None:
     fields = []
     for nodes in ("", "2:8"):
         this = Attention(PerBatch("causal", 2, nodes), ANY_RANK, None, "flash_cpu", "of no group")
-        claim = claims.claim_attention(this, torch.float32, (1, *[None] * 4), (4, 2, 8))
-        fields.append(set(claim.fields))
+        claim = claims.describe_attention(
+            this, torch.float32, (1, *[None] * 4), (4, 2, 8), has_grad=None
+        )
+        fields.append(set(claim.fields.items()))
     assert fields[0] ^ fields[1] == {("nodes", "none"), ("nodes", "2:8")}
 
 
@@ -640,26 +642,3 @@ def test_tables_in_eager() -> None:
     rows[10 * (1 - dist.get_rank()) :][:10] = is_odd  # another rank's queries: not read here
     assert told(attn_mask=rows) == "nothing"
     assert_told_alike(told(dropout_p=0.5), "dropout's seed: ")
-
-
-def test_graphs_hand_tables_over_in_order_and_only_where_asked() -> None:
-    """One op for each attention that reads tables, none in a backward, none of rows of queries."""
-    with fake_rank(1, 2):
-        mesh = world_mesh()
-        tensors = [t.requires_grad_() for t in make_dtensors(mesh, 21)]
-        ids = distribute_tensor(DOCUMENTS, mesh, [Replicate()])
-        pairs = distribute_tensor(torch.rand(21, 21) < 0.5, mesh, [Replicate()])
-        with implicit_replication(), cp_inductor.config.patch(plan="static"):
-            graphs = lowered_graphs(twice_in_documents, *tensors, ids)
-            notes = graphs["forward"].graph.find_nodes(
-                op="call_function", target=graph_agreement.NOTE_TABLES
-            )
-            assert len(notes) == 2 and notes[0].args[0] is notes[1].args[0]
-            assert str(graph_agreement.NOTE_TABLES) not in targets(graphs["backward"].graph)
-            torch._dynamo.reset()
-            graphs = lowered_graphs(F.scaled_dot_product_attention, *tensors, pairs)
-            assert str(graph_agreement.NOTE_TABLES) not in targets(graphs["forward"].graph)
-            torch._dynamo.reset()
-            with cp_inductor.config.patch(check_agreement=False):
-                graphs = lowered_graphs(twice_in_documents, *tensors, ids)
-            assert str(graph_agreement.NOTE_TABLES) not in targets(graphs["forward"].graph)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 import cp_inductor.trust.cause
 import cp_inductor.trust.log
 from cp_inductor.errors import ProcessGroupError, RanksDisagree
-from cp_inductor.trust.bounded_store import BoundedStore
 from cp_inductor.trust.log import Log
 from cp_inductor.trust.record import ATTENTIONS, TABLES, Entry
 
@@ -32,8 +31,7 @@ def entry(**fields: str) -> Entry:
 
 
 def logs(store: dist.Store, timeout_s: float = 20) -> list[Log]:
-    bounded = BoundedStore(store, timeout_s)
-    return [Log(bounded, rank, RANKS, timeout_s) for rank in range(len(RANKS))]
+    return [Log(store, rank, RANKS, timeout_s) for rank in range(len(RANKS))]
 
 
 def run(*programs: Callable[[], object]) -> list[object]:
@@ -51,53 +49,14 @@ def run(*programs: Callable[[], object]) -> list[object]:
 
 def say_all(log: Log, batches: list[list[Entry]], *, is_whole: bool = False) -> None:
     for batch in batches:
-        log.come(batch, TABLES if is_whole else "attentions", is_new=True, is_whole=is_whole)
+        name = TABLES if is_whole else ATTENTIONS
+        log.come(batch, log.others, name, is_whole=is_whole)
 
 
 def say(group: Sequence[Log], *said: list[list[Entry]], is_whole: bool = False) -> list[object]:
     """Let each log say batches of its own, at the same time; return what comes of it."""
     pairs = zip(group, said, strict=True)
     return run(*(partial(say_all, log, batches, is_whole=is_whole) for log, batches in pairs))
-
-
-def test_the_same_entries_in_batches_of_any_size() -> None:
-    said, group = [entry(number=str(number)) for number in range(12)], logs(dist.HashStore())
-    parts = [said[:5], said[5:7], said[7:]]
-    assert say(group, [said], [[one] for one in said], parts) == [None] * 3
-    # What all have compared is forgotten.
-    told = [log.record.trails["attentions"].told()["events"] for log in group]
-    assert [len(events) for events in told] == [12, 1, 5]
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_difference_is_raised_on_every_rank_alike(is_whole: bool) -> None:
-    both = ("one", "two")
-    others = [entry(size=size, plan=size) for size in both]
-    odd = [others[0], entry(size="three", plan="other")]
-    group = logs(dist.HashStore())
-    results = say(group, [others], [odd], [others], is_whole=is_whole)
-    assert all(isinstance(result, RanksDisagree) for result in results)
-    assert {str(result) for result in results} == {
-        "here: expected ranks 4, 7 and 9 to run the same, got size: two on ranks 4 and 9, three on"
-        f" rank 7; plan: two on ranks 4 and 9, other on rank 7; {cp_inductor.trust.cause.REMEDY}"
-    }
-
-
-@pytest.mark.parametrize(
-    ("size", "plan", "expected"), [("2", "y", "size: 1"), ("1", "y", "plan: x")]
-)
-def test_consequences_are_named_if_nothing_else_differs(
-    size: str, plan: str, expected: str
-) -> None:
-    usual = Entry("here", {"size": "1", "plan": "x"}, ("plan",))
-    odd = Entry("here", {"size": size, "plan": plan}, ("plan",))
-    results = say(logs(dist.HashStore()), [[usual]], [[odd]], [[usual]])
-    assert all(f"got {expected} on ranks 4 and 9" in str(result) for result in results)
-
-
-def test_what_one_rank_does_not_know_is_not_compared() -> None:
-    known, unknown = [[entry(gradients="on")]], [[entry()]]
-    assert say(logs(dist.HashStore()), known, unknown, known) == [None] * 3
 
 
 def test_after_a_difference_ranks_agree_again() -> None:
@@ -111,7 +70,9 @@ def test_after_a_difference_ranks_agree_again() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named_and_hears_of_it() -> None:
-    first, second, third = logs(dist.HashStore(), timeout_s=0.2)
+    first, second, third = logs(dist.HashStore())
+    for log in (first, second, third):
+        log.timeout_s = 0.2
     results = say((first, second), [[entry()]], [[entry()]])
     for result in results:
         assert isinstance(result, RanksDisagree)
@@ -123,9 +84,10 @@ def test_a_rank_that_does_not_come_is_named_and_hears_of_it() -> None:
 
 def test_who_leaves_later_names_the_first_cause_once() -> None:
     """Not the reason of the reason of a reason."""
-    told, store = [], BoundedStore(dist.HashStore(), 20)
+    told, store = [], dist.HashStore()
     for rank in range(4):
-        log = Log(store, rank, (4, 7, 9, 12), 0.05)
+        log = Log(store, rank, (4, 7, 9, 12), 20)
+        log.timeout_s = 0.05
         with pytest.raises(RanksDisagree) as raised:
             say_all(log, [[Entry(f"attention {rank}", {"what": "a test"})]])
         told.append(str(raised.value))
@@ -144,7 +106,7 @@ def test_who_leaves_later_names_the_first_cause_once() -> None:
 
 def test_what_became_of_who_does_not_come_is_named_at_once() -> None:
     """One has failed in an exchange, and one has ended; one that runs may still come."""
-    store, ranks = BoundedStore(dist.HashStore(), 20), (4, 7, 9, 12)
+    store, ranks = dist.HashStore(), (4, 7, 9, 12)
     ended = subprocess.Popen(["true"])
     group = [Log(store, rank, ranks, 60) for rank in range(4)]
     group[1].record.failed = "exchange 1 of 2 of its backward, attention (model.py:41)"
@@ -152,7 +114,7 @@ def test_what_became_of_who_does_not_come_is_named_at_once() -> None:
     group[2].record.process = process.replace(str(os.getpid()), str(ended.pid))
     ended.wait()
     for log in group:
-        log.exchange()
+        log.ask(log.exchange)
     with pytest.raises(RanksDisagree) as raised:
         say_all(group[0], [[entry()]])
     where = r"outside of any attention, since \d+ s, after 0 attentions"
@@ -162,17 +124,6 @@ def test_what_became_of_who_does_not_come_is_named_at_once() -> None:
         r" ended\)",
         raised.value.got,
     ), raised.value.got
-
-
-def test_a_rank_that_refuses_is_not_waited_for_long() -> None:
-    with mock.patch.object(cp_inductor.trust.log, "PATIENCE_S", 0.2):
-        first, second, third = logs(dist.HashStore())
-        second.refuse("such a mask")
-        results = say((first, third), [[entry()]], [[entry()]])
-        assert [str(result).partition("; ")[0] for result in results] == [
-            "here: expected ranks 4, 7 and 9 to run the same, got rank 7, which refuses to:"
-            " such a mask"
-        ] * 2
 
 
 def test_what_all_refuse_is_nothing_to_wait_for() -> None:
@@ -201,7 +152,7 @@ def test_a_store_that_is_gone() -> None:
     server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     client = dist.TCPStore("127.0.0.1", server.port, 1, is_master=False)
     where = f"expected the store of the process group, 127.0.0.1:{server.port}, to answer"
-    log = Log(BoundedStore(client, 20), 1, RANKS, 20)
+    log = Log(client, 1, RANKS, 20)
     ended = subprocess.Popen(["true"])
     process = log.record.process.replace(str(os.getpid()), str(ended.pid))
     log.records[0] = replace(log.record, process=process)
@@ -230,7 +181,7 @@ class StoppedStore(dist.Store):
 
 def test_a_store_that_does_not_answer_is_named_within_the_timeout() -> None:
     stopped = StoppedStore()
-    log = Log(BoundedStore(stopped, 0.2), 0, RANKS, 0.2)
+    log = Log(stopped, 0, RANKS, 0.2)
     assert stopped.asked == 1, "who introduces itself goes on"
     with pytest.raises(ProcessGroupError, match=r"here: .* got no answer for 0\.2 s; find"):
         say_all(log, [[entry()]])
@@ -244,6 +195,6 @@ def test_what_all_have_said_costs_no_waiting() -> None:
     first, second, third = logs(dist.HashStore())
     for log in (first, second):
         log.add(ATTENTIONS, [entry()])
-        log.exchange()
+        log.ask(log.exchange)
     with mock.patch.object(cp_inductor.trust.log.time, "sleep", side_effect=AssertionError):
         say_all(third, [[entry()]])

@@ -238,13 +238,15 @@ def test_reset_drops_all_and_nothing_breaks(form: str) -> None:
     results = [attend(mesh, form, run)]
     (known,) = [one for one in agreement._agreed_in.values() if one is not None]
     held = weakref.ref(known)
-    assert claims._claim.cache_info().currsize > 0
+    assert claims.describe_attention.cache_info().currsize > 0
     Recipe.parse(Recipe(2, 8, 8, 1, 1, 16, 4, "causal", strategy="rows", stages=1).format())
     del known
     cp_inductor.reset()
     gc.collect()
     assert not agreement._agreed_in and held() is None
-    assert Recipe._parse.cache_info().currsize == claims._claim.cache_info().currsize == 0
+    assert (
+        Recipe._parse.cache_info().currsize == claims.describe_attention.cache_info().currsize == 0
+    )
     # The group goes on, and so does what was compiled; the ranks compare again.
     results += [attend(mesh, form, run), attend(mesh, form, run)]
     assert len(agreement._agreed_in) == 1

@@ -23,8 +23,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "backend",
-    ["eager", "cp_aot_eager", pytest.param("cp_inductor", marks=pytest.mark.long)],
+    "backend", ["eager", "cp_aot_eager", pytest.param("cp_inductor", marks=pytest.mark.long)]
 )
 @on_ranks(2)
 def test_stages_of_the_plan_are_named(backend: str) -> None:

@@ -24,11 +24,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.support.examples import (
-    DEADLINE_S,
-    check_against_unsharded,
-    command_of,
-)
+from tests.support.examples import DEADLINE_S, check_against_unsharded, command_of
 
 # Long enough that it is not over before the last kill, which comes in its first half.
 NUM_STEPS = 30

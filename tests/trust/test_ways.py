@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import cp_inductor
 from cp_inductor import RanksDisagree
-from cp_inductor.trust import agreement, comparing, log
+from cp_inductor.trust import agreement, asking, log
 from cp_inductor.trust.agreement import forget_agreements
 from tests.support.ranks import on_ranks, world_mesh
 
@@ -102,7 +102,7 @@ def test_who_waits_says_where_all_are_and_gives_up() -> None:
             attend_in_region(mesh, number)
         agreed = agreement.agreed_of(str(mesh.get_group().group_name))
         assert agreed is not None
-        agreed.log.timeout_s = 1.5
+        agreed.timeout_s = 1.5
         if dist.get_rank() == 0:
             with torch.no_grad(), pytest.raises(RanksDisagree, match="nothing from rank 1") as said:
                 attend_in_region(mesh, 7)
@@ -118,7 +118,7 @@ def test_who_waits_says_where_all_are_and_gives_up() -> None:
 def test_a_thread_ends_with_its_group() -> None:
     attend_in_region(world_mesh(), 0)
     dist.barrier()
-    watches = list(comparing._comparing)
+    watches = list(asking._threads)
     assert any(watch.is_alive() for watch in watches)
     forget_agreements()
     deadline = time.monotonic() + 5
@@ -131,12 +131,18 @@ def test_a_thread_ends_with_its_group() -> None:
 LEAVES_WHILE_ASKING = """
 import threading, time
 import torch.distributed as dist
-from cp_inductor.trust.bounded_store import BoundedStore, StoreSilent
+from cp_inductor.trust.asking import Asking, StoreSilent
 
-store = BoundedStore(dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), 0.05)
+class Nobody:
+    def compare_beside(self): pass
+    def end(self): pass
+
+nobody = Nobody()
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+asking = Asking(nobody, 0.05, 0.05)
 try:
     # Comes back from C++ when the program is over.
-    store.answered(lambda: [store.store.check(["key"]) or time.sleep(0.002) for _ in range(200)])
+    asking.ask(lambda: [store.check(["key"]) or time.sleep(0.002) for _ in range(200)])
 except StoreSilent:
     print("silent", flush=True)
 """

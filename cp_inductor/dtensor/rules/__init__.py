@@ -8,7 +8,6 @@ partials            numbers of which each rank would hold a part
 writes              writes in place that DTensor would lose
 draws, numbers      one draw, and one number for Python, for all ranks
 single_ops          empty tensors, and ops that compute every element alone
-own_parts           parts of replicated tensors, in graphs that do not know their rank
 
 All are registered here. Importing the package registers attention alone, so that programs which do
 not use it keep DTensor's own rules.

@@ -54,6 +54,7 @@ from cp_inductor.ops.attention import (
     run_forward,
 )
 from cp_inductor.run.attention import Attention
+from cp_inductor.source import user_line
 from cp_inductor.tiles.kernel_table import choose_kernel
 from cp_inductor.tiles.kernels import with_whole_rows
 from cp_inductor.tiles.tile_ops import ROWS
@@ -70,7 +71,7 @@ from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.varlen import varlen_op
 from cp_inductor.trust.agreement import agreed, tell_refusal
-from cp_inductor.trust.failures import named_steps, user_line
+from cp_inductor.trust.failures import named_steps
 
 aten = torch.ops.aten
 EAGER = "scaled_dot_product_attention, in eager"

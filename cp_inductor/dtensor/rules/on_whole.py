@@ -46,6 +46,7 @@ from cp_inductor.dtensor.rules.partials import compute_whole, makes_parts, part_
 from cp_inductor.dtensor.wrap import is_whole, whole_tensor
 from cp_inductor.errors import CPError, UnsupportedPlacement
 from cp_inductor.kept import cache
+from cp_inductor.source import user_line
 from cp_inductor.torch_private.arguments import bind_arguments, tensors_written_by
 from cp_inductor.torch_private.dispatch import (
     as_view,
@@ -60,7 +61,6 @@ from cp_inductor.torch_private.dtensor import (
     replicated,
     without_handler,
 )
-from cp_inductor.trust.failures import user_line
 
 log = logging.getLogger("cp_inductor")
 

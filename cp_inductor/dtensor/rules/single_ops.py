@@ -8,7 +8,8 @@ Caches of keys often begin with a tensor of shape (0,), which torch skips, howev
 others have. DTensor (2.13 to 2.15) looks for the sharded dim in it, and fails.
 
 Rotary embeddings of some models (DeepSeek-V2, Llama 4) turn angles into complex numbers, and some
-activations have rules in the forward alone.
+activations have rules in the forward alone. The backward of `polar` multiplies by a complex number,
+which DTensor takes as a tensor, but cannot hash as a number.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ ALONE = (
 def complete_single_ops() -> None:
     """Register the handlers and the rules; a second call changes nothing."""
     register_dtensor_handler(aten.cat.default, _cat)
+    register_dtensor_handler(aten.mul.Scalar, lambda op, args, kwargs: torch.mul(*args, **kwargs))
     for op in ALONE:
         register_sharding(op)(partial(_places, len(op._schema.returns)))
 

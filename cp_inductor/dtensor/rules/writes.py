@@ -36,7 +36,7 @@ from cp_inductor.dtensor.rules.partials import is_partial
 from cp_inductor.dtensor.sequence_meshes import holds_sequences
 from cp_inductor.dtensor.wrap import wrap_whole
 from cp_inductor.errors import UnsupportedWrite
-from cp_inductor.sequence.eager import place_of_caller
+from cp_inductor.source import user_line
 from cp_inductor.torch_private.arguments import bind_arguments, tensors_written_by
 from cp_inductor.torch_private.dtensor import (
     are_plain_tensors_replicated,
@@ -113,7 +113,7 @@ def _ops_that_write() -> Iterator[torch._ops.OpOverload]:
 def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     of = args[0]
     if op is aten.view.default and not of.numel() and any(p.is_shard() for p in of.placements):
-        refuse_empty(f"view ({place_of_caller()})", of)
+        refuse_empty(f"view ({user_line()})", of)
     if op is aten.slice.Tensor and is_whole_slice(bind_arguments(op, args, kwargs), of.shape):
         return aten.alias.default(of)
     with _mode_of(of):
@@ -192,7 +192,7 @@ def _trace(
     """Write to fake tensors, or leave that out if a backend of this library rewrites the write."""
     try:
         return without_handler(op, args, kwargs)
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, TypeError):  # strides of symbols have no hash
         # Plain tensors beside DTensors torch refuses.
         is_mixed = not are_plain_tensors_replicated() and any(
             x.ndim and not isinstance(x, DTensor) for x in tensors_in((args, kwargs))
@@ -225,7 +225,7 @@ def _check(op: torch._ops.OpOverload, tensor: DTensor) -> None:
 
 def _refusal(op: torch._ops.OpOverload, expected: str, got: str) -> UnsupportedWrite:
     return UnsupportedWrite(
-        site=f"{op} ({place_of_caller()})",
+        site=f"{op} ({user_line()})",
         expected=expected,
         got=got,
         remedy="compile it with cp_inductor, or compute a new tensor (torch.where, torch.cat, a"

@@ -29,16 +29,6 @@ def test_verbose_prints_the_plan_and_its_backward(capsys: pytest.CaptureFixture[
     assert f"{plan}\n{plan.backward()}" in capsys.readouterr().out
 
 
-<<<<<<< HEAD
-def test_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SIZES, "--rank", "3"]) == 0
-    text = capsys.readouterr().out
-    assert "forward, rank 3:" in text
-    assert "rank 2: tile" not in text
-
-
-=======
->>>>>>> w/lead
 def test_a_refusal_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SIZES, "--strategy", "heads3+blocks"]) == 1
     assert "UnsupportedStrategy" in capsys.readouterr().err

@@ -46,14 +46,15 @@ from benchmarks.lower_bound import lower_bound
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.plan import (
     Machine,
+    Plan,
     Recipe,
     backward_plan,
     forward_plan,
     resolve,
 )
-from cp_inductor.plan.planner import MAX_IMBALANCE, tiles_of
+from cp_inductor.plan.planner import MAX_IMBALANCE, plan_tiles, tiles_of
 from cp_inductor.plan.strategies import TABLE
-from cp_inductor.plan.timeline import TileLoads, loads_of_tiles
+from cp_inductor.plan.timeline import loads_of
 
 HEADS = ("8:8", "32:32", "40:40", "32:8", "64:8", "28:4")
 RANKS = (2, 3, 4, 6, 8, 16, 32, 64, 128, 256)
@@ -112,23 +113,18 @@ def unit(recipe: Recipe) -> int:
     return 2 * tokens * recipe.num_kv_heads * recipe.head_dim * recipe.itemsize
 
 
-def received_of(recipe: Recipe, loads: TileLoads) -> float:
-    return float((loads.forward.received + loads.backward.received).max()) / unit(recipe)
-
-
 def count(recipe: Recipe) -> Counted:
-    grid, shape, tiles = recipe.grid, recipe.shape, tiles_of(recipe)
-    loads = loads_of_tiles(grid, shape, tiles, recipe.keep)
-    timelines = [
-        of_direction.timeline(Machine()) for of_direction in (loads.forward, loads.backward)
-    ]
+    plan = Plan.of(plan_tiles(recipe, tiles_of(recipe)))
+    both, kept = (
+        [loads_of(one) for one in (plan, replace(plan, num_kept=num).backward())]
+        for num in (plan.num_kept, ALL_KEPT)
+    )
     return Counted(
         recipe.strategy,
         f"{recipe.stages}{' late' * recipe.late}",
-        received_of(recipe, loads),
-        received_of(recipe, loads_of_tiles(grid, shape, tiles, ALL_KEPT)),
-        sum(timeline.total_s for timeline in timelines),
-        loads.balance,
+        *(float(sum(one.received for one in of).max()) / unit(recipe) for of in (both, kept)),
+        sum(one.timeline(Machine()).total_s for one in both),
+        max(one.balance for one in both),
     )
 
 

@@ -28,12 +28,10 @@ from cp_inductor.plan import (
     STRATEGIES,
     Machine,
     Plan,
-    cost_of,
     plan_attention,
 )
 from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count
 from cp_inductor.plan.machine_file import CALIBRATED
-from cp_inductor.plan.planner import garbage_kept
 from cp_inductor.plan.text import format_program
 from cp_inductor.plan.timeline import loads_of
 
@@ -149,7 +147,6 @@ def _add_plan(commands: Any) -> None:
     output = plan.add_argument_group("what to print")
     output.add_argument("--verbose", action="store_true", help="print every line of the plan")
     output.add_argument("--rank", type=int, help="print every line of this rank's part")
-    output.add_argument("--cost", action="store_true", help="print the cost as expressions")
     output.add_argument(
         "--draw", type=Path, help="draw who computes what, for all heads, to this .png or .svg"
     )
@@ -456,7 +453,7 @@ def _plan(args: argparse.Namespace) -> tuple[str, bool]:
 
         args.machine = machine_text(CALIBRATED, site="--machine")
     machine = Machine.parse(args.machine, site="--machine") if args.machine else Machine()
-    with garbage_kept(), _progress(5) as say:
+    with _progress(5) as say:
         say(f"choosing a plan for {args.world_size} ranks")
         plan = plan_attention(
             seq_len=args.seq_len,
@@ -481,11 +478,6 @@ def _plan(args: argparse.Namespace) -> tuple[str, bool]:
     if args.json:
         return json.dumps(summary), True
     lines = [_line(name, value) for name, value in summary.items()]
-    if args.cost:
-        for one in plans:
-            cost = cost_of(one)
-            lines += ["", f"{one.direction.value}:"]
-            lines += [f"  {name} = {getattr(cost, name)}" for name in cost.__slots__]
     if args.rank is not None:
         for one in plans:
             lines += ["", f"{one.direction.value}, rank {args.rank}:"]

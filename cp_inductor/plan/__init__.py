@@ -4,7 +4,6 @@ Recipe . resolve . forward_plan . Plan.backward        what every rank derives a
 Plan.program(rank)                                     what one rank executes
 """
 
-from cp_inductor.plan.cost import Cost, cost_of
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Direction, Mask, Payload, Shape, Stage, Tile, Transfer
@@ -22,7 +21,6 @@ from cp_inductor.plan.timeline import Timeline
 
 __all__ = [
     "STRATEGIES",
-    "Cost",
     "Device",
     "Direction",
     "Grid",
@@ -40,7 +38,6 @@ __all__ = [
     "Timeline",
     "Transfer",
     "backward_plan",
-    "cost_of",
     "forward_plan",
     "parse_strategy",
     "plan_attention",

@@ -88,6 +88,17 @@ def own_chunks(grid: Grid, rank: int) -> np.ndarray:
     return np.arange(own.start, own.stop)
 
 
+@lru_cache(maxsize=64)  # what is tried in several numbers of stages has the same
+def tiles_of_owners(grid: Grid, shape: Shape, pairs: Pairs) -> tuple[Tile, ...]:
+    """Return the tiles of each rank's own queries and own keys."""
+    tiles: list[Tile] = []
+    for rank in range(grid.world_size):
+        own = own_chunks(grid, rank)
+        cells = pairs.cells[np.ix_(own, own)]
+        tiles += tiles_of_cells(grid, rank, shape.all_heads, own, own, cells)
+    return tuple(tiles)
+
+
 def stage_areas(
     grid: Grid,
     shape: Shape,
@@ -105,7 +116,7 @@ def stage_areas(
     stages with equally many cells, in the order in which the area has them. So many chunks stay
     together.
     """
-    tiles: Tiles = [[] for _ in range(num_stages + 1)]
+    tiles: Tiles = [[*tiles_of_owners(grid, shape, pairs)], *([] for _ in range(num_stages))]
 
     def far(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         size, everything = grid.chunks_per_rank, pairs.cells[np.ix_(rows, columns)]
@@ -113,8 +124,6 @@ def stage_areas(
         return np.where(is_square, Cell.EMPTY, everything), everything
 
     for rank, (rows, columns) in enumerate(areas):
-        own, heads = own_chunks(grid, rank), shape.all_heads
-        tiles[0] += tiles_of_cells(grid, rank, heads, own, own, pairs.cells[np.ix_(own, own)])
         weights = np.count_nonzero(far(rows, columns)[0], axis=0 if by_keys else 1)
         weights = weights.reshape(-1, together).sum(1)
         stage_of = np.repeat(parts_of_equal_weight(weights, num_stages), together)
@@ -122,7 +131,8 @@ def stage_areas(
             here = stage_of == stage
             part = (rows, columns[here]) if by_keys else (rows[here], columns)
             part = np.sort(part[0]), np.sort(part[1])
-            tiles[stage + 1] += tiles_of_cells(grid, rank, heads, *part, *far(*part))
+            cells = far(*part)
+            tiles[stage + 1] += tiles_of_cells(grid, rank, shape.all_heads, *part, *cells)
     return tiles
 
 

@@ -101,6 +101,11 @@ def lengths_of(grid: Grid, *, of_keys: bool) -> np.ndarray:
     return np.diff(tokens_before(grid, of_keys=of_keys))
 
 
+def owners_of(grid: Grid) -> np.ndarray:
+    """Return the rank that holds each chunk."""
+    return np.arange(grid.num_chunks) // grid.chunks_per_rank
+
+
 def join_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Sort spans, and join those that touch or overlap."""
     joined: list[Span] = []

@@ -22,17 +22,18 @@ something to send.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import overload
 
 import numpy as np
 
 from cp_inductor.plan.grid import Grid, Span, tokens_before
 
-# Transfers as columns of integers, in which all of an exchange is counted and checked at once: a
-# plan of a thousand ranks has half a million. They stand in the order of `transfers.message_order`.
+# The columns of `Transfers`, by which messages are sorted, the first one first. Payloads of one
+# span are adjacent, and are sent as one record.
 SOURCE, DESTINATION, START, STOP, PAYLOAD, FIRST_HEAD, LAST_HEAD = range(7)
 
 
@@ -128,6 +129,85 @@ class Transfer:
     destination: int
 
 
+class Transfers(Sequence[Transfer]):
+    """The transfers of an exchange, in the order of messages, which both ends derive.
+
+    Attributes:
+        columns: (transfers, 7) integers, in which all are counted and checked at once: a plan of a
+            thousand ranks has half a million.
+    """
+
+    def __init__(self, columns: np.ndarray) -> None:
+        self.columns = columns
+
+    @staticmethod
+    def of(transfers: Iterable[Transfer]) -> Transfers:
+        """Return transfers as columns, in the order in which they are given."""
+        if isinstance(transfers, Transfers):
+            return transfers
+        rows = [
+            (
+                t.source,
+                t.destination,
+                t.span.start,
+                t.span.stop,
+                t.payload.order,
+                t.heads.start,
+                t.heads.stop,
+            )
+            for t in transfers
+        ]
+        return Transfers(np.array(rows, dtype=np.int64).reshape(-1, 7))
+
+    @staticmethod
+    def joined(parts: Iterable[Iterable[Transfer]]) -> Transfers:
+        """Return the transfers of all parts, one part behind the other."""
+        none = np.empty((0, 7), np.int64)
+        return Transfers(np.concatenate([none, *(Transfers.of(part).columns for part in parts)]))
+
+    def sorted(self) -> Transfers:
+        """Return them in the order of messages."""
+        return Transfers(self.columns[message_order(self.columns)])
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Transfers) and np.array_equal(self.columns, other.columns)
+
+    def __repr__(self) -> str:
+        return f"Transfers({self.columns.tolist()})"  # ranks compare digests of it
+
+    def __iter__(self) -> Iterator[Transfer]:
+        payloads = tuple(Payload)
+        for source, destination, start, stop, payload, first, last in self.columns.tolist():
+            span, heads = Span(start, stop), Span(first, last)
+            yield Transfer(payloads[payload], span, heads, source, destination)
+
+    @overload
+    def __getitem__(self, index: int) -> Transfer: ...
+    @overload
+    def __getitem__(self, index: slice) -> Transfers: ...
+    def __getitem__(self, index: int | slice) -> Transfer | Transfers:
+        if isinstance(index, slice):
+            return Transfers(self.columns[index])
+        (transfer,) = Transfers(self.columns[index][None])
+        return transfer
+
+    def of_rank(self, rank: int) -> tuple[Transfer, ...]:
+        """Return those that start or end at a rank."""
+        is_near = (self.columns[:, [SOURCE, DESTINATION]] == rank).any(1)
+        return tuple(Transfers(self.columns[is_near]))
+
+
+def message_order(columns: np.ndarray, *before: np.ndarray) -> np.ndarray:
+    """Return the order of messages of transfers, those with a less number `before` first."""
+    spans = (columns[:, START] << 32) + columns[:, STOP]
+    ends = (columns[:, SOURCE] << 32) + columns[:, DESTINATION]
+    contents = (columns[:, PAYLOAD] << 32) + columns[:, FIRST_HEAD]
+    return np.lexsort((contents, spans, ends, *before))
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One exchange, the tiles that it feeds, and the results sent home; for all ranks.
@@ -140,9 +220,9 @@ class Stage:
             that this stage's fetch feeds. Whatever they read is fetched in the forward, and kept.
     """
 
-    fetch: tuple[Transfer, ...]
+    fetch: Sequence[Transfer]
     tiles: tuple[Tile, ...]
-    home: tuple[Transfer, ...]
+    home: Sequence[Transfer]
     backward_tiles: tuple[Tile, ...] = ()
 
 
@@ -195,27 +275,27 @@ class PlanData:
     direction: Direction
     num_kept: int
     stages: tuple[Stage, ...]
-    kept_fetches: tuple[Transfer, ...] = ()
+    kept_fetches: Sequence[Transfer] = ()
     rule: str = ""
     returns: bool = False
 
     @cached_property
-    def _by_rank(self) -> tuple[tuple[Stage, ...], ...]:
-        world_size = self.grid.world_size
-        programs: list[list[Stage]] = [[] for _ in range(world_size)]
-        for stage in self.stages:
-            fetch = _by_end(stage.fetch, world_size)
-            home = _by_end(stage.home, world_size)
-            tiles = _by_rank(stage.tiles, world_size)
-            later = _by_rank(stage.backward_tiles, world_size)
-            for rank, program in enumerate(programs):
-                parts = fetch[rank], tiles[rank], home[rank], later[rank]
-                program.append(Stage(*map(tuple, parts)))  # type: ignore[arg-type]
-        return tuple(tuple(program) for program in programs)
+    def _programs(self) -> dict[int, tuple[Stage, ...]]:
+        return {}
 
     def program(self, rank: int) -> tuple[Stage, ...]:
         """Return one rank's part: its tiles, and the transfers that start or end at it."""
-        return self._by_rank[rank]
+        if rank not in self._programs:
+            self._programs[rank] = tuple(
+                Stage(
+                    Transfers.of(stage.fetch).of_rank(rank),
+                    tuple(tile for tile in stage.tiles if tile.rank == rank),
+                    Transfers.of(stage.home).of_rank(rank),
+                    tuple(tile for tile in stage.backward_tiles if tile.rank == rank),
+                )
+                for stage in self.stages
+            )
+        return self._programs[rank]
 
     def num_bytes(self, transfer: Transfer) -> int:
         """Return how many bytes a transfer moves."""
@@ -226,8 +306,11 @@ class PlanData:
 
     @cached_property
     def columns(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-        """The transfers of each stage, fetched and sent home; see `columns_of`."""
-        return tuple((columns_of(stage.fetch), columns_of(stage.home)) for stage in self.stages)
+        """The columns of the transfers of each stage, fetched and sent home."""
+        both = ((stage.fetch, stage.home) for stage in self.stages)
+        return tuple(
+            (Transfers.of(fetch).columns, Transfers.of(home).columns) for fetch, home in both
+        )
 
     @cached_property
     def loads(self) -> np.ndarray:
@@ -236,15 +319,15 @@ class PlanData:
 
     def loads_between(self, nodes: Sequence[int]) -> np.ndarray:
         """Return the same of what leaves a node, if rank r is in nodes[r]."""
-        loads = np.zeros((len(self.stages), 2, 2, self.grid.world_size), dtype=np.int64)
-        node_of = np.array(nodes)
+        size, node_of = self.grid.world_size, np.array(nodes)
+        loads = np.zeros((len(self.stages), 2, 2, size), dtype=np.int64)
         for index, exchanges in enumerate(self.columns):
             for kind, columns in enumerate(exchanges):
-                is_far = node_of[columns[:, SOURCE]] != node_of[columns[:, DESTINATION]]
-                columns = columns[is_far]
-                num_bytes = self.bytes_of(columns)
-                for end, column in enumerate((SOURCE, DESTINATION)):
-                    np.add.at(loads[index, kind, end], columns[:, column], num_bytes)
+                ends = columns[:, [SOURCE, DESTINATION]].T
+                num_bytes = self.bytes_of(columns) * (node_of[ends[0]] != node_of[ends[1]])
+                for end, ranks in enumerate(ends):
+                    # Below 2 ** 53, these sums of whole numbers are exact.
+                    loads[index, kind, end] = np.bincount(ranks, num_bytes, size)
         return loads
 
     def bytes_of(self, columns: np.ndarray) -> np.ndarray:
@@ -272,7 +355,7 @@ class PlanData:
         return int(self.loads[:, :, 1, rank].sum())
 
     @cached_property
-    def exchanges(self) -> tuple[tuple[Transfer, ...], ...]:
+    def exchanges(self) -> tuple[Sequence[Transfer], ...]:
         """All collectives, in the order in which every rank starts them."""
         started = [self.stages[0].fetch]
         for stage, following in zip(self.stages, [*self.stages[1:], None], strict=True):
@@ -290,21 +373,26 @@ class PlanData:
 
     def num_pairs(self, tile: Tile) -> int:
         """Return the number of (query, key) pairs of a tile, for one head."""
-        return num_pairs(self.grid, tile)
+        queries = sum(self.grid.num_tokens(span, of_keys=False) for span in tile.queries)
+        if tile.mask is Mask.CAUSAL:
+            return queries * (queries + 1) // 2
+        return queries * sum(self.grid.num_tokens(span, of_keys=True) for span in tile.keys)
 
-    def tile_flops(self, tile: Tile) -> int:
-        """Return the floating-point operations of a tile."""
-        flops = flops_per_pair(self.direction, self.shape)
-        return self.num_pairs(tile) * len(tile.heads) * flops
+    @cached_property
+    def head_pairs(self) -> list[int]:
+        """The (query, key, head) triples that each rank computes."""
+        pairs = [0] * self.grid.world_size
+        for tile in (tile for stage in self.stages for tile in stage.tiles):
+            pairs[tile.rank] += self.num_pairs(tile) * len(tile.heads)
+        return pairs
 
     def flops(self, rank: int) -> int:
         """Return the floating-point operations of all tiles of a rank."""
-        return sum(self.tile_flops(tile) for stage in self.program(rank) for tile in stage.tiles)
+        return self.head_pairs[rank] * flops_per_pair(self.direction, self.shape)
 
     def num_pairs_of(self, rank: int) -> float:
         """Return the (query, key) pairs that a rank computes, averaged over heads."""
-        tiles = (tile for stage in self.program(rank) for tile in stage.tiles)
-        return sum(self.num_pairs(t) * len(t.heads) for t in tiles) / self.shape.num_heads
+        return self.head_pairs[rank] / self.shape.num_heads
 
     @property
     def has_backward_tiles(self) -> bool:
@@ -314,41 +402,14 @@ class PlanData:
     @property
     def balance(self) -> float:
         """Flops of the busiest rank over the mean of all ranks; 1.0 is perfect."""
-        flops = [self.flops(rank) for rank in range(self.grid.world_size)]
-        return max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0
+        pairs = self.head_pairs
+        return max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0
 
     @property
     def skipped(self) -> float:
         """The fraction of all (query, key) pairs that no tile computes."""
-        tiles = (tile for stage in self.stages for tile in stage.tiles)
-        pairs = sum(self.num_pairs(tile) * len(tile.heads) for tile in tiles)
         all_pairs = self.grid.query_length * self.grid.key_length * self.shape.num_heads
-        return 1 - pairs / max(1, all_pairs)
-
-
-def columns_of(transfers: Sequence[Transfer]) -> np.ndarray:
-    """Return (transfers, 7) integers: SOURCE, DESTINATION, START and so on of each."""
-    rows = [
-        (
-            transfer.source,
-            transfer.destination,
-            transfer.span.start,
-            transfer.span.stop,
-            transfer.payload.order,
-            transfer.heads.start,
-            transfer.heads.stop,
-        )
-        for transfer in transfers
-    ]
-    return np.array(rows, dtype=np.int64).reshape(-1, 7)
-
-
-def num_pairs(grid: Grid, tile: Tile) -> int:
-    """Return the number of (query, key) pairs of a tile, for one head."""
-    num_queries = sum(grid.num_tokens(span, of_keys=False) for span in tile.queries)
-    if tile.mask is Mask.CAUSAL:
-        return num_queries * (num_queries + 1) // 2
-    return num_queries * sum(grid.num_tokens(span, of_keys=True) for span in tile.keys)
+        return 1 - sum(self.head_pairs) / max(1, all_pairs)
 
 
 # Matmuls of a tile (Dao 2023, arXiv 2307.08691, section 3.1).
@@ -365,22 +426,6 @@ def flops_per_pair(direction: Direction, shape: Shape) -> int:
 
 # Statistics are float32 at least.
 STATISTIC_BYTES = 4
-
-
-def _by_rank(tiles: Iterable[Tile], world_size: int) -> list[list[Tile]]:
-    ranks: list[list[Tile]] = [[] for _ in range(world_size)]
-    for tile in tiles:
-        ranks[tile.rank].append(tile)
-    return ranks
-
-
-def _by_end(transfers: tuple[Transfer, ...], world_size: int) -> list[list[Transfer]]:
-    """Assign every transfer to its source and its destination."""
-    ends: list[list[Transfer]] = [[] for _ in range(world_size)]
-    for transfer in transfers:
-        ends[transfer.source].append(transfer)
-        ends[transfer.destination].append(transfer)
-    return ends
 
 
 def bytes_per_row(payload: Payload, shape: Shape) -> int:

@@ -10,10 +10,9 @@ and plans are cached by it.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from itertools import compress
 from typing import Any
 
 from cp_inductor.errors import InvalidText, UnsupportedStrategy
@@ -32,7 +31,7 @@ from cp_inductor.plan.checks import (
 )
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid
-from cp_inductor.plan.ir import Mask, Shape
+from cp_inductor.plan.ir import Mask, PlanData, Shape
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.strategies import (
     TABLE,
@@ -44,8 +43,8 @@ from cp_inductor.plan.strategies import (
     parse_strategy,
 )
 from cp_inductor.plan.tiles import Assignment, halve_own_tiles
-from cp_inductor.plan.timeline import loads_of_plans, loads_of_tiles
-from cp_inductor.plan.transfers import fetch_directly, plan_forward
+from cp_inductor.plan.timeline import loads_of
+from cp_inductor.plan.transfers import fetch_directly, plan_backward, plan_forward
 
 MAX_STAGES = 8
 
@@ -308,19 +307,19 @@ def weigh(recipe: Recipe, machine: Machine | None = None) -> list[Trial]:
         machine: to price for.
     """
     machine = machine or Machine()
-    strategies = _strategies(recipe, machine)
+    strategies, known = _strategies(recipe, machine), dict[Recipe, Trial]()
     if recipe.world_size > MAX_TRIED_WORLD and len(strategies) > 1:
         # Each trial takes its time: only strategies that are fast in two stages are tried in more.
         in_two = [_stagings(replace(recipe, stages=recipe.stages or 2), s)[0] for s in strategies]
-        tried = [_try(candidate, tiles_of(candidate), machine) for candidate in in_two]
-        limit = MAX_SLOWER * min(trial.seconds for trial in tried)
-        near = [trial.recipe.strategy for trial in tried if trial.seconds <= limit]
+        known = {candidate: _try(candidate, tiles_of(candidate), machine) for candidate in in_two}
+        limit = MAX_SLOWER * min(trial.seconds for trial in known.values())
+        near = [tried.strategy for tried, trial in known.items() if trial.seconds <= limit]
         strategies = [strategy for strategy in strategies if strategy.name in near]
     candidates = [c for strategy in strategies for c in _stagings(recipe, strategy)]
     staged = [(candidate, tiles_of(candidate)) for candidate in candidates]
     if not recipe.stages:
         staged += [pair for candidate, tiles in staged for pair in _late(candidate, tiles)]
-    return [_try(candidate, tiles, machine) for candidate, tiles in staged]
+    return [known.get(tried) or _try(tried, tiles, machine) for tried, tiles in staged]
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,20 +346,17 @@ class Trial:
 
 
 def _try(recipe: Recipe, tiles: Assignment, machine: Machine) -> Trial:
-    if parse_strategy(recipe.strategy).returns:
-        loads = loads_of_plans(forward_plan(recipe), backward_plan(recipe), machine)
-    else:
-        loads = loads_of_tiles(recipe.grid, recipe.shape, tiles, recipe.keep, machine)
-    both = loads.forward, loads.backward
-    timelines = [one.timeline(machine) for one in both]
+    forward = plan_tiles(recipe, tiles)
+    both = [loads_of(plan, machine) for plan in (forward, plan_backward(forward))]
+    timelines = [loads.timeline(machine) for loads in both]
     return Trial(
         recipe,
-        seconds=sum(one.total_s for one in timelines),
-        exchange_s=sum(one.exchange_s for one in timelines),
-        exposed_s=sum(one.exposed_s for one in timelines),
+        seconds=sum(timeline.total_s for timeline in timelines),
+        exchange_s=sum(timeline.exchange_s for timeline in timelines),
+        exposed_s=sum(timeline.exposed_s for timeline in timelines),
         num_bytes=float((both[0].received + both[1].received).max()),
-        num_calls=loads.num_calls,
-        balance=loads.balance,
+        num_calls=int((both[0].calls.sum(0) + both[1].calls.sum(0)).max()),
+        balance=max(loads.balance for loads in both),
     )
 
 
@@ -465,21 +461,6 @@ def _check(recipe: Recipe, site: str) -> None:
         )
 
 
-@contextmanager
-def garbage_kept() -> Iterator[None]:
-    """Pause the garbage collector, which would walk a hundred thousand new objects repeatedly.
-
-    None of them is garbage, and none is in a cycle.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def tiles_of(recipe: Recipe) -> Assignment:
     """Return the tiles of a resolved recipe, for each stage."""
     grid, shape, strategy = recipe.grid, recipe.shape, parse_strategy(recipe.strategy)
@@ -492,36 +473,38 @@ def tiles_of(recipe: Recipe) -> Assignment:
     return assigned
 
 
-@lru_cache(maxsize=64)
-@garbage_kept()
-def forward_plan(recipe: Recipe) -> Plan:
-    """Return the plan of a resolved recipe."""
+def plan_tiles(recipe: Recipe, assigned: Assignment) -> PlanData:
+    """Return the forward plan of a resolved recipe, given its tiles."""
     grid, shape, mask = recipe.grid, recipe.shape, recipe.mask
-    rule = recipe.rule if mask is Mask.PARTIAL else ""
-    assigned = tiles_of(recipe)
-    stages = assigned.stages(grid)
-    # A rank without tokens may still hand on what passes it.
     strategy = parse_strategy(recipe.strategy)
+    # A rank without tokens may still hand on what passes it.
     fetches = strategy.fetch(grid, shape, assigned.reads)
-    used = [stage for stage in stages if stage.reads or fetches[stage.index] or not stage.index]
-    return Plan.of(
-        plan_forward(
-            grid,
-            shape,
-            mask,
-            recipe.strategy,
-            [stage.tiles for stage in used],
-            [fetches[stage.index] for stage in used],
-            recipe.keep,
-            rule,
-            [stage.backward_tiles for stage in used] if assigned.backward else None,
-            returns=strategy.returns,
-        )
+    tiles, later = assigned.with_tokens(grid)
+    is_used = [
+        bool(fetch or now or then or not index)
+        for index, (fetch, now, then) in enumerate(zip(fetches, tiles, later, strict=True))
+    ]
+    return plan_forward(
+        grid,
+        shape,
+        mask,
+        recipe.strategy,
+        [*compress(tiles, is_used)],
+        [*compress(fetches, is_used)],
+        recipe.keep,
+        recipe.rule if mask is Mask.PARTIAL else "",
+        [*compress(later, is_used)] if assigned.backward else None,
+        returns=strategy.returns,
     )
 
 
 @lru_cache(maxsize=64)
-@garbage_kept()
+def forward_plan(recipe: Recipe) -> Plan:
+    """Return the plan of a resolved recipe."""
+    return Plan.of(plan_tiles(recipe, tiles_of(recipe)))
+
+
+@lru_cache(maxsize=64)
 def backward_plan(recipe: Recipe) -> Plan:
     """Return the backward plan of a resolved recipe."""
     return forward_plan(recipe).backward()

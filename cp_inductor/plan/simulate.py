@@ -1,8 +1,8 @@
 """Execute all ranks of a plan abstractly: check it, and estimate its time.
 
 A plan is wrong if a (query, key, head) that is needed is not computed exactly once; if a tile runs
-before its data arrives; if a rank sends data that it does not have; if results are not sent home
-exactly once; or if bytes or flops differ from the expressions of `cp_inductor.plan.cost`.
+before its data arrives; if a rank sends data that it does not have; or if results are not sent home
+exactly once.
 
 A plan that passes cannot deadlock: exchanges are collectives, in the order of the stages on all
 ranks, and the data to send is there before an exchange starts.
@@ -17,7 +17,6 @@ import numpy as np
 
 from cp_inductor.mask.rule import Cell
 from cp_inductor.plan.assign_cells import pairs_of
-from cp_inductor.plan.cost import most_flops, most_received_bytes, sizes_of
 from cp_inductor.plan.grid import Grid, lengths_of, tokens_before
 from cp_inductor.plan.ir import (
     DESTINATION,
@@ -33,11 +32,10 @@ from cp_inductor.plan.ir import (
     PlanData,
     Tile,
     Transfer,
-    columns_of,
+    Transfers,
 )
 from cp_inductor.plan.machine import Machine
-from cp_inductor.plan.runs import Runs, spread
-from cp_inductor.plan.tile_columns import TileColumns
+from cp_inductor.plan.tile_columns import TileColumns, spread
 from cp_inductor.plan.timeline import Timeline, loads_of
 
 
@@ -54,10 +52,9 @@ def simulate(plan: PlanData, machine: Machine | None = None) -> Timeline:
     tiles = TileColumns.of(stage.tiles for stage in plan.stages)
     _check_tiles(plan)
     _check_coverage(plan)
-    lines = [_Lines(plan, tiles, of_keys=of_keys) for of_keys in (False, True)]
-    _check_data(plan, lines)
-    _check_homes(plan, lines)
-    _check_costs(plan)
+    places = [_Places(plan, tiles, of_keys=of_keys) for of_keys in (False, True)]
+    _check_data(plan, places)
+    _check_homes(plan, places)
     return predict_timeline(plan, machine)
 
 
@@ -133,49 +130,49 @@ def _add_pairs(computed: np.ndarray, tile: Tile, cells: np.ndarray) -> None:
 _IS_OF_KEYS = np.array([payload.is_of_keys for payload in Payload])
 
 
-class _Lines:
-    """A line for each rank and head, along which tokens of queries, or of keys, are counted.
+class _Places:
+    """A place for each rank, span of heads and part of the sequence that a plan treats as a whole.
 
-    Heads that everything in the plan treats alike share a line.
+    Of queries, or of keys. What has no token has no place.
     """
 
     def __init__(self, plan: PlanData, tiles: TileColumns, *, of_keys: bool) -> None:
         self.of_keys, grid, shape = of_keys, plan.grid, plan.shape
         group = shape.num_heads // shape.num_kv_heads if of_keys else 1
         self.heads = tiles.first_head // group, (tiles.last_head - 1) // group + 1
-        self.num_heads = shape.num_kv_heads if of_keys else shape.num_heads
-        moved = np.concatenate([columns_of(plan.kept_fetches), *sum(plan.columns, ())])
+        num_heads = shape.num_kv_heads if of_keys else shape.num_heads
+        moved = np.concatenate([Transfers.of(plan.kept_fetches).columns, *sum(plan.columns, ())])
         moved = moved[_IS_OF_KEYS[moved[:, PAYLOAD]] == of_keys]
-        edges = [*self.heads, moved[:, FIRST_HEAD], moved[:, LAST_HEAD], [0, self.num_heads]]
-        self.edges = np.unique(np.concatenate(edges))
-        self.before = np.array(tokens_before(grid, of_keys=of_keys))
         self.tiles, self.spans = tiles, tiles.keys if of_keys else tiles.queries
+        head_edges = *self.heads, moved[:, FIRST_HEAD], moved[:, LAST_HEAD], [0, num_heads]
+        self.head_edges = np.unique(np.concatenate(head_edges))
         ranks = np.arange(grid.world_size)
         first = ranks * grid.chunks_per_rank
-        no_head, all_heads = np.zeros_like(ranks), np.full_like(ranks, self.num_heads)
-        own = self._at(ranks, first, first + grid.chunks_per_rank, no_head, all_heads)
-        self.own = Runs.of(*own[:2])
+        edges = self.spans.start, self.spans.stop, moved[:, START], moved[:, STOP]
+        self.edges = np.unique(np.concatenate([*edges, first, [grid.num_chunks]]))
+        self.tokens = np.diff(np.array(tokens_before(grid, of_keys=of_keys))[self.edges])
+        heads = np.zeros_like(ranks), np.full_like(ranks, num_heads)
+        num_places = grid.world_size * (len(self.head_edges) - 1) * len(self.tokens)
+        self.own = np.zeros(num_places, bool)
+        self.own[self._at(ranks, first, first + grid.chunks_per_rank, *heads)[0]] = True
 
-    def of_transfers(self, columns: np.ndarray, end: int) -> tuple[np.ndarray, ...]:
-        """Return starts and stops at one end of transfers, and the transfer of each.
+    def of_transfers(self, columns: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places at one end of transfers, and the transfer of each.
 
         Transfers of the other kind, queries or keys, are left out.
         """
         which = np.flatnonzero(_IS_OF_KEYS[columns[:, PAYLOAD]] == self.of_keys)
-        columns = columns[which]
-        spans = (columns[:, column] for column in (end, START, STOP, FIRST_HEAD, LAST_HEAD))
-        starts, stops, of = self._at(*spans)
-        return starts, stops, which[of]
+        columns = columns[which].T[[end, START, STOP, FIRST_HEAD, LAST_HEAD]]
+        places, of = self._at(*columns)
+        return places, which[of]
 
-    def of_tiles(self, stage: int) -> tuple[np.ndarray, ...]:
-        """Return starts and stops of what the tiles of a stage read, and the tile of each."""
+    def of_tiles(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places that the tiles of a stage read, and the tile of each."""
         tile = self.spans.tile
         now = np.flatnonzero(self.tiles.stage[tile] == stage)
         tile, spans = tile[now], (self.spans.start[now], self.spans.stop[now])
-        starts, stops, of = self._at(
-            self.tiles.rank[tile], *spans, self.heads[0][tile], self.heads[1][tile]
-        )
-        return starts, stops, tile[of]
+        places, of = self._at(self.tiles.rank[tile], *spans, *(of[tile] for of in self.heads))
+        return places, tile[of]
 
     def _at(
         self,
@@ -184,49 +181,59 @@ class _Lines:
         stop: np.ndarray,
         first_head: np.ndarray,
         last_head: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        first = np.searchsorted(self.edges, first_head)
-        of, place = spread(np.searchsorted(self.edges, last_head) - first)
-        line = rank[of] * (len(self.edges) - 1) + first[of] + place
-        offset = line * (int(self.before[-1]) + 1)  # one more, so that lines do not touch
-        return offset + self.before[start[of]], offset + self.before[stop[of]], of
+    ) -> tuple[np.ndarray, np.ndarray]:
+        part, num_parts = _between(self.edges, start, stop)
+        head, num_heads = _between(self.head_edges, first_head, last_head)
+        of, place = spread(num_parts * num_heads)
+        heads, parts = np.divmod(place, num_parts[of])
+        parts += part[of]
+        places = (rank[of] * (len(self.head_edges) - 1) + head[of] + heads) * len(self.tokens)
+        has_tokens = self.tokens[parts] > 0
+        return (places + parts)[has_tokens], of[has_tokens]
 
 
-def _check_data(plan: PlanData, lines: Sequence[_Lines]) -> None:
+def _between(edges: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return the first of what edges part that is in [start, stop), and how many are."""
+    first = np.searchsorted(edges, start)
+    return first, np.searchsorted(edges, stop) - first
+
+
+def _are_new(places: np.ndarray, known: np.ndarray) -> bool:
+    """Whether no place is known, or comes twice."""
+    return not known[places].any() and len(np.unique(places)) == len(places)
+
+
+def _check_data(plan: PlanData, places: Sequence[_Places]) -> None:
     """Run the exchanges: check that what is sent, and what a tile reads, is there."""
     for index, (stage, (fetch, _)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
         _check_ends(stage.fetch, fetch, plan.grid, f"fetch of stage {index}")
-    for one in lines:
+    for one in places:
         _check_data_of(plan, one)
 
 
-def _check_data_of(plan: PlanData, lines: _Lines) -> None:
-    held = lines.own
+def _check_data_of(plan: PlanData, places: _Places) -> None:
+    held = places.own.copy()
 
-    def add(columns: np.ndarray, where: str) -> Runs:
-        starts, stops, _ = lines.of_transfers(columns, DESTINATION)
-        more = held | Runs(starts, stops)
-        is_new = len(more) == len(held) + int((stops - starts).sum())
-        require(is_new, where, "a fetch brings what is there already")
-        return more
+    def add(columns: np.ndarray, where: str) -> None:
+        arrived, _ = places.of_transfers(columns, DESTINATION)
+        require(_are_new(arrived, held), where, "a fetch brings what is there already")
+        held[arrived] = True
 
-    if plan.direction is Direction.BACKWARD and lines.of_keys:
-        held = add(columns_of(plan.kept_fetches), "what was kept:")
+    if plan.direction is Direction.BACKWARD and places.of_keys:
+        add(Transfers.of(plan.kept_fetches).columns, "what was kept:")
     tiles = [tile for stage in plan.stages for tile in stage.tiles]
     for index, (stage, (fetch, _)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
         # The fetch of a stage starts before the tiles of the one before: what it sends must have
         # been there then, so that nothing that arrives with this exchange is sent by it.
-        starts, stops, of = lines.of_transfers(fetch, SOURCE)
-        is_there = held.covers(starts, stops)
-        if not is_there.all():
-            transfer = stage.fetch[int(of[is_there.argmin()])]
+        sent, of = places.of_transfers(fetch, SOURCE)
+        if not held[sent].all():
+            transfer = stage.fetch[int(of[held[sent].argmin()])]
             raise InvalidPlan(f"stage {index}: {transfer} sends what is not there")
-        held = add(fetch, f"stage {index}:")
-        starts, stops, of = lines.of_tiles(index)
-        is_there = held.covers(starts, stops)
-        if not is_there.all():
-            tile = tiles[int(of[is_there.argmin()])]
-            what = "keys" if lines.of_keys else "queries"
+        add(fetch, f"stage {index}:")
+        read, of = places.of_tiles(index)
+        if not held[read].all():
+            tile = tiles[int(of[held[read].argmin()])]
+            what = "keys" if places.of_keys else "queries"
             raise InvalidPlan(f"stage {index}: {tile} misses {what}")
 
 
@@ -251,7 +258,7 @@ def _are_in_order(columns: np.ndarray) -> bool:
     return bool((steps[np.arange(len(steps)), first] > 0).all())
 
 
-def _check_homes(plan: PlanData, lines: Sequence[_Lines]) -> None:
+def _check_homes(plan: PlanData, places: Sequence[_Places]) -> None:
     """Check that results of foreign chunks are sent home once, not before the last tile of each.
 
     Every rank that has such results must send them. So must a rank that results of foreign chunks
@@ -262,37 +269,23 @@ def _check_homes(plan: PlanData, lines: Sequence[_Lines]) -> None:
         _check_ends(stage.home, home, plan.grid, f"home of stage {index}")
         is_home = home[:, START] // plan.grid.chunks_per_rank == home[:, DESTINATION]
         require(plan.returns or bool(is_home.all()), f"stage {index}: a result does not go home")
-    for one in lines if plan.direction is Direction.BACKWARD else lines[:1]:
+    for one in places if plan.direction is Direction.BACKWARD else places[:1]:
         _check_homes_of(plan, one)
 
 
-def _check_homes_of(plan: PlanData, lines: _Lines) -> None:
-    what = "results of keys" if lines.of_keys else "results of queries"
+def _check_homes_of(plan: PlanData, places: _Places) -> None:
+    what = "results of keys" if places.of_keys else "results of queries"
     homes = [home for _, home in plan.columns]
     # From behind the last stage on: what is added to or arrives later, and what was sent later. A
     # tile adds to what leaves with its stage or later; what arrives with a stage leaves after it.
-    added, sent = lines.own, Runs.of(*np.empty((2, 0), np.int64))
+    added, sent = places.own.copy(), np.zeros_like(places.own)
     for index in reversed(range(len(homes))):
-        starts, stops, _ = lines.of_transfers(homes[index], SOURCE)
-        added |= Runs.of(*lines.of_transfers(homes[index], DESTINATION)[:2])
-        taboo = added | sent
-        is_right = len(taboo | Runs.of(starts, stops)) == len(taboo) + int((stops - starts).sum())
+        leaving, _ = places.of_transfers(homes[index], SOURCE)
+        added[places.of_transfers(homes[index], DESTINATION)[0]] = True
+        is_right = _are_new(leaving, added | sent)
         require(is_right, f"stage {index}: {what} are early or twice")
-        sent |= Runs.of(starts, stops)
-        added |= Runs.of(*lines.of_tiles(index)[:2])
-    home = sent | lines.own
-    require(len(home | added) == len(added), f"{what} that nobody has computed are sent")
-    require(len(home) == len(added), what, "stay away from home")
-
-
-def _check_costs(plan: PlanData) -> None:
-    """Check that expressions and counts are equal, if all chunks have one length."""
-    grid = plan.grid
-    if grid.query_length % grid.num_chunks or grid.key_length % grid.num_chunks:
-        return
-    sizes, ranks = sizes_of(plan), range(grid.world_size)
-    flops, received = most_flops(plan).subs(sizes), most_received_bytes(plan).subs(sizes)
-    require(flops == max(map(plan.flops, ranks)), f"flops are not {flops}")
-    require(received == max(map(plan.bytes_received, ranks)), f"bytes are not {received}")
-    sent, got = (sum(map(f, ranks)) for f in (plan.bytes_sent, plan.bytes_received))
-    require(sent == got, f"{sent} bytes are sent and {got} received")
+        sent[leaving] = True
+        added[places.of_tiles(index)[0]] = True
+    home = sent | places.own
+    require(not (home & ~added).any(), f"{what} that nobody has computed are sent")
+    require(not (added & ~home).any(), what, "stay away from home")

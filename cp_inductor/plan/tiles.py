@@ -14,23 +14,6 @@ Tiles = list[list[Tile]]
 
 
 @dataclass(frozen=True, slots=True)
-class AssignedStage:
-    """The tiles of one stage, without those that have no tokens.
-
-    Attributes:
-        index: of the stage.
-        tiles: of the forward.
-        backward_tiles: of the backward; the same, or others.
-        reads: tiles whose queries and keys this stage's fetch must bring.
-    """
-
-    index: int
-    tiles: list[Tile]
-    backward_tiles: list[Tile]
-    reads: list[Tile]
-
-
-@dataclass(frozen=True, slots=True)
 class Assignment:
     """The tiles of all ranks, for each stage.
 
@@ -49,21 +32,16 @@ class Assignment:
             return self.tiles
         return [[*now, *later] for now, later in zip(self.tiles, self.backward, strict=True)]
 
-    def stages(self, grid: Grid) -> list[AssignedStage]:
-        """Return the stages. Short sequences have tiles without tokens, which are left out."""
-        is_short = any((lengths_of(grid, of_keys=of_keys) == 0).any() for of_keys in (False, True))
+    def with_tokens(self, grid: Grid) -> tuple[Tiles, Tiles]:
+        """Return the tiles and those of the backward, without those of short sequences' ends."""
+        both = self.tiles, self.backward or [[] for _ in self.tiles]
+        if all(lengths_of(grid, of_keys=of_keys).all() for of_keys in (False, True)):
+            return both
 
         def kept(tiles: Tiles) -> Tiles:
-            if not is_short:
-                return tiles
             return [[tile for tile in stage if has_tokens(grid, tile)] for stage in tiles]
 
-        tiles = kept(self.tiles)
-        later, reads = tiles, tiles
-        if self.backward is not None:
-            later, reads = kept(self.backward), kept(self.reads)
-        stages = zip(tiles, later, reads, strict=True)
-        return [AssignedStage(index, *stage) for index, stage in enumerate(stages)]
+        return kept(both[0]), kept(both[1])
 
 
 def has_tokens(grid: Grid, tile: Tile) -> bool:

@@ -13,18 +13,36 @@ gradients of both are sent home.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise, zip_longest
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 import numpy as np
 
-from cp_inductor.plan.grid import Grid, Span, tokens_before
-from cp_inductor.plan.ir import Direction, Mask, Payload, PlanData, Shape, Stage, Tile, Transfer
-from cp_inductor.plan.tiles import has_tokens
+from cp_inductor.plan.grid import Grid
+from cp_inductor.plan.ir import (
+    DESTINATION,
+    FIRST_HEAD,
+    LAST_HEAD,
+    PAYLOAD,
+    SOURCE,
+    START,
+    STOP,
+    Direction,
+    Mask,
+    Payload,
+    PlanData,
+    Shape,
+    Stage,
+    Tile,
+    Transfer,
+    Transfers,
+    message_order,
+)
+from cp_inductor.plan.tile_columns import TileColumns, Uses, line_of, spread
 
 # Fetches of each stage, in order.
-Fetches = Sequence[tuple[Transfer, ...]]
+Fetches = Sequence[Sequence[Transfer]]
 
 
 def plan_forward(
@@ -47,8 +65,7 @@ def plan_forward(
         tiles, fetches: of each stage.
         backward_tiles: of each stage, if the backward computes other tiles; all stages are kept.
     """
-    way = fetches if returns else None
-    homes = _homes(grid, shape, tiles, Payload.PARTIAL, way)
+    homes = _homes(grid, shape, tiles, (Payload.PARTIAL,), fetches if returns else None)
     later = backward_tiles or [()] * len(tiles)
     if backward_tiles is not None:
         num_kept = max(num_kept, len(tiles))
@@ -69,19 +86,14 @@ def plan_backward(plan: PlanData) -> PlanData:
     if plan.has_backward_tiles:
         tiles = [stage.backward_tiles for stage in plan.stages]
     way = [stage.fetch for stage in plan.stages] if plan.returns else None
-    queries, keys = (
-        _homes(plan.grid, plan.shape, tiles, payload, way)
-        for payload in (Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD)
-    )
+    homes = _homes(plan.grid, plan.shape, tiles, (Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD), way)
     again = [
         _refetch(stage.fetch, is_kept=index < plan.num_kept)
         for index, stage in enumerate(plan.stages)
     ]
     stages = [
-        Stage(fetch, tuple(own), _sorted([*of_queries, *of_keys]))
-        for fetch, own, of_queries, of_keys in zip_longest(
-            again, tiles, queries, keys, fillvalue=()
-        )
+        Stage(fetch, tuple(own), home)
+        for fetch, own, home in zip_longest(again, tiles, homes, fillvalue=())
     ]
     return PlanData(
         plan.grid,
@@ -91,71 +103,36 @@ def plan_backward(plan: PlanData) -> PlanData:
         Direction.BACKWARD,
         plan.num_kept,
         tuple(stages),
-        tuple(t for stage in plan.stages[: plan.num_kept] for t in stage.fetch),
+        Transfers.joined(stage.fetch for stage in plan.stages[: plan.num_kept]),
         plan.rule,
         plan.returns,
     )
 
 
-def _refetch(fetch: Iterable[Transfer], *, is_kept: bool) -> tuple[Transfer, ...]:
+def _refetch(fetch: Iterable[Transfer], *, is_kept: bool) -> Transfers:
     """Return what the backward fetches for a fetch of the forward."""
-    again = []
-    for transfer in fetch:
-        if transfer.payload is Payload.QUERY:
-            payload = Payload.GRAD_OUT if is_kept else Payload.QUERY_GRAD_OUT
-        elif is_kept:
-            continue
-        else:
-            again.append(transfer)
-            continue
-        again.append(
-            Transfer(payload, transfer.span, transfer.heads, transfer.source, transfer.destination)
-        )
-    return _sorted(again)
+    columns = Transfers.of(fetch).columns.copy()
+    is_query = columns[:, PAYLOAD] == Payload.QUERY.order
+    columns[is_query, PAYLOAD] = (Payload.GRAD_OUT if is_kept else Payload.QUERY_GRAD_OUT).order
+    return Transfers(columns[is_query] if is_kept else columns).sorted()
 
 
-def fetch_directly(
-    grid: Grid, shape: Shape, tiles: Sequence[Sequence[Tile]]
-) -> list[tuple[Transfer, ...]]:
+def fetch_directly(grid: Grid, shape: Shape, tiles: Sequence[Sequence[Tile]]) -> list[Transfers]:
     """Return, for each stage, what its tiles need and do not have yet, from its owners."""
-    fetches: list[list[Transfer]] = [[] for _ in tiles]
+    columns = TileColumns.of(tiles)
+    found = []
     for payload in (Payload.QUERY, Payload.KEY_VALUE):
-        for fetch, uses in zip(fetches, _first_uses(grid, shape, tiles, payload), strict=True):
-            fetch += [
-                Transfer(payload, part, heads, owner, rank) for rank, heads, owner, part in uses
-            ]
-    return [_sorted(fetch) for fetch in fetches]
-
-
-def _first_uses(
-    grid: Grid, shape: Shape, tiles: Iterable[Sequence[Tile]], payload: Payload
-) -> Iterator[list[tuple[int, Span, int, Span]]]:
-    """Yield, for each stage, (rank, heads, owner, chunks) of others' that are met there first."""
-    # (rank, heads) -> which chunks were met; a rank has its own from the beginning.
-    met: dict[tuple[int, Span], np.ndarray] = {}
-    for stage in tiles:
-        found: list[tuple[int, Span, int, Span]] = []
-        for tile in stage:
-            if not has_tokens(grid, tile):
-                continue
-            spans, heads = _side(tile, payload, shape)
-            has = met.setdefault((tile.rank, heads), _own(grid, tile.rank))
-            for span in spans:
-                for missing in _missing(has, span):
-                    found += [
-                        (tile.rank, heads, owner, part)
-                        for owner, part in _parts(grid, missing, payload)
-                    ]
-                has[span.start : span.stop] = True
-        yield found
+        uses = Uses.of(grid, shape, columns, of_keys=payload.is_of_keys)
+        found.append(_transfers(uses, payload, SOURCE, uses.owners))
+    return _by_stage(found, len(tiles))
 
 
 def fetch_by_way(
     grid: Grid,
     shape: Shape,
     tiles: Sequence[Sequence[Tile]],
-    entries: Callable[[int], np.ndarray],
-) -> list[tuple[Transfer, ...]]:
+    entries: Callable[[np.ndarray, np.ndarray], np.ndarray],
+) -> list[Transfers]:
     """Return, for each stage, what its tiles need, by way of the ranks at which it enters a node.
 
     What enters is there one stage before another rank needs it. So no stage passes on what it
@@ -164,203 +141,132 @@ def fetch_by_way(
     Args:
         grid, shape: of the attention.
         tiles: of each stage. Those of the first read only what enters at their rank.
-        entries: rank -> (chunks,), the rank of its node at which each chunk enters.
+        entries: (n, 1) ranks, (m,) owners -> (n, m), the rank of each node at which what an owner
+            holds enters it.
     """
-    owners = _owners(grid)
-    fetches: list[list[Transfer]] = [[] for _ in tiles]
+    columns, found = TileColumns.of(tiles), []
     for payload in (Payload.QUERY, Payload.KEY_VALUE):
-        needed = _stages_of_use(grid, shape, tiles[::-1], payload)
-        first_uses = {key: len(tiles) - 1 - stages for key, stages in needed.items()}
-        for (rank, heads), stages in list(first_uses.items()):
-            stages[owners == rank] = len(tiles)
-            entry = entries(rank)
-            is_passed = (stages < len(tiles)) & (entry != rank) & (entry != owners)
-            for other in np.unique(entry[is_passed]).tolist():
-                earlier = first_uses.setdefault((other, heads), np.full_like(stages, len(tiles)))
-                before = np.where(is_passed & (entry == other), stages - 1, len(tiles))
-                np.minimum(earlier, before, out=earlier)
-        for (rank, heads), stages in first_uses.items():
-            sources = np.where(entries(rank) == rank, owners, entries(rank))
-            for span in _runs(np.where(stages < len(tiles), stages, -1), owners):
-                source = int(sources[span.start])
-                transfer = Transfer(payload, span, heads, source, rank)
-                fetches[stages[span.start]].append(transfer)
-    return [_sorted(fetch) for fetch in fetches]
+        uses = Uses.of(grid, shape, columns, of_keys=payload.is_of_keys)
+        rank = uses.rank[:, None]
+        entry = entries(rank, uses.owners)
+        line, part = np.nonzero((uses.stages >= 0) & (entry != rank) & (entry != uses.owners))
+        enters = line_of(entry[line, part], *(of[line] for of in uses.heads))
+        before = uses.stages[line, part] - 1
+        uses = uses.with_lines(enters)
+        stages = np.where(uses.stages < 0, len(tiles), uses.stages)
+        np.minimum.at(stages, (np.searchsorted(uses.lines, enters), part), before)
+        stages[stages == len(tiles)] = -1
+        rank = uses.rank[:, None]
+        entry = entries(rank, uses.owners)
+        sources = np.where(entry == rank, uses.owners, entry)
+        found.append(_transfers(replace(uses, stages=stages), payload, SOURCE, sources))
+    return _by_stage(found, len(tiles))
 
 
-def _stages_of_use(
-    grid: Grid, shape: Shape, tiles: Sequence[Sequence[Tile]], payload: Payload
-) -> dict[tuple[int, Span], np.ndarray]:
-    """Return, for each rank and heads, the last stage whose tiles use a chunk; -1 for none."""
-    before = np.array(tokens_before(grid, of_keys=payload.is_of_keys))
-    uses: dict[tuple[int, Span], np.ndarray] = {}
-    for index, stage in enumerate(tiles):
-        for tile in stage:
-            spans, heads = _side(tile, payload, shape)
-            last = uses.setdefault((tile.rank, heads), np.full(grid.num_chunks, -1))
-            for span in spans if has_tokens(grid, tile) else ():
-                last[span.start : span.stop] = index
-    for last in uses.values():
-        last[before[1:] == before[:-1]] = -1
-    return uses
+def _transfers(uses: Uses, payload: Payload, end: int, others: np.ndarray) -> np.ndarray:
+    """Return (transfers, 8), the stage and the columns of each: runs of parts of one owner.
 
-
-def _runs(numbers: np.ndarray, owners: np.ndarray) -> Iterator[Span]:
-    """Yield spans of chunks that have one number, 0 or more, and one owner."""
-    edges = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(owners) != 0)) + 1
-    for start, stop in pairwise([0, *edges.tolist(), len(numbers)]):
-        if numbers[start] >= 0:
-            yield Span(start, stop)
-
-
-def _owners(grid: Grid) -> np.ndarray:
-    return np.arange(grid.num_chunks) // grid.chunks_per_rank
-
-
-def _homes_by_way(
-    grid: Grid, shape: Shape, tiles: Sequence[Sequence[Tile]], payload: Payload, fetches: Fetches
-) -> list[tuple[Transfer, ...]]:
-    """Return the same for results that go to where their inputs came from, and on from there.
-
-    A rank passes results on, with its own, when all have arrived: perhaps in one more stage.
+    Args:
+        uses: the stage in which a part moves to, or from, a rank.
+        payload: what moves.
+        end: SOURCE or DESTINATION, where the other rank is.
+        others: (parts,) or (lines, parts), the other rank.
     """
-    owners = _owners(grid)
-    leaving = _stages_of_use(grid, shape, tiles, payload)
-    sources = {key: np.full(grid.num_chunks, -1) for key in leaving}
-    for transfer in (t for fetch in fetches for t in fetch):
-        if transfer.payload.is_of_keys == payload.is_of_keys:
-            key = transfer.destination, transfer.heads
-            if key not in sources:  # it computes nothing with it, and passes it on
-                sources[key], leaving[key] = (np.full(grid.num_chunks, -1) for _ in range(2))
-            sources[key][transfer.span.start : transfer.span.stop] = transfer.source
-    has_changed = True
-    while has_changed:
-        has_changed = False
-        for (rank, heads), stages in leaving.items():
-            stages[owners == rank] = -1
-            through = (stages >= 0) & (sources[rank, heads] != owners)
-            for other in np.unique(sources[rank, heads][through]).tolist():
-                later = leaving[other, heads]
-                arrived = np.where(through & (sources[rank, heads] == other), stages + 1, -1)
-                has_changed |= bool((arrived > later).any())
-                np.maximum(later, arrived, out=later)
-    _spread(leaving, sources, owners, np.diff(tokens_before(grid, of_keys=payload.is_of_keys)))
-    last = max((int(stages.max()) for stages in leaving.values()), default=-1)
-    homes: list[list[Transfer]] = [[] for _ in range(max(len(tiles), last + 1))]
-    for (rank, heads), stages in leaving.items():
-        for span in _runs(stages, owners):
-            destination = int(sources[rank, heads][span.start])
-            homes[stages[span.start]].append(Transfer(payload, span, heads, rank, destination))
-    return [_sorted(home) for home in homes]
+    is_edge = np.ones(uses.stages.shape, bool)
+    is_edge[:, 1:] = (uses.stages[:, 1:] != uses.stages[:, :-1]) | (np.diff(uses.owners) != 0)
+    edges = np.flatnonzero(is_edge)
+    line, first = np.divmod(edges, len(uses.owners))
+    last = first + np.diff(edges, append=is_edge.size)
+    moves = uses.stages[line, first] >= 0
+    line, first, last = line[moves], first[moves], last[moves]
+    found = np.empty((len(line), 8), np.int64)
+    found[:, 0] = uses.stages[line, first]
+    columns = found[:, 1:]
+    columns[:, DESTINATION if end == SOURCE else SOURCE] = uses.rank[line]
+    columns[:, end] = np.broadcast_to(others, uses.stages.shape)[line, first]
+    columns[:, START], columns[:, STOP] = uses.edges[first], uses.edges[last]
+    columns[:, PAYLOAD] = payload.order
+    columns[:, FIRST_HEAD], columns[:, LAST_HEAD] = (of[line] for of in uses.heads)
+    return found
 
 
-def _spread(
-    leaving: dict[tuple[int, Span], np.ndarray],
-    sources: dict[tuple[int, Span], np.ndarray],
-    owners: np.ndarray,
-    tokens: np.ndarray,
-) -> None:
-    """Delay results that come early, on their last hop, to when most ranks send and receive.
-
-    In an exchange all wait for the rank that moves most. What a few ranks alone move costs all of
-    them as much as if they all did.
-    """
-    hops = [
-        (key, chunk)
-        for key in leaving
-        for chunk in np.flatnonzero((leaving[key] >= 0) & (sources[key] == owners)).tolist()
-    ]
-    if not hops:
-        return
-    stage = np.array([leaving[key][chunk] for key, chunk in hops])
-    size = np.array([len(key[1]) * int(tokens[chunk]) for key, chunk in hops])
-    chunks = np.array([chunk for _, chunk in hops])
-    for rank in (np.array([key[0] for key, _ in hops]), owners[chunks]):
-        num_stages = int(stage.max()) + 1
-        size_of = (int(rank.max()) + 1, num_stages)
-        loads = np.bincount(rank * num_stages + stage, size, size_of[0] * num_stages)
-        loads = loads.reshape(size_of)
-        usual = np.median(loads[loads.any(1)], axis=0)
-        if not usual.any():
-            return
-        # One chunk of each owner, then the next, so that owners receive as evenly.
-        order = np.lexsort((chunks - np.searchsorted(owners, owners[chunks]), stage, rank))
-        moved = np.cumsum(size[order])
-        of_rank = np.searchsorted(rank[order], rank[order])
-        middle = moved - size[order] / 2 - (moved - size[order])[of_rank]
-        share = middle / loads.sum(1)[rank[order]]
-        later = np.searchsorted(np.cumsum(usual) / usual.sum(), share)
-        stage[order] = np.maximum(stage[order], later)
-    for (key, chunk), new in zip(hops, stage.tolist(), strict=True):
-        leaving[key][chunk] = new
+def _by_stage(found: Sequence[np.ndarray], num_stages: int) -> list[Transfers]:
+    """Return the transfers of each stage, in the order of messages."""
+    rows = np.concatenate(found)
+    rows = rows[message_order(rows[:, 1:], rows[:, 0])]
+    edges = np.searchsorted(rows[:, 0], np.arange(1, num_stages))
+    return [Transfers(part[:, 1:]) for part in np.split(rows, edges)]
 
 
 def _homes(
     grid: Grid,
     shape: Shape,
     tiles: Sequence[Sequence[Tile]],
-    payload: Payload,
+    payloads: Sequence[Payload],
     way: Fetches | None = None,
-) -> list[tuple[Transfer, ...]]:
+) -> list[Transfers]:
     """Return, for each stage, the results to send home after it: those whose last tile is in it.
 
-    With the fetches that inputs came by, results go back the same way.
+    With the fetches that inputs came by, results go back the same way. A rank passes results on,
+    with its own, when all have arrived: perhaps in one more stage.
     """
-    if way is not None:
-        return _homes_by_way(grid, shape, tiles, payload, way)
-    # Going backward through the stages, the first tile met is the last that adds.
-    homes = [
-        _sorted(Transfer(payload, part, heads, rank, owner) for rank, heads, owner, part in uses)
-        for uses in _first_uses(grid, shape, tiles[::-1], payload)
-    ]
-    return homes[::-1]
+    columns, num_stages, found = TileColumns.of(tiles), len(tiles), []
+    for payload in payloads:
+        of_keys, by_way = payload.is_of_keys, way is not None
+        uses = Uses.of(grid, shape, columns, of_keys=of_keys, is_last=True, by_chunk=by_way)
+        others = uses.owners
+        if way is not None:
+            uses, others = _back_by_way(uses, payload, way)
+            num_stages = max(num_stages, int(uses.stages.max(initial=-1)) + 1)
+        found.append(_transfers(uses, payload, DESTINATION, others))
+    return _by_stage(found, num_stages)
 
 
-def _parts(grid: Grid, span: Span, payload: Payload) -> list[tuple[int, Span]]:
-    """Cut a span where the owner changes; return the owners, and their parts that hold tokens."""
-    before, size = tokens_before(grid, of_keys=payload.is_of_keys), grid.chunks_per_rank
-    first = span.start // size
-    edges = [span.start, *range((first + 1) * size, span.stop, size), span.stop]
-    return [
-        (owner, Span(start, stop))
-        for owner, (start, stop) in enumerate(pairwise(edges), first)
-        if before[start] < before[stop]
-    ]
+def _back_by_way(uses: Uses, payload: Payload, way: Fetches) -> tuple[Uses, np.ndarray]:
+    """Return when results leave ranks, and (lines, parts) to whom: where inputs came from."""
+    fetched = Transfers.joined(way).columns
+    of_keys = np.array([one.is_of_keys for one in Payload])[fetched[:, PAYLOAD]]
+    fetched = fetched[of_keys == payload.is_of_keys]
+    came = line_of(fetched[:, DESTINATION], fetched[:, FIRST_HEAD], fetched[:, LAST_HEAD])
+    uses = uses.with_lines(came)
+    sources = np.full(uses.stages.shape, -1)
+    first, last = np.searchsorted(uses.edges, fetched[:, START : STOP + 1].T)
+    of, place = spread(last - first)
+    sources[np.searchsorted(uses.lines, came[of]), first[of] + place] = fetched[of, SOURCE]
+    stages, before = uses.stages, np.empty(0)
+    while not np.array_equal(stages, before):
+        before = stages.copy()
+        line, part = np.nonzero((stages >= 0) & (sources != uses.owners))
+        onward = line_of(sources[line, part], *(of[line] for of in uses.heads))
+        np.maximum.at(stages, (np.searchsorted(uses.lines, onward), part), stages[line, part] + 1)
+        stages[uses.rank[:, None] == uses.owners] = -1
+    line, part = np.nonzero((stages >= 0) & (sources == uses.owners))
+    stages[line, part] = _spread(uses, line, part)
+    return uses, sources
 
 
-def _side(tile: Tile, payload: Payload, shape: Shape) -> tuple[tuple[Span, ...], Span]:
-    """Return the spans and the heads of a tile that a payload is about."""
-    if payload.is_of_keys:
-        return tile.keys, shape.kv_heads(tile.heads)
-    return tile.queries, tile.heads
+def _spread(uses: Uses, line: np.ndarray, part: np.ndarray) -> np.ndarray:
+    """Return when results leave on their last hop: later, if they are early, when most ranks move.
 
-
-def _own(grid: Grid, rank: int) -> np.ndarray:
-    own, has = grid.own(rank), np.zeros(grid.num_chunks, dtype=bool)
-    has[own.start : own.stop] = True
-    return has
-
-
-def _missing(has: np.ndarray, span: Span) -> Iterator[Span]:
-    """Yield the runs of a span that a rank does not have."""
-    part = has[span.start : span.stop]
-    if not part.any():
-        yield span
-        return
-    lacking = np.flatnonzero(~part)
-    if not len(lacking):
-        return
-    breaks = np.flatnonzero(np.diff(lacking) > 1) + 1
-    for run in np.split(lacking, breaks):
-        yield Span(span.start + int(run[0]), span.start + int(run[-1]) + 1)
-
-
-# The sort key of a transfer in an exchange; both of its ends derive it. Payloads of one span are
-# adjacent, and are sent as one record. (A million transfers are sorted: not a function in Python.)
-message_order = attrgetter(
-    "source", "destination", "span.start", "span.stop", "payload.order", "heads.start"
-)
-
-
-def _sorted(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
-    return tuple(sorted(transfers, key=message_order))
+    In an exchange all wait for the rank that moves most. What a few ranks alone move costs all of
+    them as much as if they all did.
+    """
+    stage, size = uses.stages[line, part], uses.num_heads[line] * uses.tokens[part]
+    # One part of each owner, then the next, so that owners receive as evenly.
+    turn = part - np.searchsorted(uses.owners, uses.owners[part])
+    for end in (uses.rank[line], uses.owners[part]) if len(stage) else ():
+        num_stages = int(stage.max()) + 1
+        size_of = (int(end.max()) + 1, num_stages)
+        loads = np.bincount(end * num_stages + stage, size, size_of[0] * num_stages)
+        loads = loads.reshape(size_of)
+        usual = np.median(loads[loads.any(1)], axis=0)
+        if not usual.any():
+            break
+        order = np.lexsort((turn, stage, end))
+        moved = np.cumsum(size[order])
+        of_rank = np.searchsorted(end[order], end[order])
+        middle = moved - size[order] / 2 - (moved - size[order])[of_rank]
+        share = middle / loads.sum(1)[end[order]]
+        later = np.searchsorted(np.cumsum(usual) / usual.sum(), share)
+        stage[order] = np.maximum(stage[order], later)
+    return stage

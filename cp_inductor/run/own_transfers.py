@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from cp_inductor.plan import Payload, Plan, Shape, Span, Tile, Transfer, backward_plan, forward_plan
 from cp_inductor.plan.grid import join_spans
-from cp_inductor.plan.transfers import message_order
+from cp_inductor.plan.ir import Transfers
 from cp_inductor.run.attention import Attention
 
 
@@ -39,7 +39,7 @@ def fetch_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
             for span in filter(None, inside):
                 if grid.num_tokens(span, of_keys=of_keys):
                     own[Transfer(beside[0].payload, span, heads, rank, rank)] = None
-    return tuple(sorted((*stage.fetch, *own), key=message_order)) if own else stage.fetch
+    return tuple(Transfers.joined((stage.fetch, own)).sorted()) if own else tuple(stage.fetch)
 
 
 def home_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
@@ -49,7 +49,7 @@ def home_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
     """
     program, grid = plan.program(rank), plan.grid
     if plan.returns:
-        return program[index].home
+        return tuple(program[index].home)
     home, own = program[index].home, grid.own(rank)
     itself: list[Transfer] = []
     for payload in dict.fromkeys(t.payload for t in home if t.source == rank):
@@ -74,7 +74,7 @@ def home_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
                     for span in join_spans(spans)
                     if grid.num_tokens(span, of_keys=payload.is_of_keys)
                 ]
-    return tuple(sorted((*home, *itself), key=message_order)) if itself else home
+    return tuple(Transfers.joined((home, itself)).sorted()) if itself else tuple(home)
 
 
 def _heads_of(shape: Shape, heads: Span, payload: Payload) -> Span:
@@ -117,33 +117,26 @@ def reads_shard(attention: Attention) -> bool:
     It does not where the forward kept all that the backward's tiles read, in messages that hold the
     rank's own part as well. Then the shards need not be saved.
     """
-    rank, grid = attention.rank, attention.recipe.grid
-    forward, backward = forward_plan(attention.recipe), backward_plan(attention.recipe)
-    payloads = (Payload.QUERY, Payload.QUERY_GRAD_OUT, Payload.KEY_VALUE)
-    for index, stage in enumerate(backward.program(rank)):
-        fetch = fetch_of(backward, rank, index)
-        if any(t.source == rank and t.payload in payloads for t in fetch):
-            return True
-        for tile in stage.tiles:
-            for of_keys, spans, heads in sides_of(tile, forward.shape):
-                kept = _kept_of_own(forward, rank, heads, of_keys=of_keys)
-                for span in filter(None, (one.intersect(grid.own(rank)) for one in spans)):
-                    is_kept = any(span.intersect(one) == span for one in kept)
-                    if not is_kept and grid.num_tokens(span, of_keys=of_keys):
-                        return True
-    return False
-
-
-def _kept_of_own(plan: Plan, rank: int, heads: Span, *, of_keys: bool) -> list[Span]:
-    """Return a rank's own chunks that are in the messages which the forward keeps."""
-    return [
-        transfer.span
-        for index in range(min(plan.num_kept, len(plan.stages)))
+    rank, plan = attention.rank, forward_plan(attention.recipe)
+    if plan.num_kept < len(plan.stages):
+        return True  # what is fetched again is sent again
+    itself = [
+        (transfer.payload.is_of_keys, transfer.heads, transfer.span)
+        for index in range(len(plan.stages))
         for transfer in fetch_of(plan, rank, index)
         if transfer.source == transfer.destination
-        and transfer.heads == heads
-        and transfer.payload.is_of_keys == of_keys
     ]
+    return any(
+        plan.grid.num_tokens(part, of_keys=of_keys)
+        and not any(
+            one[:2] == (of_keys, heads) and part.intersect(one[2]) == part for one in itself
+        )
+        for stage in backward_plan(attention.recipe).program(rank)
+        for tile in stage.tiles
+        for of_keys, spans, heads in sides_of(tile, plan.shape)
+        for span in spans
+        if (part := span.intersect(plan.grid.own(rank)))
+    )
 
 
 def sides_of(tile: Tile, shape: Shape) -> tuple[tuple[bool, tuple[Span, ...], Span], ...]:

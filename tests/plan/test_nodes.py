@@ -9,6 +9,7 @@ import pytest
 
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.plan import InvalidPlan, Machine, Payload, Plan, plan_attention
+from cp_inductor.plan.ir import Transfers
 from cp_inductor.plan.timeline import loads_of
 
 WINDOW = "(k - q <= 0) & (q - k - 300 <= 0)"
@@ -65,23 +66,19 @@ def test_wrong_ways_are_found() -> None:
     lost = replace(good, stages=(*before, replace(last, home=last.home[1:])))
     with pytest.raises(InvalidPlan, match="stay away from home"):
         lost.simulate()
-    early = replace(before[-1], home=_sorted(before[-1].home, last.home))
+    early = replace(before[-1], home=Transfers.joined((before[-1].home, last.home)).sorted())
     with pytest.raises(InvalidPlan, match="early or twice"):
         replace(good, stages=(*before[:-1], early)).simulate()
     of_nobody = replace(before[0], tiles=before[0].tiles[1:])
     with pytest.raises(InvalidPlan, match=r"not computed once"):
         replace(good, stages=(of_nobody, *before[1:], last)).simulate()
-    at_once = replace(before[0], fetch=_sorted(before[0].fetch, before[1].fetch))
+    at_once = replace(
+        before[0], fetch=Transfers.joined((before[0].fetch, before[1].fetch)).sorted()
+    )
     with pytest.raises(InvalidPlan, match="sends what is not there"):
         replace(good, stages=(at_once, replace(before[1], fetch=()), last)).simulate()
     with pytest.raises(InvalidPlan, match="does not go home"):
         replace(good, returns=False).simulate()
-
-
-def _sorted(*transfers: tuple) -> tuple:
-    from cp_inductor.plan.transfers import message_order
-
-    return tuple(sorted((one for part in transfers for one in part), key=message_order))
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

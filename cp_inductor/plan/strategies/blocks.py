@@ -8,7 +8,7 @@ from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell
 from cp_inductor.plan.assign_cells import Area, Pairs, chunks_before, stage_areas
 from cp_inductor.plan.block_search import Weights, assign_blocks, cut_blocks
-from cp_inductor.plan.grid import Grid
+from cp_inductor.plan.grid import Grid, owners_of
 from cp_inductor.plan.ir import Payload, Shape, bytes_per_row
 from cp_inductor.plan.strategies.strategy import Strategy
 from cp_inductor.plan.tiles import Tiles
@@ -40,7 +40,7 @@ def _full_blocks(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Til
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     # n ranks share their queries, world_size / n their keys.
     num_rows = min(divisors, key=lambda n: (n - 1) * query + (world_size // n - 1) * key)
-    owners = np.arange(grid.num_chunks) // grid.chunks_per_rank
+    owners = owners_of(grid)
     areas = []
     for rank in range(world_size):
         order = np.argsort(owners != rank, kind="stable")  # its own chunks come first
@@ -56,7 +56,7 @@ def _full_blocks(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Til
 def _search(grid: Grid, weights: Weights, pairs: Pairs) -> list[Area]:
     """Cut what is not on the diagonal into blocks with equally many pairs, one for each rank."""
     world_size, num_chunks = grid.world_size, grid.num_chunks
-    owners = np.arange(num_chunks) // grid.chunks_per_rank
+    owners = owners_of(grid)
     is_far = (pairs.cells != Cell.EMPTY) & (owners[:, None] != owners)
     before = np.zeros((num_chunks + 1, num_chunks + 1), dtype=np.int32)
     is_far.cumsum(0, dtype=np.int32).cumsum(1, out=before[1:, 1:])

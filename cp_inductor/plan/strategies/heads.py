@@ -12,6 +12,7 @@ from itertools import chain, zip_longest
 
 import numpy as np
 
+from cp_inductor.kept import lru_cache
 from cp_inductor.plan.assign_cells import Pairs, tiles_of_cells
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Shape, Tile
@@ -21,12 +22,17 @@ from cp_inductor.plan.tiles import Tiles, is_head_split
 
 def heads(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
     """Every rank computes the whole sequence for its heads, some heads in each stage."""
-    chunks = np.arange(grid.num_chunks)
-    tiles = tiles_of_cells(grid, 0, shape.all_heads, chunks, chunks, pairs.cells)
+    tiles = _tiles_of_all(grid, shape, pairs)
     return [
         [replace(tile, rank=rank, heads=own) for rank, own in enumerate(part) for tile in tiles]
         for part in parts_of(shape, grid.world_size, num_stages)
     ]
+
+
+@lru_cache(maxsize=4)
+def _tiles_of_all(grid: Grid, shape: Shape, pairs: Pairs) -> list[Tile]:
+    chunks = np.arange(grid.num_chunks)
+    return tiles_of_cells(grid, 0, shape.all_heads, chunks, chunks, pairs.cells)
 
 
 def parts_of(shape: Shape, num_ranks: int, num_stages: int) -> list[list[Span]]:

@@ -16,14 +16,15 @@ never travel. Heads that do not divide are split among smaller groups, as `share
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
+from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell
-from cp_inductor.plan.assign_cells import Pairs, own_chunks, tiles_of_cells
-from cp_inductor.plan.grid import Grid, Span
+from cp_inductor.plan.assign_cells import Pairs, own_chunks, tiles_of_cells, tiles_of_owners
+from cp_inductor.plan.grid import Grid, Span, owners_of
 from cp_inductor.plan.ir import Shape, Tile
 from cp_inductor.plan.strategies.blocks import BLOCKS
 from cp_inductor.plan.strategies.heads import can_split, groups_of, heads, parts_of, shares_of
@@ -40,8 +41,7 @@ def heads_own(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int, num_group
         num_groups: the number of ranks of the largest groups.
     """
     owners = range(grid.world_size)
-    own = [tile for owner in owners for tile in _row(grid, shape, pairs, owner, [owner])]
-    tiles: Tiles = [own, *([] for _ in range(num_stages))]
+    tiles: Tiles = [[*tiles_of_owners(grid, shape, pairs)], *([] for _ in range(num_stages))]
     for share in shares_of(shape, grid.world_size, num_groups):
         within = share.shape_within(shape)
         size = share.num_groups
@@ -60,8 +60,7 @@ def heads_own(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int, num_group
         for stage, (some, part) in enumerate(stages, 1):
             for owner in some:
                 first = owner // size * size
-                others = [rank for rank in range(first, first + size) if rank != owner]
-                row = _row(grid, shape, pairs, owner, others)
+                row = _row(grid, shape, pairs, owner, size)
                 tiles[stage] += [
                     replace(tile, rank=rank, heads=Span(start + span.start, start + span.stop))
                     for start in [share.heads.start]
@@ -73,7 +72,7 @@ def heads_own(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int, num_group
 
 def _weights(grid: Grid, pairs: Pairs) -> np.ndarray:
     """Return the cells of each rank's row that are not its own, by which rows go to stages."""
-    ranks = np.arange(grid.num_chunks) // grid.chunks_per_rank
+    ranks = owners_of(grid)
     is_far = (pairs.cells != Cell.EMPTY) & (ranks[:, None] != ranks)
     return is_far.sum(1).reshape(grid.world_size, -1).sum(1)
 
@@ -84,10 +83,11 @@ def _slices(weights: np.ndarray, num_slices: int) -> list[list[int]]:
     return [np.flatnonzero(slice_of == index).tolist() for index in range(num_slices)]
 
 
-def _row(grid: Grid, shape: Shape, pairs: Pairs, owner: int, others: Sequence[int]) -> list[Tile]:
-    """Return the tiles of an owner's queries and the keys of others, or of itself."""
-    rows = own_chunks(grid, owner)
-    columns = np.concatenate([rows[:0], *(own_chunks(grid, other) for other in others)])
+@lru_cache(maxsize=1024)
+def _row(grid: Grid, shape: Shape, pairs: Pairs, owner: int, size: int) -> list[Tile]:
+    """Return the tiles of an owner's queries and the keys of the others of its group."""
+    rows, owners = own_chunks(grid, owner), owners_of(grid)
+    columns = np.flatnonzero((owners // size == owner // size) & (owners != owner))
     part = pairs.cells[np.ix_(rows, columns)]
     return tiles_of_cells(grid, owner, shape.all_heads, rows, columns, part)
 

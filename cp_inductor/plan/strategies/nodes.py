@@ -85,8 +85,7 @@ def _num_parts(shape: Shape, num_nodes: int, num_stages: int) -> int:
     return max(n for n in range(1, num_stages + 1) if is_head_split(shape, num_nodes * n))
 
 
-def _entries(grid: Grid, num_nodes: int, rank: int) -> np.ndarray:
-    """Return the rank of the node of a rank at which each chunk enters it."""
+def _entries(grid: Grid, num_nodes: int, rank: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    """Return the rank of the node of a rank at which what an owner holds enters it."""
     size = grid.world_size // num_nodes
-    owners = np.arange(grid.num_chunks) // grid.chunks_per_rank
-    return np.asarray(rank // size * size + owners // num_nodes)
+    return np.asarray(rank // size * size + owner // num_nodes)

@@ -7,7 +7,7 @@ import numpy as np
 from cp_inductor.mask.rule import Cell
 from cp_inductor.plan.assign_cells import Pairs
 from cp_inductor.plan.grid import Grid
-from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, Transfer
+from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, Transfer, Transfers
 from cp_inductor.plan.strategies.rows import ROWS, own_rows
 from cp_inductor.plan.strategies.strategy import Strategy
 from cp_inductor.plan.tiles import Tiles
@@ -31,19 +31,18 @@ def ring(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
     ]
 
 
-def fetch_from_neighbours(grid: Grid, shape: Shape, tiles: Tiles) -> list[tuple[Transfer, ...]]:
+def fetch_from_neighbours(grid: Grid, shape: Shape, tiles: Tiles) -> list[Transfers]:
     """Fetch keys from the neighbour, which had them one stage before."""
     heads = shape.kv_heads(shape.all_heads)
-    fetches: list[tuple[Transfer, ...]] = [()]
-    for stage in tiles[1:]:
-        fetch = [
+    return [
+        Transfers.of(
             Transfer(Payload.KEY_VALUE, tile.keys[0], heads, before, tile.rank)
-            for tile in stage
+            for tile in stage * bool(index)
             for before in [(tile.rank - 1) % grid.world_size]
             if grid.num_tokens(tile.keys[0], of_keys=True)
-        ]
-        fetches.append(tuple(sorted(fetch, key=lambda t: (t.source, t.destination))))
-    return fetches
+        ).sorted()
+        for index, stage in enumerate(tiles)
+    ]
 
 
 RING = Strategy(

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from cp_inductor.plan.assign_cells import Pairs
 from cp_inductor.plan.grid import Grid
-from cp_inductor.plan.ir import Mask, Shape, Transfer
+from cp_inductor.plan.ir import Mask, Shape, Transfers
 from cp_inductor.plan.tiles import Tiles
 from cp_inductor.plan.transfers import fetch_directly
 
 Assign = Callable[[Grid, Shape, Pairs, int], Tiles]
 # (grid, shape, tiles) -> what is fetched before the tiles of each stage.
-Fetch = Callable[[Grid, Shape, Tiles], list[tuple[Transfer, ...]]]
+Fetch = Callable[[Grid, Shape, Tiles], list[Transfers]]
 
 
 @dataclass(frozen=True)

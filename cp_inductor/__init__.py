@@ -153,9 +153,7 @@ def __dir__() -> list[str]:
 
 
 config.load_checks_late(lambda: import_module("cp_inductor.flags"))
-attend_with(
-    lambda: import_module("cp_inductor.dtensor.rules.attention").register_dtensor_attention()
-)
+attend_with(lambda: import_module("cp_inductor.dtensor.rules").register_rules())
 when_imported(
     {"accelerate.parallelism_config"},
     lambda: import_module("cp_inductor.integrations.by_name").register_when_named(),

@@ -34,7 +34,6 @@ from cp_inductor.dtensor.axis import from_local_like, local_part, seed_of_shard
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.rules.draws import note_drawn
-from cp_inductor.dtensor.rules.loss import correct_losses
 from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers
 from cp_inductor.graph.collectives import list_collectives
 from cp_inductor.passes.pipeline import Lowering, PostGrad, Stage, lower, run_passes
@@ -257,6 +256,5 @@ def _interpret_lowered(
     return make_boxed_func(gm.forward)
 
 
-correct_losses()
 register_rules()
 trace_for(cp_inductor, cp_aot_eager)

@@ -22,17 +22,15 @@ from cp_inductor.torch_private.traces import traces
 _SEQUENCES: WeakValueDictionary[tuple[str | None, str], dist.ProcessGroup] = WeakValueDictionary()
 
 
-def hold_sequences_along(mesh: DeviceMesh, group_name: str) -> bool:
-    """Note that an axis of a mesh holds sequences; return whether that is new.
+def hold_sequences_along(mesh: DeviceMesh, group_name: str) -> None:
+    """Note that an axis of a mesh holds sequences.
 
     Args:
         mesh: a mesh that holds this process.
         group_name: c10d name of the axis's process group.
     """
     group = group_of(group_name)
-    new = [key for key in _axes_of(mesh) if key[1] == group_name and _SEQUENCES.get(key) != group]
-    _SEQUENCES.update(dict.fromkeys(new, group))
-    return bool(new)
+    _SEQUENCES.update({key: group for key in _axes_of(mesh) if key[1] == group_name})
 
 
 def holds_sequences(mesh: DeviceMesh) -> bool:

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor.dtensor.limits import check_mesh, dim_of, refuse_empty
-from cp_inductor.dtensor.rules.loss import correct_losses_along
+from cp_inductor.dtensor.rules import register_rules
+from cp_inductor.dtensor.sequence_meshes import hold_sequences_along
 from cp_inductor.dtensor.wrap import whole_tensor, wrap_whole
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.trust.agreement import note_batch
@@ -49,7 +50,8 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1) -> DTensor:
     if not tensor.numel():
         refuse_empty("shard", tensor)
     if not torch.compiler.is_compiling():
-        correct_losses_along(mesh, str(mesh.get_group().group_name))
+        register_rules()
+        hold_sequences_along(mesh, str(mesh.get_group().group_name))
         note_batch(str(mesh.get_group().group_name), tensor)
     return wrap_whole(tensor, mesh).redistribute(mesh, [Shard(dim)])
 

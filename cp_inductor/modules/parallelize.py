@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parameter import is_lazy
 
 from cp_inductor.dtensor.rules import register_rules
-from cp_inductor.dtensor.rules.loss import correct_losses_along
+from cp_inductor.dtensor.sequence_meshes import hold_sequences_along
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement, UnsupportedWrite
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.own_tokens import run_on_own_tokens
@@ -251,7 +251,7 @@ def adapt(
     """Let modules compute as `parallelize` says, in a model that reads DTensors."""
     register_rules()
     for axis in range(mesh.ndim):
-        correct_losses_along(mesh, str(mesh.get_group(axis).group_name))
+        hold_sequences_along(mesh, str(mesh.get_group(axis).group_name))
     for library in libraries():
         library.adapt(model)
     run_on_whole(model, whole)

@@ -9,12 +9,13 @@ writes              writes in place that DTensor would lose
 draws, numbers      one draw, and one number for Python, for all ranks
 single_ops          empty tensors, and ops that compute every element alone
 
-All are registered here. Importing the package registers attention alone, so that programs which do
-not use it keep DTensor's own rules.
+All are registered here, and change nothing on meshes along which no sequences lie
+(`sequence_meshes`). Programs that do not use the library keep DTensor's own rules.
 """
 
 from cp_inductor.dtensor.rules.attention import register_dtensor_attention
 from cp_inductor.dtensor.rules.draws import draw_alike
+from cp_inductor.dtensor.rules.loss import correct_losses
 from cp_inductor.dtensor.rules.numbers import read_on_all
 from cp_inductor.dtensor.rules.on_whole import compute_on_whole
 from cp_inductor.dtensor.rules.prefix import accumulate_in_parts
@@ -23,8 +24,12 @@ from cp_inductor.dtensor.rules.writes import refuse_lost_writes
 
 
 def register_rules() -> None:
-    """Register all, when a backend is loaded or a model parallelized; again, nothing changes."""
+    """Register all, when the library is first used over DTensors; again, nothing changes.
+
+    That is when a backend is loaded, a model parallelized, a tensor sharded, or an attention met.
+    """
     register_dtensor_attention()
+    correct_losses()
     refuse_lost_writes()
     complete_single_ops()
     compute_on_whole()

@@ -42,7 +42,7 @@ from cp_inductor.dtensor.axis import (
 from cp_inductor.dtensor.limits import check_attention, refuse_both_masks
 from cp_inductor.dtensor.permuted import refuse_permuted
 from cp_inductor.dtensor.recipe import PlanOptions, make_recipe
-from cp_inductor.dtensor.rules.loss import correct_losses_along
+from cp_inductor.dtensor.sequence_meshes import hold_sequences_along
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.mask.language import CAUSAL, FULL
@@ -408,7 +408,7 @@ def _prepare(
     query, key, value = sides
     axis = axis_of_tensors(query, key, value, site=site)
     assert axis is not None
-    correct_losses_along(query.device_mesh, axis.group_name)
+    hold_sequences_along(query.device_mesh, axis.group_name)
     check_attention(query=query, key=key, site=site)
     local = [tensor.to_local().to(dtype) for tensor in sides]
 

@@ -10,8 +10,8 @@ anywhere. DTensor also refuses shards of unequal length. For losses of elements 
 `huber_loss`, ...) it averages as well, with gradients that are too large by the number of ranks.
 
 A program may count on DTensor's average, and correct it by hand. So this module takes the mean over
-all tokens only where this library is used (`sequence_meshes`). Until then DTensor's table of
-handlers is unchanged. Everything that is not a mean over sharded tokens is always left to DTensor.
+all tokens only where this library is used (`sequence_meshes`). Everything that is not a mean over
+sharded tokens is always left to DTensor.
 
 `torch.distributed.tensor.parallel.loss_parallel` has its own handlers for a sharded vocabulary,
 which refuse the mean if tokens are sharded as well. They are asked for the sum instead.
@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cp_inductor.dtensor.rules.partials import make_whole
-from cp_inductor.dtensor.sequence_meshes import hold_sequences_along, holds_sequences
+from cp_inductor.dtensor.sequence_meshes import holds_sequences
 from cp_inductor.dtensor.wrap import is_whole, whole_tensor, wrap_whole
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
@@ -64,17 +64,6 @@ _Compute = Callable[[Any, torch._ops.OpOverload, dict[str, Any]], Any]
 
 # In the input of nll_loss, (N, C) or (N, C, ...).
 CLASS_DIM = 1
-
-
-def correct_losses_along(mesh: DeviceMesh, group_name: str) -> None:
-    """From now on, take mean losses over all tokens on meshes that have this axis.
-
-    Args:
-        mesh: a mesh that holds this process.
-        group_name: c10d name of the axis's process group.
-    """
-    if hold_sequences_along(mesh, group_name):
-        correct_losses()
 
 
 def correct_losses() -> None:

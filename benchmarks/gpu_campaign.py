@@ -4,13 +4,16 @@
     python benchmarks/gpu_campaign.py numbers tiles      some
     python benchmarks/gpu_campaign.py --tiny             the same code on the CPU, with tiny shapes
 
+The first 8 minutes run the first rows of three stages: are numbers right (4 minutes), how fast are
+tiles beside one flash call (2), are exchanges hidden (2). Then each stage runs what is left of it.
+
 stage      minutes  what
 numbers    8        out and gradients of every rank, and of a layer of four models, against float64,
                     as fractions of the tolerance;
                     P = 2, 4, 8 processes share the device, exchanges go through the host
+tiles      8        a rank's kernels over one flash call of as many pairs; torch's ring beside it
 ranks      6        models and the overlap of exchanges, on several NCCL ranks if NCCL lets them
                     share a device, else with staged exchanges
-tiles      8        a rank's kernels over one flash call of as many pairs; torch's ring beside it
 memory     5        the most bytes of a layer's graphs, allocated over predicted
 compile    5        seconds of the first step, beside plain Inductor's on the local model
 long       8        two layers of Qwen3-8B at 131,072 tokens, ranks 0, 3 and 7 of 8
@@ -55,6 +58,7 @@ class Stage:
         run: one row on one rank.
         summarize: the results of all ranks of a row => the columns of its line.
         row_s: seconds that one row may take.
+        first: minutes of it that come before all else.
     """
 
     minutes: float
@@ -63,6 +67,7 @@ class Stage:
     run: Run
     summarize: Callable[[World, Results], Row]
     row_s: float = 180.0
+    first: float = 0.0
 
 
 def staged(device: str, tiny: bool) -> list[World]:
@@ -134,9 +139,9 @@ def allocated_over_predicted(world: World, results: Results) -> Row:
 
 
 STAGES: Mapping[str, Stage] = {
-    "numbers": Stage(8, staged, stages.numbers_rows, stages.numbers, worst_of_ranks),
-    "ranks": Stage(6, real, stages.ranks_rows, stages.ranks, worst_of_ranks),
-    "tiles": Stage(8, pretended, stages.tiles_rows, stages.tiles, share_of_flash),
+    "numbers": Stage(8, staged, stages.numbers_rows, stages.numbers, worst_of_ranks, first=4),
+    "tiles": Stage(8, pretended, stages.tiles_rows, stages.tiles, share_of_flash, first=2),
+    "ranks": Stage(6, real, stages.ranks_rows, stages.ranks, worst_of_ranks, first=2),
     "memory": Stage(5, pretended, stages.memory_rows, stages.memory, allocated_over_predicted),
     "compile": Stage(5, first_alone, stages.first_step_rows, stages.first_step, worst_of_ranks),
     "long": Stage(8, one_by_one, stages.long_rows, stages.long_context, worst_of_ranks, 440.0),
@@ -187,9 +192,9 @@ def describe(row: Any) -> Row:
     return asdict(row) if is_dataclass(row) and not isinstance(row, type) else {"row": row}
 
 
-def run_stage(name: str, stage: Stage, table: Table, device: str, tiny: bool) -> Iterator[Row]:
+def run_stage(stage: Stage, minutes: float, table: Table, device: str, tiny: bool) -> Iterator[Row]:
     """Run the rows of a stage that its table lacks; yield the new lines."""
-    until = time.monotonic() + 60 * stage.minutes
+    until = time.monotonic() + 60 * minutes
     for world in stage.worlds(device, tiny):
         place = {"world": world.kind, "P": world.size, "ranks": " ".join(map(str, world.ranks))}
         key_of = {row: json.dumps([place, describe(row)]) for row in stage.rows(tiny)}
@@ -235,11 +240,14 @@ def main() -> None:
     device, tiny = ("cuda" if has_gpu else "cpu"), args.tiny or not has_gpu
     about, today = versions(device), datetime.date.today().isoformat()
     is_right = True
-    for name in args.stages or STAGES:
+    names = args.stages or list(STAGES)
+    rounds = [(name, STAGES[name].first) for name in names if STAGES[name].first and len(names) > 1]
+    rounds += [(name, STAGES[name].minutes) for name in names]
+    for name, minutes in rounds:
         kind = "gpu-tiny" if tiny else "gpu"
         path = args.results / f"{kind}-{name}-{today}.md"
         table = Table(path, f"GPU campaign: {name}", about)
-        for line in run_stage(name, STAGES[name], table, device, tiny):
+        for line in run_stage(STAGES[name], minutes, table, device, tiny):
             shown = {column: value for column, value in line.items() if column != "key"}
             print(name, ", ".join(f"{c} {format_value(v)}" for c, v in shown.items()), flush=True)
             is_right &= not is_off(name, line)

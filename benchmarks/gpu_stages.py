@@ -217,7 +217,7 @@ def numbers_rows(tiny: bool) -> list[Attention | Block]:
     rows: list[Attention | Block] = [
         Attention(mask, strategy, "static", "bf16", 8, 2, 64, 123)
         for mask, strategy in product(
-            ("causal", "full", "window"), ("ring", "blocks", "heads", "auto")
+            ("causal", "window", "full"), ("auto", "ring", "heads", "blocks")
         )
     ]
     rows += [

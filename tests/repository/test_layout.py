@@ -81,7 +81,12 @@ def test_scripts_import_what_exists() -> None:
                 continue
             if (node.module or "").partition(".")[0] not in ("cp_inductor", "tests"):
                 continue
-            module = importlib.import_module(node.module or "")
+            try:
+                module = importlib.import_module(node.module or "")
+            except ModuleNotFoundError as error:
+                # A library that it is for, such as transformers, need not be installed.
+                assert (error.name or "").partition(".")[0] not in ("cp_inductor", "tests"), path
+                continue
             for alias in node.names:
                 if hasattr(module, alias.name):
                     continue

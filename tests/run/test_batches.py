@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from cp_inductor import (
 from cp_inductor.dtensor.pad import capacity_of
 from cp_inductor.plan import batch as planning
 from tests.support.graphs import text_of
+from tests.support.host_reads import host_reads
 from tests.support.packed import (
     MODELS,
     difference,
@@ -67,9 +69,23 @@ def test_models_over_many_batches(
         assert counts["sites_planned_at_run_time"] == 2
         # Layers share the plan of their batch; Mistral's window is part of its one rule.
         assert 1 < counts["batches_planned"] <= num_batches
+        assert counts["reads"] <= READS, counts["reads"] - READS
 
 
-def _train(name: str, node_size: int, num_batches: int, length: int) -> dict[str, int]:
+# Where a step reads tensors on the host, after the first: once per batch its tables, and their
+# digest in the first runs. The rest is never on a device.
+READS = {
+    "cp_inductor.batches.plans._as_numpy",
+    "cp_inductor.trust.agreement.describe_table",
+    # What the host counted in the plan.
+    "cp_inductor.graph.exchange_rows.exchange_rows",
+    "cp_inductor.graph.exchange_rows.read_part",
+    # Tiles of the CPU, which computes with scores.
+    "cp_inductor.tiles.masked_tiles._runs_of",
+}
+
+
+def _train(name: str, node_size: int, num_batches: int, length: int) -> dict[str, Any]:
     machine = f"{node_size}xh100:nvlink4 x ib400" if node_size else ""
     over_nodes = mock.Mock(wraps=planning.assign_over_nodes)
     with mock.patch.object(planning, "assign_over_nodes", over_nodes):
@@ -77,17 +93,20 @@ def _train(name: str, node_size: int, num_batches: int, length: int) -> dict[str
     return {**counts, "planned_over_nodes": over_nodes.call_count}
 
 
-def _train_for(machine: str, name: str, num_batches: int, length: int) -> dict[str, int]:
+def _train_for(machine: str, name: str, num_batches: int, length: int) -> dict[str, Any]:
     mesh = world_mesh()
     model, reference = make_model(name), make_model(name)
     how = {"fullgraph": True, "dynamic": False, "options": {"machine": machine}}
     compiled = torch.compile(model, backend="cp_aot_eager", **how)
     for step in range(num_batches):
         batch = make_batch(step, length)
-        train_step(compiled, reference, batch, shards_of(batch, mesh), assert_near)
+        shards = shards_of(batch, mesh)
+        with host_reads() if step else nullcontext(set()) as reads:
+            train_step(compiled, reference, batch, shards, assert_near)
     found = counters["cp_inductor"]
     names = ("sites_planned_at_run_time", "batches_planned")
-    return {"graphs": counters["stats"]["unique_graphs"], **{n: found[n] for n in names}}
+    counts = {"graphs": counters["stats"]["unique_graphs"], **{n: found[n] for n in names}}
+    return {**counts, "reads": reads}
 
 
 def assert_near(grad: Tensor, expected: Tensor) -> None:

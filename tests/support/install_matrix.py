@@ -99,7 +99,8 @@ def what_went_wrong(text: str) -> str:
 def describe_problems(text: str) -> str:
     """Return what the doctor found wrong."""
     try:
-        checks = json.loads(text)
+        # What torch says on stderr stands before it.
+        checks = json.loads(text[text.find('[{"') :])
     except json.JSONDecodeError:
         return what_went_wrong(text)
     problems = (check for check in checks if check["state"] == "problem")

@@ -194,6 +194,7 @@ def drawn() -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     yield "rand_like", torch.rand_like
     yield "normal_", lambda x: torch.empty_like(x).normal_()
     yield "bernoulli", lambda x: torch.bernoulli(x.sigmoid())
+    yield "rrelu", lambda x: F.rrelu(x, training=True)
     yield "exponential_", lambda x: torch.empty_like(x).exponential_()
     yield "multinomial", lambda x: torch.multinomial(x.exp().flatten(0, 1), 2)
 

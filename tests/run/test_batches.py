@@ -80,8 +80,11 @@ READS = {
     # What the host counted in the plan.
     "cp_inductor.graph.exchange_rows.exchange_rows",
     "cp_inductor.graph.exchange_rows.read_part",
+    # The numbers of a plan, on their way to the device.
+    "cp_inductor.batches.plans.copy_numbers",
     # Tiles of the CPU, which computes with scores.
-    "cp_inductor.tiles.masked_tiles._runs_of",
+    "cp_inductor.tiles.masked_tiles._biases",
+    "cp_inductor.tiles.masked_tiles.arrange_calls",
 }
 
 

@@ -127,9 +127,11 @@ def _is_found_in_parts(bound: dict[str, Any]) -> bool:
     tensor, dim = bound["self"], bound["dim"]
     dims = range(tensor.ndim) if dim is None else (dim % max(tensor.ndim, 1),)
     is_traced = type(tensor.to_local()) is not Tensor
+    # Of equal elements the first counts. Those of lower ranks come first along one dim alone.
+    is_in_order = dim is not None or tensor.ndim == 1
     return not any(
         type(place) not in (Shard, Replicate, Partial)
-        or (is_traced and isinstance(place, Shard) and place.dim in dims)
+        or (isinstance(place, Shard) and place.dim in dims and (is_traced or not is_in_order))
         for place in tensor.placements
     )
 
@@ -158,6 +160,8 @@ HANDLED = {
     aten.convolution.default: _is_convolved_in_parts,
     aten.convolution_backward.default: _is_convolved_in_parts,
     aten.embedding_dense_backward.default: lambda bound: not bound["scale_grad_by_freq"],
+    # It draws for elements below 0 alone.
+    aten.rrelu_with_noise.default: lambda bound: not bound["training"],
 }
 
 

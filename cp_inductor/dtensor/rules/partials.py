@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.dtensor.sequence_meshes import holds_sequences
 from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, replicated
@@ -47,8 +47,46 @@ def is_partial(tensor: DTensor) -> bool:
 
 def make_whole(tensor: DTensor) -> DTensor:
     """Return a partial as every rank's own; sharded dims stay sharded."""
+    extremes = {place.reduce_op for place in tensor.placements if place.is_partial()}
+    if tensor.is_floating_point() and extremes & {"max", "min"}:
+        return _whole_extreme(tensor, is_max="max" in extremes)
+    return _reduced(tensor)
+
+
+def _reduced(tensor: DTensor) -> DTensor:
     places = [Replicate() if place.is_partial() else place for place in tensor.placements]
     return tensor.redistribute(placements=places)
+
+
+def _whole_extreme(tensor: DTensor, *, is_max: bool) -> DTensor:
+    """Return the maximum, or minimum, of all ranks: NaN where a rank has one.
+
+    An all-reduce may drop a NaN (gloo, NCCL). So it is told of as a second row of the same one.
+    """
+    limit, sign = (-torch.inf, 1) if is_max else (torch.inf, -1)
+    local = tensor.to_local()
+    rows = torch.stack([local.masked_fill(local.isnan(), limit), sign * local.isnan().to(local)])
+    places = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in tensor.placements]
+    both = _reduced(
+        DTensor.from_local(
+            rows,
+            tensor.device_mesh,
+            places,
+            run_check=False,
+            shape=torch.Size((2, *tensor.shape)),
+            stride=(tensor.numel(), *tensor.stride()),
+        )
+    )
+    extreme, is_nan = both.to_local()
+    places = [Replicate() if place.is_partial() else place for place in tensor.placements]
+    return DTensor.from_local(
+        extreme.masked_fill(is_nan != 0, torch.nan),
+        tensor.device_mesh,
+        places,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def part_of(whole: Tensor, like: DTensor) -> Tensor:

@@ -22,6 +22,7 @@ import numpy as np
 from cp_inductor.plan.batch_cells import Cells
 from cp_inductor.plan.batch_chunks import Chunks
 from cp_inductor.plan.batch_improve import LineMoves, SegmentSide
+from cp_inductor.plan.ir import Prices
 
 NOBODY = -1
 
@@ -51,29 +52,6 @@ GROUP_BONUS = 0.3
 # share of a rank's own keys, so that the first segments that ranks receive make no difference.
 BUSY_PENALTY = 2.0
 NEGLIGIBLE_SHARE_OF_KEYS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What a token costs, in the elements of a token's K and V.
-
-    Attributes:
-        query_in: q, forward; q and the gradient of out, backward.
-        query_home: out, forward; dq, backward.
-        key_in: k and v, forward and again backward.
-        key_home: their gradients.
-    """
-
-    query_in: float
-    query_home: float
-    key_in: float = 2.0
-    key_home: float = 1.0
-
-    @staticmethod
-    def of(num_heads: int, num_kv_heads: int) -> Prices:
-        """Return the prices of an attention. The statistics of rows hardly count."""
-        ratio = num_heads / (2 * num_kv_heads)
-        return Prices(3 * ratio, 2 * ratio)
 
 
 def assign_ranks(

@@ -20,10 +20,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cp_inductor.plan.batch_assign import NOBODY, Prices, assign_ranks
+from cp_inductor.plan.batch_assign import NOBODY, assign_ranks
 from cp_inductor.plan.batch_cells import Cells
 from cp_inductor.plan.batch_chunks import BLOCK, Chunks
-from cp_inductor.plan.ir import Direction, Payload, Shape, bytes_per_row, flops_per_pair
+from cp_inductor.plan.ir import (
+    Direction,
+    Payload,
+    Prices,
+    Shape,
+    bytes_per_row,
+    flops_per_pair,
+)
 from cp_inductor.plan.machine import Machine
 
 # The numbers below follow from no theory; `benchmarks/nodes_documents.py` judges them.

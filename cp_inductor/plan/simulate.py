@@ -21,6 +21,7 @@ from cp_inductor.plan.grid import Grid, lengths_of, tokens_before
 from cp_inductor.plan.ir import (
     DESTINATION,
     FIRST_HEAD,
+    IS_OF_KEYS,
     LAST_HEAD,
     PAYLOAD,
     SOURCE,
@@ -28,7 +29,6 @@ from cp_inductor.plan.ir import (
     STOP,
     Direction,
     Mask,
-    Payload,
     PlanData,
     Tile,
     Transfer,
@@ -127,9 +127,6 @@ def _add_pairs(computed: np.ndarray, tile: Tile, cells: np.ndarray) -> None:
     computed[area] += part != Cell.EMPTY
 
 
-_IS_OF_KEYS = np.array([payload.is_of_keys for payload in Payload])
-
-
 class _Places:
     """A place for each rank, span of heads and part of the sequence that a plan treats as a whole.
 
@@ -142,7 +139,7 @@ class _Places:
         self.heads = tiles.first_head // group, (tiles.last_head - 1) // group + 1
         num_heads = shape.num_kv_heads if of_keys else shape.num_heads
         moved = np.concatenate([Transfers.of(plan.kept_fetches).columns, *sum(plan.columns, ())])
-        moved = moved[_IS_OF_KEYS[moved[:, PAYLOAD]] == of_keys]
+        moved = moved[IS_OF_KEYS[moved[:, PAYLOAD]] == of_keys]
         self.tiles, self.spans = tiles, tiles.keys if of_keys else tiles.queries
         head_edges = *self.heads, moved[:, FIRST_HEAD], moved[:, LAST_HEAD], [0, num_heads]
         self.head_edges = np.unique(np.concatenate(head_edges))
@@ -161,7 +158,7 @@ class _Places:
 
         Transfers of the other kind, queries or keys, are left out.
         """
-        which = np.flatnonzero(_IS_OF_KEYS[columns[:, PAYLOAD]] == self.of_keys)
+        which = np.flatnonzero(IS_OF_KEYS[columns[:, PAYLOAD]] == self.of_keys)
         columns = columns[which].T[[end, START, STOP, FIRST_HEAD, LAST_HEAD]]
         places, of = self._at(*columns)
         return places, which[of]

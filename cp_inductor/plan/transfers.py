@@ -23,6 +23,7 @@ from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import (
     DESTINATION,
     FIRST_HEAD,
+    IS_OF_KEYS,
     LAST_HEAD,
     PAYLOAD,
     SOURCE,
@@ -124,7 +125,7 @@ def fetch_directly(grid: Grid, shape: Shape, tiles: Sequence[Sequence[Tile]]) ->
     for payload in (Payload.QUERY, Payload.KEY_VALUE):
         uses = Uses.of(grid, shape, columns, of_keys=payload.is_of_keys)
         found.append(_transfers(uses, payload, SOURCE, uses.owners))
-    return _by_stage(found, len(tiles))
+    return by_stage(found, len(tiles))
 
 
 def fetch_by_way(
@@ -160,7 +161,7 @@ def fetch_by_way(
         entry = entries(rank, uses.owners)
         sources = np.where(entry == rank, uses.owners, entry)
         found.append(_transfers(replace(uses, stages=stages), payload, SOURCE, sources))
-    return _by_stage(found, len(tiles))
+    return by_stage(found, len(tiles))
 
 
 def _transfers(uses: Uses, payload: Payload, end: int, others: np.ndarray) -> np.ndarray:
@@ -190,8 +191,13 @@ def _transfers(uses: Uses, payload: Payload, end: int, others: np.ndarray) -> np
     return found
 
 
-def _by_stage(found: Sequence[np.ndarray], num_stages: int) -> list[Transfers]:
-    """Return the transfers of each stage, in the order of messages."""
+def by_stage(found: Sequence[np.ndarray], num_stages: int) -> list[Transfers]:
+    """Return the transfers of each stage, in the order of messages.
+
+    Args:
+        found: (transfers, 8) each, the stage and the columns of `Transfers`.
+        num_stages: how many there are.
+    """
     rows = np.concatenate(found)
     rows = rows[message_order(rows[:, 1:], rows[:, 0])]
     edges = np.searchsorted(rows[:, 0], np.arange(1, num_stages))
@@ -219,14 +225,13 @@ def _homes(
             uses, others = _back_by_way(uses, payload, way)
             num_stages = max(num_stages, int(uses.stages.max(initial=-1)) + 1)
         found.append(_transfers(uses, payload, DESTINATION, others))
-    return _by_stage(found, num_stages)
+    return by_stage(found, num_stages)
 
 
 def _back_by_way(uses: Uses, payload: Payload, way: Fetches) -> tuple[Uses, np.ndarray]:
     """Return when results leave ranks, and (lines, parts) to whom: where inputs came from."""
     fetched = Transfers.joined(way).columns
-    of_keys = np.array([one.is_of_keys for one in Payload])[fetched[:, PAYLOAD]]
-    fetched = fetched[of_keys == payload.is_of_keys]
+    fetched = fetched[IS_OF_KEYS[fetched[:, PAYLOAD]] == payload.is_of_keys]
     came = line_of(fetched[:, DESTINATION], fetched[:, FIRST_HEAD], fetched[:, LAST_HEAD])
     uses = uses.with_lines(came)
     sources = np.full(uses.stages.shape, -1)

@@ -398,11 +398,6 @@ class PlanData:
         return self.head_pairs[rank] / self.shape.num_heads
 
     @property
-    def has_backward_tiles(self) -> bool:
-        """Whether the backward computes other tiles than the forward."""
-        return any(stage.backward_tiles for stage in self.stages)
-
-    @property
     def balance(self) -> float:
         """Flops of the busiest rank over the mean of all ranks; 1.0 is perfect."""
         pairs = self.head_pairs

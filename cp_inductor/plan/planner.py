@@ -31,7 +31,7 @@ from cp_inductor.plan.checks import (
 )
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid
-from cp_inductor.plan.ir import Mask, PlanData, Shape
+from cp_inductor.plan.ir import Direction, Mask, Payload, Shape
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.strategies import (
     TABLE,
@@ -44,7 +44,7 @@ from cp_inductor.plan.strategies import (
 )
 from cp_inductor.plan.tiles import Assignment, halve_own_tiles
 from cp_inductor.plan.timeline import loads_of
-from cp_inductor.plan.transfers import fetch_directly, plan_backward, plan_forward
+from cp_inductor.plan.transfers import fetch_directly, homes_of, plan_backward, stages_of
 
 MAX_STAGES = 8
 
@@ -473,7 +473,7 @@ def tiles_of(recipe: Recipe) -> Assignment:
     return assigned
 
 
-def plan_tiles(recipe: Recipe, assigned: Assignment) -> PlanData:
+def plan_tiles(recipe: Recipe, assigned: Assignment) -> Plan:
     """Return the forward plan of a resolved recipe, given its tiles."""
     grid, shape, mask = recipe.grid, recipe.shape, recipe.mask
     strategy = parse_strategy(recipe.strategy)
@@ -484,16 +484,23 @@ def plan_tiles(recipe: Recipe, assigned: Assignment) -> PlanData:
         bool(fetch or now or then or not index)
         for index, (fetch, now, then) in enumerate(zip(fetches, tiles, later, strict=True))
     ]
-    return plan_forward(
+    fetches, tiles, later = (
+        [*compress(fetches, is_used)],
+        [*compress(tiles, is_used)],
+        [*compress(later, is_used)],
+    )
+    way = fetches if strategy.returns else None
+    homes = homes_of(grid, shape, tiles, (Payload.PARTIAL,), way)
+    return Plan(
         grid,
         shape,
         mask,
         recipe.strategy,
-        [*compress(tiles, is_used)],
-        [*compress(fetches, is_used)],
-        recipe.keep,
-        recipe.rule if mask is Mask.PARTIAL else "",
-        [*compress(later, is_used)] if assigned.backward else None,
+        Direction.FORWARD,
+        # If the backward computes other tiles, all that these read is kept.
+        max(recipe.keep, len(tiles)) if assigned.backward else recipe.keep,
+        stages_of(fetches, tiles, homes, later),
+        rule=recipe.rule if mask is Mask.PARTIAL else "",
         returns=strategy.returns,
     )
 
@@ -501,7 +508,7 @@ def plan_tiles(recipe: Recipe, assigned: Assignment) -> PlanData:
 @lru_cache(maxsize=64)
 def forward_plan(recipe: Recipe) -> Plan:
     """Return the plan of a resolved recipe."""
-    return Plan.of(plan_tiles(recipe, tiles_of(recipe)))
+    return plan_tiles(recipe, tiles_of(recipe))
 
 
 @lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ Shapes: B batch, h heads, t tokens, D head dim, W elements of one token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -43,12 +43,6 @@ from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
 
 # Bits of statistics, as many at once as an element of a half type has.
 WORD = torch.int16
-
-
-# What several ranks sent of the same chunks: their span, the heads of all of them, and the tensors
-# of the payload, each (n, B, count, size, t, ...), in which n is how many ranks sent the same
-# groups of heads; one group has no dim of its own.
-Arrived = tuple[Payload, Span, Groups, tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +152,8 @@ class Messages:
         groups = groups_of(unit)
         return groups is not None and all(
             any(
-                not piece.has_arrived
-                and piece.span_at(unit[0].span.start)
-                and piece.heads.start <= of.whole.start
-                and of.whole.stop <= piece.heads.stop
-                for piece in self.store.pieces.get(payload.tensors[0], [])
+                not piece.has_arrived and piece.span_at(unit[0].span.start) and piece.has(of.whole)
+                for piece in self.store.named(payload.tensors[0])
             )
             for (payload, _), of in zip(unit[0].contents, groups, strict=True)
         )
@@ -181,8 +172,8 @@ class Messages:
         again = self.sent_again.get(contents)
         if again and not self.store.holds(contents, spans[:1]):
             of_keys = contents[0][0].is_of_keys
-            packed = Piece(again, ALL, of_keys, self._pack(contents, again))
-            self.store.put(contents, packed)
+            packed = self._pack(contents, again)
+            self.store.put(Piece(again, ALL, of_keys, {contents: packed}))
         if self.store.holds(contents, spans):
             return self.store.records(contents, spans)
         return self._pack(contents, spans)
@@ -257,7 +248,7 @@ class Messages:
 
     # --- Receiving --------------------------------------------------------------------------------
 
-    def wait(self, arriving: Arriving) -> tuple[Tensor, list[dict[str, Piece]]]:
+    def wait(self, arriving: Arriving) -> tuple[Tensor, list[Piece]]:
         """Wait for an exchange, also where it brings nothing, and put at hand what it brought.
 
         Returns:
@@ -266,8 +257,11 @@ class Messages:
         buffer = _wait(arriving)
         return buffer, self.unpack(buffer, arriving.records)
 
-    def arrive(self, arriving: Arriving) -> list[Arrived]:
-        """Wait for an exchange and return what it brought, without keeping it."""
+    def arrive(self, arriving: Arriving) -> list[tuple[Payload, Piece]]:
+        """Wait for an exchange and return what it brought, without keeping it.
+
+        Tensors have a dim more, the first, for the ranks that sent the same groups of heads.
+        """
         buffer = _wait(arriving)
         records = arriving.records
         repeats = find_repetitions(
@@ -285,12 +279,13 @@ class Messages:
             shape = (count, len(unit), self.store.length(first), self.store.like.shape[0])
             _, parts = self._unpack(first.contents, flat, flat_words, shape)
             for (payload, _), part, of in zip(first.contents, parts, groups, strict=True):
-                tensors = tuple(_by_groups(tensor, of) for tensor in part)
-                arrived.append((payload, first.span, of, tensors))
+                tensors = [_by_groups(tensor, of) for tensor in part]
+                piece = Piece.of(payload, (first.span,), of, tensors, has_arrived=True)
+                arrived.append((payload, piece))
         return arrived
 
-    def unpack(self, buffer: Tensor, records: Sequence[Record]) -> list[dict[str, Piece]]:
-        """Put the records of a buffer at hand; return the pieces of each payload, by name."""
+    def unpack(self, buffer: Tensor, records: Sequence[Record]) -> list[Piece]:
+        """Put the records of a buffer at hand; return a piece of each payload."""
         groups = [list(group) for _, group in groupby(records, lambda record: record.contents)]
         sizes = [sum(self.store.numel(record) for record in group) for group in groups]
         all_contents = [group[0].contents for group in groups]
@@ -316,24 +311,19 @@ class Messages:
 
     def _unpack_group(
         self, group: Sequence[Record], flat: Tensor, flat_words: Tensor
-    ) -> Iterator[dict[str, Piece]]:
+    ) -> Iterator[Piece]:
         """Put records of one contents at hand: one tensor for all, (B, h, t, D), for each name."""
         contents = group[0].contents
         spans = in_runs(record.span for record in group)
         length = sum(self.store.length(record) for record in group)
         shape = (length, self.store.like.shape[0])
         packed, parts = self._unpack(contents, flat, flat_words, shape)
-        whole = Piece(spans, ALL, contents[0][0].is_of_keys, packed, has_arrived=True)
-        self.store.put(contents, whole)
+        of_keys = contents[0][0].is_of_keys
+        self.store.put(Piece(spans, ALL, of_keys, {contents: packed}, has_arrived=True))
         for (payload, heads), tensors in zip(contents, parts, strict=True):
-            of_payload = replace(whole, heads=heads, of_keys=payload.is_of_keys)
-            pieces = {
-                name: replace(of_payload, tensor=tensor)
-                for name, tensor in zip(payload.parts, tensors, strict=True)
-            }
-            for name, piece in pieces.items():
-                self.store.put(name, piece)
-            yield pieces
+            piece = Piece.of(payload, spans, heads, tensors, has_arrived=True)
+            self.store.put(piece)
+            yield piece
 
     def _unpack(
         self, contents: Contents, flat: Tensor, flat_words: Tensor, shape: tuple[int | SymInt, ...]

@@ -14,14 +14,13 @@ take segments of several chunks first, and then single chunks, for what did not 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
 from cp_inductor.plan.batch_cells import Cells
 from cp_inductor.plan.batch_chunks import Chunks
-from cp_inductor.plan.batch_improve import LineMoves, SegmentSide
+from cp_inductor.plan.batch_improve import LineMoves, Segments
 from cp_inductor.plan.ir import Prices
 
 NOBODY = -1
@@ -122,7 +121,7 @@ def _num_segments(cells: Cells, queries: Chunks, keys: Chunks, world_size: int) 
 def _improve(
     cells: Cells,
     rank: np.ndarray,
-    segments: tuple[_Segments, _Segments],
+    segments: tuple[Segments, Segments],
     prices: Prices,
     max_load: float,
     fixed: np.ndarray,
@@ -142,38 +141,13 @@ def _improve(
     weight = np.bincount(row * shape[1] + column, cells.weight, shape[0] * shape[1]).reshape(shape)
     taken = np.full(shape, NOBODY)
     taken[row, column] = rank
-    sides = (
-        _side(queries, prices.query_in, prices.query_home),
-        _side(keys, prices.key_in, prices.key_home),
-    )
-    moves = LineMoves(weight, taken, sides, len(fixed), max_load)
+    moves = LineMoves(weight, taken, segments, prices, len(fixed), max_load)
     moves.load = moves.load + fixed
     moves.improve(max_moves=MAX_MOVES, max_ranks=MAX_MOVING_RANKS)
     return taken[row, column]
 
 
-def _side(segments: _Segments, price_in: float, price_home: float) -> SegmentSide:
-    return SegmentSide(segments.rank, segments.length, round(2 * price_in), round(2 * price_home))
-
-
-@dataclass(frozen=True, eq=False)
-class _Segments:
-    """Runs of chunks of one rank.
-
-    Attributes:
-        of_chunk: the segment of each chunk.
-        rank: who stores it.
-        length: its tokens.
-        group: of heads, of its first chunk.
-    """
-
-    of_chunk: np.ndarray
-    rank: np.ndarray
-    length: np.ndarray
-    group: np.ndarray
-
-
-def _segments(chunks: Chunks, num_of_rank: int, world_size: int) -> _Segments:
+def _segments(chunks: Chunks, num_of_rank: int, world_size: int) -> Segments:
     count = np.bincount(chunks.rank, minlength=world_size)
     inside = np.arange(len(chunks)) - (np.cumsum(count) - count)[chunks.rank]
     num = np.minimum(count, num_of_rank)
@@ -181,7 +155,7 @@ def _segments(chunks: Chunks, num_of_rank: int, world_size: int) -> _Segments:
     rank = np.repeat(np.arange(world_size), num)
     first = np.searchsorted(of_chunk, np.arange(len(rank)))
     length = np.bincount(of_chunk, chunks.length, len(rank))
-    return _Segments(of_chunk, rank, length, chunks.group[first])
+    return Segments(of_chunk, rank, length, chunks.group[first])
 
 
 class _Growth:
@@ -195,7 +169,7 @@ class _Growth:
         self,
         cells: Cells,
         rank: np.ndarray,
-        segments: tuple[_Segments, _Segments],
+        segments: tuple[Segments, Segments],
         world_size: int,
         num_groups: int,
         prices: Prices,

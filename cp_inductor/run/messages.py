@@ -45,6 +45,10 @@ from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
 WORD = torch.int16
 
 
+# Records that lie together in a buffer, and their shape without their width W: (..., t, B).
+Unit = tuple[Sequence[Record], tuple[int | SymInt, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class Arriving:
     """An exchange that was started: what will arrive, in which order, and its number."""
@@ -262,22 +266,24 @@ class Messages:
 
         Tensors have a dim more, the first, for the ranks that sent the same groups of heads.
         """
-        buffer = _wait(arriving)
-        records = arriving.records
-        repeats = find_repetitions(
-            [(record.contents, record.span) for record in records],
-            fits=lambda start, period: groups_of(records[start : start + period]) is not None,
-            must_fit=True,
-        )
-        units = [(records[unit], count) for unit, count in repeats]
-        sizes = [sum(self.store.numel(record) for record in unit) * count for unit, count in units]
+        buffer, records = _wait(arriving), arriving.records
+        repeats = [
+            *find_repetitions(
+                [(record.contents, record.span) for record in records],
+                fits=lambda start, period: groups_of(records[start : start + period]) is not None,
+                must_fit=True,
+            )
+        ]
+        units = list[Unit]()
+        for unit, count in repeats:
+            period = unit.stop - unit.start
+            every = records[unit.start : unit.start + count * period]
+            shape = count, period, self.store.length(every[0]), self.store.like.shape[0]
+            units.append((every, shape))
         arrived = []
-        parts_of = self._split_buffer(buffer, sizes, [unit[0].contents for unit, _ in units])
-        for (unit, count), (flat, flat_words) in zip(units, parts_of, strict=True):
-            first, groups = unit[0], groups_of(unit)
+        for (unit, _), (_, parts) in zip(repeats, self._take_apart(buffer, units), strict=True):
+            first, groups = records[unit.start], groups_of(records[unit])
             assert groups is not None
-            shape = (count, len(unit), self.store.length(first), self.store.like.shape[0])
-            _, parts = self._unpack(first.contents, flat, flat_words, shape)
             for (payload, _), part, of in zip(first.contents, parts, groups, strict=True):
                 tensors = [_by_groups(tensor, of) for tensor in part]
                 piece = Piece.of(payload, (first.span,), of, tensors, has_arrived=True)
@@ -285,60 +291,50 @@ class Messages:
         return arrived
 
     def unpack(self, buffer: Tensor, records: Sequence[Record]) -> list[Piece]:
-        """Put the records of a buffer at hand; return a piece of each payload."""
-        groups = [list(group) for _, group in groupby(records, lambda record: record.contents)]
-        sizes = [sum(self.store.numel(record) for record in group) for group in groups]
-        all_contents = [group[0].contents for group in groups]
-        parts = self._split_buffer(buffer, sizes, all_contents)
-        by_group = zip(groups, parts, strict=True)
-        return [pieces for group, flat in by_group for pieces in self._unpack_group(group, *flat)]
+        """Put the records of a buffer at hand; return a piece of each payload.
 
-    def _split_buffer(
-        self, buffer: Tensor, sizes: Sequence[int | SymInt], all_contents: Sequence[Contents]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Split a buffer, as it is and as the words of statistics, if there are any."""
+        Records of one contents are one tensor (B, h, t, D) for each name.
+        """
+        by_contents = groupby(records, lambda record: record.contents)
+        units = list[Unit]()
+        for group in (list(group) for _, group in by_contents):
+            length = sum(self.store.length(record) for record in group)
+            units.append((group, (length, self.store.like.shape[0])))
+        pieces = []
+        for (group, _), (packed, parts) in zip(units, self._take_apart(buffer, units), strict=True):
+            contents, spans = group[0].contents, in_runs(record.span for record in group)
+            of_keys = contents[0][0].is_of_keys
+            self.store.put(Piece(spans, ALL, of_keys, {contents: packed}, has_arrived=True))
+            for (payload, heads), tensors in zip(contents, parts, strict=True):
+                pieces.append(Piece.of(payload, spans, heads, tensors, has_arrived=True))
+                self.store.put(pieces[-1])
+        return pieces
+
+    def _take_apart(
+        self, buffer: Tensor, units: Sequence[Unit]
+    ) -> Iterator[tuple[Tensor, list[list[Tensor]]]]:
+        """Yield the records of each unit (..., t, B, W), and of each payload what it consists of.
+
+        That is its tensors (..., B, h, t, D), then its statistics (..., B, h, t).
+        """
         words, ratio = buffer, 1
-        if any(map(num_statistics, all_contents)):
+        if any(num_statistics(records[0].contents) for records, _ in units):
             # Bits are cast for all at once, in one dim.
             words = bitcast(buffer, accumulation_dtype(self.store.like))
             ratio = self.store.words_per_statistic
-        if len(sizes) <= 1:
-            return [(buffer, words)] * len(sizes)
-        flat = buffer.split(list(sizes))
-        if words is buffer:
-            return list(zip(flat, flat, strict=True))
-        return list(zip(flat, words.split([size // ratio for size in sizes]), strict=True))
-
-    def _unpack_group(
-        self, group: Sequence[Record], flat: Tensor, flat_words: Tensor
-    ) -> Iterator[Piece]:
-        """Put records of one contents at hand: one tensor for all, (B, h, t, D), for each name."""
-        contents = group[0].contents
-        spans = in_runs(record.span for record in group)
-        length = sum(self.store.length(record) for record in group)
-        shape = (length, self.store.like.shape[0])
-        packed, parts = self._unpack(contents, flat, flat_words, shape)
-        of_keys = contents[0][0].is_of_keys
-        self.store.put(Piece(spans, ALL, of_keys, {contents: packed}, has_arrived=True))
-        for (payload, heads), tensors in zip(contents, parts, strict=True):
-            piece = Piece.of(payload, spans, heads, tensors, has_arrived=True)
-            self.store.put(piece)
-            yield piece
+        flat, flat_words = [buffer] * len(units), [words] * len(units)
+        if len(units) > 1:
+            sizes = [sum(map(self.store.numel, records)) for records, _ in units]
+            flat = flat_words = list(buffer.split(sizes))
+            if words is not buffer:
+                flat_words = list(words.split([size // ratio for size in sizes]))
+        for (records, shape), *of_unit in zip(units, flat, flat_words, strict=True):
+            yield self._unpack(records[0].contents, *of_unit, shape)
 
     def _unpack(
         self, contents: Contents, flat: Tensor, flat_words: Tensor, shape: tuple[int | SymInt, ...]
     ) -> tuple[Tensor, list[list[Tensor]]]:
-        """Return the records (..., t, B, W), and of each part of the contents what it consists of.
-
-        Args:
-            contents: of the records.
-            flat: the records.
-            flat_words: the same, as statistics.
-            shape: of the records, without their widths W: (..., t, B).
-
-        Returns:
-            Of each part its tensors (..., B, h, t, D), then its statistics (..., B, h, t).
-        """
+        """Return one unit; `flat` is its records, and `flat_words` the same as statistics."""
         num_heads, head_dim = num_rows(contents), self.store.like.shape[-1]
         layout, ratio = self.store.layout(contents), self.store.words_per_statistic
         packed = flat.view(*shape, layout.width)

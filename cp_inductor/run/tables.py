@@ -34,8 +34,7 @@ from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.plan.batch_tables import Kind, Part, Side
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.batch_parts import ROWS_OF_RESULTS, TILE_TABLES, layout_of
-from cp_inductor.run.merge import PARTIAL, ResultKind, Tensors
-from cp_inductor.tiles.combine import combine_stack, sum_stack
+from cp_inductor.run.merge import ResultKind, Tensors
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.tiles.kernels import AnyScale, Kernel, TileCall
 from cp_inductor.tiles.stand_in import delta_of, make_stand_in, make_words
@@ -304,16 +303,14 @@ class Tables:
         self._expect(which, part)
         computed = [*self.computed[side], *self.came_home[side]]
 
-        def stack(name: str, nothing: float = 0.0) -> Tensor:
-            return cat_behind([rows[name] for rows in computed], nothing)[which]
-
-        if kind is PARTIAL:
+        stacks = []
+        for name in kind.payload.parts:
             # In a row that no tile computed, nothing was seen.
-            lse = stack("lse", -float("inf"))
-            out, lse = (self._as_shard(rows, side) for rows in combine_stack(stack("out"), lse))
-            return out.to(self.dtype), lse
-        sums = (sum_stack(stack(name)).to(self.dtype) for name in kind.payload.tensors)
-        return tuple(self._as_shard(total, side) for total in sums)
+            nothing = -float("inf") if name in kind.payload.statistics else 0.0
+            stacks.append(cat_behind([rows[name] for rows in computed], nothing)[which])
+        merged = dict(zip(kind.payload.parts, kind.merge_stack(*stacks), strict=True))
+        merged |= {name: merged[name].to(self.dtype) for name in kind.payload.tensors}
+        return tuple(self._as_shard(rows, side) for rows in merged.values())
 
     def _as_shard(self, rows: Tensor, side: Side) -> Tensor:
         """(B S groups, H / groups, ...) -> (B, H, S, ...)."""

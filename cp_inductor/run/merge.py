@@ -259,9 +259,10 @@ def _apart(one: Piece) -> Iterator[Piece]:
     """Yield a contribution group by group."""
     of = one.heads
     for i in range(of.count):
-        groups = Groups(of.start + i * of.step, of.size, of.size, 1)
-        tensors = tuple(t.select(1, i) for t in one.tensors) if of.count > 1 else one.tensors
-        yield replace(one, heads=groups, tensors=tensors)
+        heads, tensors = Span(of.start + i * of.step, of.start + i * of.step + of.size), one.tensors
+        if of.count > 1:
+            tensors = {name: tensor.select(1, i) for name, tensor in tensors.items()}
+        yield replace(one, heads=Groups.single(heads), tensors=tensors)
 
 
 def _join_heads(contributions: Sequence[Piece], heads: Span, *, is_grouped: bool) -> list[Piece]:

@@ -109,16 +109,24 @@ class ArrivingRows:
 
 
 class Tables:
-    """What a rank has of its batch's plan; see `cp_inductor.run.executor.Rows`.
+    """What a rank has of its batch's plan; see `cp_inductor.run.executor`.
 
     Args:
         attention: what is computed.
-        query, key: this rank's shards; nothing is read of them but shapes, dtype and device.
+        query, key, value: this rank's shards.
         extras: tables of the rule; sizes and numbers of `plan_batch`.
+        is_backward: what is computed; then `begin_backward` has to follow.
     """
 
     def __init__(
-        self, attention: Attention, query: Tensor, key: Tensor, extras: Sequence[Tensor]
+        self,
+        attention: Attention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        extras: Sequence[Tensor],
+        *,
+        is_backward: bool = False,
     ) -> None:
         *tables, self.sizes, self.numbers = extras
         self.attention = attention
@@ -133,30 +141,25 @@ class Tables:
         self.tables = dict(zip(numbered, tables, strict=True))
         self.shapes = {Side.QUERY: query.shape, Side.KEY: key.shape}
         self.dtype, self.device = query.dtype, query.device
-        self.pools: dict[Side, Pool] = {}
-        self.sent: dict[Side, Named] = {}
+        self.kept: list[Tensor] = []
         self.computed: dict[Side, list[Named]] = defaultdict(list)
         self.came_home: dict[Side, list[Named]] = defaultdict(list)
-
-    def begin_forward(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put the rank's shards into the pools."""
-        rows = self._rows
-        self._begin({"query": rows(query)}, {"key": rows(key), "value": rows(value)})
+        self.sent = {
+            Side.QUERY: {"query": self._rows(query)},
+            Side.KEY: {"key": self._rows(key), "value": self._rows(value)},
+        }
+        self.pools = {} if is_backward else {side: Pool(own) for side, own in self.sent.items()}
 
     def begin_backward(
-        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+        self, grad_out: Tensor, out: Tensor, lse: Tensor, kept: Sequence[Tensor]
     ) -> None:
         """Put at hand what is differentiated: <out, grad_out> for a kernel that takes it."""
-        rows, takes_delta = self._rows, self.kernel.takes_delta
-        words = rows(delta_of(out, grad_out) if takes_delta else make_words(out, grad_out))
-        of_keys = {"key": rows(key), "value": rows(value)}
-        rest = {"lse": rows(lse), "query": rows(query), "grad_out": rows(grad_out)}
-        self._begin({"out": words if takes_delta else rows(out), **rest}, of_keys)
+        takes_delta, of_queries = self.kernel.takes_delta, self.sent[Side.QUERY]
+        words = self._rows(delta_of(out, grad_out) if takes_delta else make_words(out, grad_out))
+        rest = {"lse": self._rows(lse), **of_queries, "grad_out": self._rows(grad_out)}
         self.sent[Side.QUERY] = {"out": words, **rest}
-
-    def _begin(self, of_queries: Named, of_keys: Named) -> None:
-        self.sent = {Side.QUERY: of_queries, Side.KEY: of_keys}
-        self.pools = {side: Pool(own) for side, own in self.sent.items()}
+        own = {"out": words if takes_delta else self._rows(out), **rest}
+        self.pools = {Side.QUERY: Pool(own), Side.KEY: Pool(self.sent[Side.KEY])}
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """(B, H, S, ...) -> (B S groups, H / groups, ...)."""

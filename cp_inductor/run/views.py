@@ -46,7 +46,7 @@ _ALL = slice(None)
 
 
 class Views:
-    """What a rank has of a plan of a recipe; see `cp_inductor.run.executor.Rows`.
+    """What a rank has of a plan of a recipe; see `cp_inductor.run.executor`.
 
     Args:
         attention: what is computed.

@@ -45,10 +45,6 @@ from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
 WORD = torch.int16
 
 
-# Records that lie together in a buffer, and their shape without their width W: (..., t, B).
-Unit = tuple[Sequence[Record], tuple[int | SymInt, ...]]
-
-
 @dataclass(frozen=True, slots=True)
 class Arriving:
     """An exchange that was started: what will arrive, in which order, and its number."""
@@ -274,14 +270,13 @@ class Messages:
                 must_fit=True,
             )
         ]
-        units = list[Unit]()
+        together, shapes = [], []
         for unit, count in repeats:
-            period = unit.stop - unit.start
-            every = records[unit.start : unit.start + count * period]
-            shape = count, period, self.store.length(every[0]), self.store.like.shape[0]
-            units.append((every, shape))
-        arrived = []
-        for (unit, _), (_, parts) in zip(repeats, self._take_apart(buffer, units), strict=True):
+            period, length = unit.stop - unit.start, self.store.length(records[unit.start])
+            together.append(records[unit.start : unit.start + count * period])
+            shapes.append((count, period, length, self.store.like.shape[0]))
+        taken, arrived = self._take_apart(buffer, together, shapes), []
+        for (unit, _), (_, parts) in zip(repeats, taken, strict=True):
             first, groups = records[unit.start], groups_of(records[unit])
             assert groups is not None
             for (payload, _), part, of in zip(first.contents, parts, groups, strict=True):
@@ -295,14 +290,13 @@ class Messages:
 
         Records of one contents are one tensor (B, h, t, D) for each name.
         """
-        by_contents = groupby(records, lambda record: record.contents)
-        units = list[Unit]()
-        for group in (list(group) for _, group in by_contents):
-            length = sum(self.store.length(record) for record in group)
-            units.append((group, (length, self.store.like.shape[0])))
-        pieces = []
-        for (group, _), (packed, parts) in zip(units, self._take_apart(buffer, units), strict=True):
-            contents, spans = group[0].contents, in_runs(record.span for record in group)
+        together = [list(of) for _, of in groupby(records, lambda record: record.contents)]
+        batch = self.store.like.shape[0]
+        shapes = [(sum(self.store.length(record) for record in of), batch) for of in together]
+        taken, pieces = self._take_apart(buffer, together, shapes), []
+        for of_contents, (packed, parts) in zip(together, taken, strict=True):
+            contents = of_contents[0].contents
+            spans = in_runs(record.span for record in of_contents)
             of_keys = contents[0][0].is_of_keys
             self.store.put(Piece(spans, ALL, of_keys, {contents: packed}, has_arrived=True))
             for (payload, heads), tensors in zip(contents, parts, strict=True):
@@ -311,30 +305,38 @@ class Messages:
         return pieces
 
     def _take_apart(
-        self, buffer: Tensor, units: Sequence[Unit]
+        self,
+        buffer: Tensor,
+        together: Sequence[Sequence[Record]],
+        shapes: Sequence[tuple[int | SymInt, ...]],
     ) -> Iterator[tuple[Tensor, list[list[Tensor]]]]:
-        """Yield the records of each unit (..., t, B, W), and of each payload what it consists of.
+        """Yield records (..., t, B, W), and of each of their payloads what it consists of.
 
         That is its tensors (..., B, h, t, D), then its statistics (..., B, h, t).
+
+        Args:
+            buffer: that arrived.
+            together: its records, those together that make one tensor.
+            shapes: of these tensors, without their widths W: (..., t, B).
         """
         words, ratio = buffer, 1
-        if any(num_statistics(records[0].contents) for records, _ in units):
+        if any(num_statistics(records[0].contents) for records in together):
             # Bits are cast for all at once, in one dim.
             words = bitcast(buffer, accumulation_dtype(self.store.like))
             ratio = self.store.words_per_statistic
-        flat, flat_words = [buffer] * len(units), [words] * len(units)
-        if len(units) > 1:
-            sizes = [sum(map(self.store.numel, records)) for records, _ in units]
+        flat, flat_words = [buffer] * len(together), [words] * len(together)
+        if len(together) > 1:
+            sizes = [sum(map(self.store.numel, records)) for records in together]
             flat = flat_words = list(buffer.split(sizes))
             if words is not buffer:
                 flat_words = list(words.split([size // ratio for size in sizes]))
-        for (records, shape), *of_unit in zip(units, flat, flat_words, strict=True):
-            yield self._unpack(records[0].contents, *of_unit, shape)
+        for records, *of_records in zip(together, flat, flat_words, shapes, strict=True):
+            yield self._unpack(records[0].contents, *of_records)
 
     def _unpack(
         self, contents: Contents, flat: Tensor, flat_words: Tensor, shape: tuple[int | SymInt, ...]
     ) -> tuple[Tensor, list[list[Tensor]]]:
-        """Return one unit; `flat` is its records, and `flat_words` the same as statistics."""
+        """Return what `_take_apart` yields; the words are the same records as statistics."""
         num_heads, head_dim = num_rows(contents), self.store.like.shape[-1]
         layout, ratio = self.store.layout(contents), self.store.words_per_statistic
         packed = flat.view(*shape, layout.width)

@@ -52,9 +52,12 @@ def simulate(plan: PlanData, machine: Machine | None = None) -> Timeline:
     tiles = TileColumns.of(stage.tiles for stage in plan.stages)
     _check_tiles(plan)
     _check_coverage(plan)
-    places = [_Places(plan, tiles, of_keys=of_keys) for of_keys in (False, True)]
-    _check_data(plan, places)
-    _check_homes(plan, places)
+    _check_exchanges(plan)
+    for of_keys in (False, True):
+        places = _Places(plan, tiles, of_keys=of_keys)
+        _check_data(plan, places)
+        if plan.direction is Direction.BACKWARD or not of_keys:
+            _check_homes(plan, places)
     return predict_timeline(plan, machine)
 
 
@@ -200,15 +203,17 @@ def _are_new(places: np.ndarray, known: np.ndarray) -> bool:
     return not known[places].any() and len(np.unique(places)) == len(places)
 
 
-def _check_data(plan: PlanData, places: Sequence[_Places]) -> None:
-    """Run the exchanges: check that what is sent, and what a tile reads, is there."""
-    for index, (stage, (fetch, _)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
+def _check_exchanges(plan: PlanData) -> None:
+    """Check that transfers join two ranks, and that results go home if they go no other way."""
+    for index, (stage, (fetch, home)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
         _check_ends(stage.fetch, fetch, plan.grid, f"fetch of stage {index}")
-    for one in places:
-        _check_data_of(plan, one)
+        _check_ends(stage.home, home, plan.grid, f"home of stage {index}")
+        is_home = home[:, START] // plan.grid.chunks_per_rank == home[:, DESTINATION]
+        require(plan.returns or bool(is_home.all()), f"stage {index}: a result does not go home")
 
 
-def _check_data_of(plan: PlanData, places: _Places) -> None:
+def _check_data(plan: PlanData, places: _Places) -> None:
+    """Run the exchanges: check that what is sent, and what a tile reads, is there."""
     held = places.own.copy()
 
     def add(columns: np.ndarray, where: str) -> None:
@@ -255,22 +260,13 @@ def _are_in_order(columns: np.ndarray) -> bool:
     return bool((steps[np.arange(len(steps)), first] > 0).all())
 
 
-def _check_homes(plan: PlanData, places: Sequence[_Places]) -> None:
+def _check_homes(plan: PlanData, places: _Places) -> None:
     """Check that results of foreign chunks are sent home once, not before the last tile of each.
 
     Every rank that has such results must send them. So must a rank that results of foreign chunks
     were sent to, after they have arrived: it sends them once, whereupon nothing more may arrive. So
     they cannot go round in circles, and what is sent reaches the owner.
     """
-    for index, (stage, (_, home)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
-        _check_ends(stage.home, home, plan.grid, f"home of stage {index}")
-        is_home = home[:, START] // plan.grid.chunks_per_rank == home[:, DESTINATION]
-        require(plan.returns or bool(is_home.all()), f"stage {index}: a result does not go home")
-    for one in places if plan.direction is Direction.BACKWARD else places[:1]:
-        _check_homes_of(plan, one)
-
-
-def _check_homes_of(plan: PlanData, places: _Places) -> None:
     what = "results of keys" if places.of_keys else "results of queries"
     homes = [home for _, home in plan.columns]
     # From behind the last stage on: what is added to or arrives later, and what was sent later. A

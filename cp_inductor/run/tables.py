@@ -67,15 +67,13 @@ class Pool:
             # Own rows alone are not copied before they are gathered.
             at = (rows - 1).clamp(min=0)
             is_row = rows > 0
-            return {name: _only(of.index_select(0, at), is_row) for name, of in own.items()}
+            return {
+                name: torch.where(is_row.view(-1, *[1] * (of.ndim - 1)), of.index_select(0, at), 0)
+                for name, of in own.items()
+            }
         if not self.together:
             self.together = {name: cat_behind([p[name] for p in self.parts]) for name in own}
         return {name: tensor.index_select(0, rows) for name, tensor in self.together.items()}
-
-
-def _only(tensor: Tensor, is_row: Tensor) -> Tensor:
-    """Put zeros in all rows but some."""
-    return torch.where(is_row.view(-1, *[1] * (tensor.ndim - 1)), tensor, 0)
 
 
 def cat_behind(parts: Sequence[Tensor], first: float = 0.0) -> Tensor:

@@ -71,18 +71,13 @@ def combine_stack(out: Tensor, lse: Tensor) -> Partial:
         out (..., S, D) and lse (..., S), in float32 (float64 for float64).
     """
     dtype = accumulation_dtype(out)
-    weights, lse = _weigh(lse.to(dtype))
-    return Partial((out.to(dtype) * weights).sum(0), lse)
-
-
-def _weigh(lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weights (n, ..., S, 1) of partials by their lse (n, ..., S), and the lse of all."""
-    highest = finite_lse(lses.amax(0))
-    weights = torch.exp(lses - highest)
+    lse = lse.to(dtype)
+    highest = finite_lse(lse.amax(0))
+    weights = torch.exp(lse - highest)
     total = weights.sum(0)
     # Dividing by the total, the weights add up to 1 whatever the lse was rounded to.
     weights = (weights / total.masked_fill(total == 0, 1.0)).unsqueeze(-1)
-    return weights, torch.log(total) + highest
+    return Partial((out.to(dtype) * weights).sum(0), torch.log(total) + highest)
 
 
 def finite_lse(lse: Tensor) -> Tensor:

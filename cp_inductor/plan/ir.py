@@ -114,6 +114,10 @@ class Tile:
     heads: Span
     mask: Mask
 
+    def side(self, shape: Shape, *, of_keys: bool) -> tuple[tuple[Span, ...], Span]:
+        """Return the spans and the heads of its queries, or of its keys."""
+        return (self.keys, shape.kv_heads(self.heads)) if of_keys else (self.queries, self.heads)
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:

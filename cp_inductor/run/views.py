@@ -196,7 +196,8 @@ class Views:
         tiles = self.program[stage].tiles
         spans_of: dict[Span, list[tuple[Span, ...]]] = {}
         for tile in tiles:
-            spans_of.setdefault(self.plan.shape.kv_heads(tile.heads), []).append(tile.keys)
+            keys, heads = tile.side(self.plan.shape, of_keys=True)
+            spans_of.setdefault(heads, []).append(keys)
         for heads, spans in spans_of.items():
             if len(set(spans)) > 1:
                 self.store.put_together(spans, heads)
@@ -204,10 +205,9 @@ class Views:
 
     def read(self, tile: Tile, names: Sequence[str]) -> list[Tensor]:
         """Return what a tile reads: views, where it lies together."""
-        tensors, kv_heads = [], self.plan.shape.kv_heads(tile.heads)
+        tensors = []
         for name in names:
-            of_keys = name in Payload.KEY_VALUE.tensors
-            part = (tile.keys, kv_heads) if of_keys else (tile.queries, tile.heads)
+            part = tile.side(self.plan.shape, of_keys=name in Payload.KEY_VALUE.tensors)
             # What several tiles read in the order of its shape is copied once.
             is_in_order = name == "lse" and self.kernels.plain.has_lse_in_order
             tensors.append(self.store.take(name, *part, is_in_order=is_in_order))
@@ -266,9 +266,7 @@ class Views:
 
     def add(self, kind: ResultKind, tile: Tile, tensors: Sequence[Tensor]) -> None:
         """Note what a tile computed."""
-        part = tile.queries, tile.heads
-        if kind.payload.is_of_keys:
-            part = tile.keys, self.plan.shape.kv_heads(tile.heads)
+        part = tile.side(self.plan.shape, of_keys=kind.payload.is_of_keys)
         self.results.add(kind, *part, tensors)
 
     def result(self, kind: ResultKind) -> Tensors:

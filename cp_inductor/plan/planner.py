@@ -42,7 +42,7 @@ from cp_inductor.plan.strategies import (
     own_in_groups,
     parse_strategy,
 )
-from cp_inductor.plan.tiles import Assignment, halve_own_tiles
+from cp_inductor.plan.tiles import Assignment, Tiles, halve_own_tiles
 from cp_inductor.plan.timeline import loads_of
 from cp_inductor.plan.transfers import fetch_directly, homes_of, plan_backward, stages_of
 
@@ -465,9 +465,11 @@ def tiles_of(recipe: Recipe) -> Assignment:
     """Return the tiles of a resolved recipe, for each stage."""
     grid, shape, strategy = recipe.grid, recipe.shape, parse_strategy(recipe.strategy)
     sizes = grid, shape, pairs_of(grid, recipe.mask, recipe.rule), recipe.stages
-    assigned = Assignment(strategy.assign(*sizes))
+    tiles = strategy.assign(*sizes)
+    later: Tiles = [[] for _ in tiles]
     if strategy.assign_backward is not None and recipe.keep:  # else for inference
-        assigned = Assignment(assigned.tiles, strategy.assign_backward(*sizes))
+        later = strategy.assign_backward(*sizes)
+    assigned = Assignment(tiles, later)
     if recipe.late:
         (_, assigned), *_ = [*_late(recipe, assigned), (recipe, assigned)]
     return assigned
@@ -498,7 +500,7 @@ def plan_tiles(recipe: Recipe, assigned: Assignment) -> Plan:
         recipe.strategy,
         Direction.FORWARD,
         # If the backward computes other tiles, all that these read is kept.
-        max(recipe.keep, len(tiles)) if assigned.backward else recipe.keep,
+        max(recipe.keep, len(tiles)) if any(later) else recipe.keep,
         stages_of(fetches, tiles, homes, later),
         rule=recipe.rule if mask is Mask.PARTIAL else "",
         returns=strategy.returns,

@@ -43,7 +43,7 @@ def attend(
     attention: Attention, query: Tensor, key: Tensor, value: Tensor, extras: Sequence[Tensor]
 ) -> list[Tensor]:
     """Attend by a plan; see `cp_inductor.ops.attention.run_forward`."""
-    rows: Rows = (Tables if attention.is_per_batch else Views)(attention, query, key, value, extras)
+    rows = _kind_of(attention)(attention, query, key, value, extras)
     _run(rows, _attend)
     return [*rows.result(PARTIAL), *rows.kept]
 
@@ -60,18 +60,22 @@ def differentiate(
     kept: Sequence[Tensor],
 ) -> list[Tensor]:
     """Differentiate by a plan; see `cp_inductor.ops.attention.run_backward`."""
-    kind = Tables if attention.is_per_batch else Views
-    rows: Rows = kind(attention, query, key, value, extras, is_backward=True)
+    rows = _kind_of(attention)(attention, query, key, value, extras, is_backward=True)
     rows.begin_backward(grad_out, out, lse, kept)
     _run(rows, _differentiate)
     grads = [*rows.result(QUERY_GRAD), *rows.result(KEY_VALUE_GRAD)]
     return [*grads, rows.bias_grad()] if isinstance(rows, Views) and attention.has_bias else grads
 
 
+def _kind_of(attention: Attention) -> type[Views] | type[Tables]:
+    return Tables if attention.is_per_batch else Views
+
+
 def _run(rows: Rows, compute: Callable[[Rows, Any], None]) -> None:
     """Run all stages of a rank."""
     homeward: Any = None
-    rows.end_fetch(0, rows.start_fetch(0))
+    fetching: Any = rows.start_fetch(0)
+    rows.end_fetch(0, fetching)
     for stage in range(rows.num_stages):
         fetching = rows.start_fetch(stage + 1)
         for tile in rows.tiles(stage):

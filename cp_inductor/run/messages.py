@@ -330,8 +330,8 @@ class Messages:
             flat = flat_words = list(buffer.split(sizes))
             if words is not buffer:
                 flat_words = list(words.split([size // ratio for size in sizes]))
-        for records, *of_records in zip(together, flat, flat_words, shapes, strict=True):
-            yield self._unpack(records[0].contents, *of_records)
+        for at, records in enumerate(together):
+            yield self._unpack(records[0].contents, flat[at], flat_words[at], shapes[at])
 
     def _unpack(
         self, contents: Contents, flat: Tensor, flat_words: Tensor, shape: tuple[int | SymInt, ...]

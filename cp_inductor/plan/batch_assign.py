@@ -21,6 +21,7 @@ import numpy as np
 from cp_inductor.plan.batch_cells import Cells
 from cp_inductor.plan.batch_chunks import Chunks
 from cp_inductor.plan.batch_improve import LineMoves, Segments
+from cp_inductor.plan.grid import spread
 from cp_inductor.plan.ir import Prices
 
 NOBODY = -1
@@ -149,7 +150,7 @@ def _improve(
 
 def _segments(chunks: Chunks, num_of_rank: int, world_size: int) -> Segments:
     count = np.bincount(chunks.rank, minlength=world_size)
-    inside = np.arange(len(chunks)) - (np.cumsum(count) - count)[chunks.rank]
+    _, inside = spread(count)
     num = np.minimum(count, num_of_rank)
     of_chunk = (np.cumsum(num) - num)[chunks.rank] + inside * num[chunks.rank] // count[chunks.rank]
     rank = np.repeat(np.arange(world_size), num)

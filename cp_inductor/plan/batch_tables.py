@@ -30,6 +30,7 @@ import numpy as np
 
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.plan.batch_chunks import BLOCK
+from cp_inductor.plan.grid import spread
 from cp_inductor.plan.ir import IS_OF_KEYS, PAYLOAD, STOP, Transfers
 
 # What the numbers say of each block of a tile: the rows of the pool that it reads, as the first,
@@ -245,9 +246,8 @@ class _NumbersOfRank:
                 # A block without rows.
                 self.parts[Part(Kind.TILE, side, stage)] = np.zeros((1, len(COLUMNS)), np.int64)
                 continue
-            num_blocks = chunks.num_blocks[used]
-            chunk = np.repeat(used, num_blocks)
-            token = _ranges(np.zeros_like(num_blocks), num_blocks) * BLOCK
+            at, block = spread(chunks.num_blocks[used])
+            chunk, token = used[at], block * BLOCK
             # A row of cells for each chunk of queries, a column for each of keys.
             num_columns = max(1, len(self._used(Side.KEY, stage)))
             slots = np.arange(len(used)) * (num_columns if side is Side.QUERY else 1)
@@ -258,7 +258,7 @@ class _NumbersOfRank:
                     np.minimum(BLOCK, chunks.length[chunk] - token),
                     lane[chunk],
                     chunks.first[chunk] + token,
-                    np.repeat(slots, num_blocks),
+                    slots[at],
                 ],
                 axis=1,
             )
@@ -313,10 +313,9 @@ class _NumbersOfRank:
         number = np.arange(len(which)) - np.searchsorted(which, which)
         depth = max(MIN_SUMMED, int(number.max()) + 1 if len(number) else 0)
         total = np.zeros((depth, self.num_rows[side]), np.int64)
-        lengths = chunks.length[which]
-        inside = _ranges(np.zeros_like(lengths), lengths)
-        at = np.repeat(chunks.row[which], lengths) + inside * self.num_groups
-        total[np.repeat(number, lengths), at] = np.repeat(rows, lengths) + inside
+        of, inside = spread(chunks.length[which])
+        at = chunks.row[which][of] + inside * self.num_groups
+        total[number[of], at] = rows[of] + inside
         return total
 
 
@@ -330,6 +329,5 @@ class _ChunksInPool:
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray, step: int = 1) -> np.ndarray:
     """Return start, start + step, ... of each range, one behind the other."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.repeat(starts - step * (ends - lengths), lengths) + step * np.arange(total)
+    of, place = spread(lengths)
+    return starts[of] + step * place

@@ -115,3 +115,9 @@ def join_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
             span = Span(last.start, max(last.stop, span.stop))
         joined.append(span)
     return tuple(joined)
+
+
+def spread(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for runs of so many items, the run of each item, and its place within the run."""
+    of = np.repeat(np.arange(len(counts)), counts)
+    return of, np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)

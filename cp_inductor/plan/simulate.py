@@ -17,7 +17,7 @@ import numpy as np
 
 from cp_inductor.mask.rule import Cell
 from cp_inductor.plan.assign_cells import pairs_of
-from cp_inductor.plan.grid import Grid, lengths_of, tokens_before
+from cp_inductor.plan.grid import Grid, lengths_of, spread, tokens_before
 from cp_inductor.plan.ir import (
     DESTINATION,
     FIRST_HEAD,
@@ -35,7 +35,7 @@ from cp_inductor.plan.ir import (
     Transfers,
 )
 from cp_inductor.plan.machine import Machine
-from cp_inductor.plan.tile_columns import TileColumns, spread
+from cp_inductor.plan.tile_columns import TileColumns
 from cp_inductor.plan.timeline import Timeline, loads_of
 
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from cp_inductor.plan.grid import Grid
+from cp_inductor.plan.grid import Grid, spread
 from cp_inductor.plan.ir import (
     DESTINATION,
     FIRST_HEAD,
@@ -40,7 +40,7 @@ from cp_inductor.plan.ir import (
     Transfers,
     message_order,
 )
-from cp_inductor.plan.tile_columns import TileColumns, Uses, line_of, spread
+from cp_inductor.plan.tile_columns import TileColumns, Uses, line_of
 
 # What each stage fetches, or sends home.
 Fetches = Sequence[Sequence[Transfer]]

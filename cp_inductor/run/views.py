@@ -30,7 +30,7 @@ from cp_inductor.run.attention import Attention
 from cp_inductor.run.merge import RESULT_KINDS, ResultKind, Results, Tensors
 from cp_inductor.run.messages import Arriving, Messages
 from cp_inductor.run.own_transfers import fetch_of, home_of, reads_shard, runs_leaving
-from cp_inductor.run.records import Groups, records_received
+from cp_inductor.run.records import Contents, Groups, records_received
 from cp_inductor.run.store import Piece, Store, concatenate
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS, get_kernel
@@ -101,11 +101,11 @@ class Views:
         for buffer, transfers in zip(kept, exchanged, strict=True):
             self.messages.unpack(buffer, records_received(transfers, self.rank, self.plan.grid))
 
-    def _add_own(self, tensors: dict[str, Tensor], *, of_keys: bool = False) -> None:
+    def _add_own(self, tensors: dict[str | Contents, Tensor], *, of_keys: bool = False) -> None:
         """Put this rank's shards at hand."""
         shape = self.plan.shape
         heads = shape.kv_heads(shape.all_heads) if of_keys else shape.all_heads
-        self.store.put(Piece((self.own,), Groups.single(heads), of_keys, {**tensors}))
+        self.store.put(Piece((self.own,), Groups.single(heads), of_keys, tensors))
 
     # --- Exchanges ----------------------------------------------------------------------------
 
@@ -145,7 +145,8 @@ class Views:
             return concatenate([of.tensors[name].movedim(SEQUENCE_DIM, 0) for of in arrived])
 
         grad_out = tokens_first("grad_out")
-        made = {"out": make_stand_in(tokens_first("delta"), grad_out)}
+        made: dict[str | Contents, Tensor] = {}
+        made["out"] = make_stand_in(tokens_first("delta"), grad_out)
         if self.kernels.plain.has_lse_in_order:
             made["lse"] = copy_statistic(tokens_first("lse"), grad_out)
             for piece in arrived:

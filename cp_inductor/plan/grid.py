@@ -55,10 +55,6 @@ class Grid:
         """The number of chunks of all ranks."""
         return self.world_size * self.chunks_per_rank
 
-    def owner(self, chunk: int) -> int:
-        """Return the rank that holds a chunk."""
-        return chunk // self.chunks_per_rank
-
     def own(self, rank: int) -> Span:
         """Return the chunks that a rank holds."""
         return Span(rank * self.chunks_per_rank, (rank + 1) * self.chunks_per_rank)

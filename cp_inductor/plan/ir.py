@@ -114,6 +114,10 @@ class Tile:
     heads: Span
     mask: Mask
 
+    def at(self, rank: int, heads: Span) -> Tile:
+        """Return the same tile of another rank, for other heads."""
+        return Tile(rank, self.queries, self.keys, heads, self.mask)
+
     def side(self, shape: Shape, *, of_keys: bool) -> tuple[tuple[Span, ...], Span]:
         """Return the spans and the heads of its queries, or of its keys."""
         return (self.keys, shape.kv_heads(self.heads)) if of_keys else (self.queries, self.heads)

@@ -146,14 +146,25 @@ class Recipe:
         words = [word.partition("=") for word in text.split()]
         given = {name: value for name, _, value in words}
         kinds = {field.name: field.type for field in fields(Recipe)}
+        expected = ""
         if len(given) < len(words) or given.keys() != kinds.keys():
+            expected = f"each of {', '.join(kinds)} once"
+        for name in (name for name, kind in kinds.items() if kind == "int" and not expected):
+            # isdigit accepts characters that int refuses, such as superscripts.
+            is_number = given[name].isascii() and given[name].isdigit()
+            if not is_number or len(given[name]) > MAX_DIGITS:
+                expected = f"{name} in at most {MAX_DIGITS} digits"
+        if expected:
             raise InvalidText(
                 site="a recipe",
-                expected=f"each of {', '.join(kinds)} once",
+                expected=expected,
                 got=shortened(text),
                 remedy="pass what Recipe.format wrote",
             )
-        return Recipe(**{name: _read(name, kinds[name], given[name]) for name in kinds})
+        values: dict[str, Any] = {
+            name: int(given[name]) if kind == "int" else given[name] for name, kind in kinds.items()
+        }
+        return Recipe(**values)
 
     @property
     def mask(self) -> Mask:
@@ -171,20 +182,6 @@ class Recipe:
     def grid(self) -> Grid:
         """The chunks."""
         return Grid(self.world_size, self.chunks, self.query_length, self.key_length)
-
-
-def _read(name: str, kind: Any, text: str) -> Any:
-    if kind != "int":
-        return text
-    # isdigit accepts characters that int refuses, such as superscripts.
-    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
-        raise InvalidText(
-            site="a recipe",
-            expected=f"{name} in at most {MAX_DIGITS} digits",
-            got=shortened(text),
-            remedy="pass what Recipe.format wrote",
-        )
-    return int(text)
 
 
 def plan_attention(

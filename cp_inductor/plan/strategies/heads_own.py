@@ -64,7 +64,7 @@ def heads_own(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int, num_group
                 first = owner // size * size
                 row = _row(grid, shape, pairs, owner, size)
                 tiles[stage] += [
-                    replace(tile, rank=rank, heads=Span(start + span.start, start + span.stop))
+                    tile.at(rank, Span(start + span.start, start + span.stop))
                     for start in [share.heads.start]
                     for rank, span in enumerate(part, first)
                     for tile in row

@@ -41,14 +41,9 @@ def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
 
         def of_part(tiles: list[Tile], part: int) -> list[Tile]:
             return [
-                Tile(
-                    node * (grid.world_size // num_nodes) + tile.rank,
-                    tile.queries,
-                    tile.keys,
-                    Span(start, start + num_heads),
-                    tile.mask,
-                )
+                tile.at(first + tile.rank, Span(start, start + num_heads))
                 for node in range(num_nodes)
+                for first in [node * (grid.world_size // num_nodes)]
                 for start in [(node * num_parts + part) * num_heads]
                 for tile in tiles
             ]

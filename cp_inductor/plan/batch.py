@@ -92,8 +92,7 @@ class BatchPlan:
         A span is one chunk, of the queries or of the keys, and its heads are its group.
         """
         found = []
-        for payload in (Payload.QUERY, Payload.KEY_VALUE):
-            uses = self._uses(payload)
+        for uses in self._uses:
             is_first = np.ones(len(uses), bool)
             is_first[1:] = (np.diff(uses[:, 1 + DESTINATION : 1 + STOP], axis=0) != 0).any(1)
             found.append(uses[is_first])
@@ -102,25 +101,35 @@ class BatchPlan:
     @cached_property
     def homes(self) -> list[Transfers]:
         """What each stage sends home: gradients, and in the forward partials in place of dq."""
-        swapped = np.array([0, 1 + DESTINATION, 1 + SOURCE, *range(1 + START, 8)])
-        payloads = Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD
-        return by_stage([self._uses(of)[:, swapped] for of in payloads], self.stages + 1)
+        found = []
+        for uses, payload in zip(
+            self._uses, (Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD), strict=True
+        ):
+            home = uses.copy()
+            home[:, [1 + SOURCE, 1 + DESTINATION]] = uses[:, [1 + DESTINATION, 1 + SOURCE]]
+            home[:, 1 + PAYLOAD] = payload.order
+            found.append(home)
+        return by_stage(found, self.stages + 1)
 
-    def _uses(self, payload: Payload) -> np.ndarray:
-        """Return (n, 8), each chunk that a rank computes with and its owner, once in each stage.
+    @cached_property
+    def _uses(self) -> tuple[np.ndarray, np.ndarray]:
+        """The queries, and the keys, that ranks compute with and do not store, once in each stage.
 
-        That is the stage and the columns of `Transfers`, in the order of rank, chunk and stage.
+        (n, 8) each, the stage and the columns of `Transfers`; sorted by rank, chunk and stage.
         """
-        chunks, chunk = self.queries, self.query
-        if payload.is_of_keys:
-            chunks, chunk = self.keys, self.key
-        is_away = chunks.rank[chunk] != self.rank
-        numbers = (self.rank * len(chunks) + chunk) * (self.stages + 1) + self.stage
-        numbers, stage = np.divmod(np.unique(numbers[is_away]), self.stages + 1)
-        rank, chunk = np.divmod(numbers, max(1, len(chunks)))
-        group, kind = chunks.group[chunk], np.full_like(chunk, payload.order)
-        columns = chunks.rank[chunk], rank, chunk, chunk + 1, kind, group, group + 1
-        return np.stack([stage, *columns], axis=1)
+        found = []
+        for chunks, chunk, payload in (
+            (self.queries, self.query, Payload.QUERY),
+            (self.keys, self.key, Payload.KEY_VALUE),
+        ):
+            is_away = chunks.rank[chunk] != self.rank
+            numbers = (self.rank * len(chunks) + chunk) * (self.stages + 1) + self.stage
+            numbers, stage = np.divmod(np.unique(numbers[is_away]), self.stages + 1)
+            rank, which = np.divmod(numbers, max(1, len(chunks)))
+            group, kind = chunks.group[which], np.full_like(which, payload.order)
+            columns = chunks.rank[which], rank, which, which + 1, kind, group, group + 1
+            found.append(np.stack([stage, *columns], axis=1))
+        return found[0], found[1]
 
     @cached_property
     def loads(self) -> np.ndarray:

@@ -313,9 +313,9 @@ class _NumbersOfRank:
         number = np.arange(len(which)) - np.searchsorted(which, which)
         depth = max(MIN_SUMMED, int(number.max()) + 1 if len(number) else 0)
         total = np.zeros((depth, self.num_rows[side]), np.int64)
-        of, inside = spread(chunks.length[which])
-        at = chunks.row[which][of] + inside * self.num_groups
-        total[number[of], at] = rows[of] + inside
+        lengths = chunks.length[which]
+        at = _ranges(chunks.row[which], lengths, self.num_groups)
+        total[np.repeat(number, lengths), at] = _ranges(rows, lengths)
         return total
 
 
@@ -329,5 +329,6 @@ class _ChunksInPool:
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray, step: int = 1) -> np.ndarray:
     """Return start, start + step, ... of each range, one behind the other."""
-    of, place = spread(lengths)
-    return starts[of] + step * place
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(starts - step * (ends - lengths), lengths) + step * np.arange(total)

@@ -44,8 +44,16 @@ from benchmarks.documents import DOCUMENTS, HEAD_DIM, ITEMSIZE, STAGES, unit
 from benchmarks.packed import KINDS, pack
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BatchPlan, plan_batch
-from cp_inductor.plan.batch_assign import Prices
 from cp_inductor.plan.batch_nodes import Nodes
+from cp_inductor.plan.ir import (
+    DESTINATION,
+    IS_OF_KEYS,
+    PAYLOAD,
+    SOURCE,
+    START,
+    Prices,
+    Transfers,
+)
 
 HEADS = (32, 8)
 ROW, STATISTIC = HEAD_DIM * ITEMSIZE, 4
@@ -57,10 +65,10 @@ def received(plan: BatchPlan, size: int) -> tuple[np.ndarray, np.ndarray]:
     totals = np.zeros((2, plan.world_size))
     query = heads * (3 * ROW + 2 * STATISTIC), heads * (2 * ROW + STATISTIC)
     key = kv_heads * 4 * ROW, kv_heads * 2 * ROW
-    sides = (plan.queries, plan.query_stages, query), (plan.keys, plan.key_stages, key)
-    for chunks, stages, (fetched, home) in sides:
-        rank, chunk = np.nonzero(stages > 0)
-        owner = chunks.rank[chunk]
+    columns = Transfers.joined(plan.fetches).columns
+    for of_keys, chunks, (fetched, home) in (False, plan.queries, query), (True, plan.keys, key):
+        of_side = columns[IS_OF_KEYS[columns[:, PAYLOAD]] == of_keys]
+        owner, rank, chunk = of_side[:, [SOURCE, DESTINATION, START]].T
         is_inside = (rank // size == owner // size).astype(int)
         for to, of_token in ((rank, fetched), (owner, home)):
             np.add.at(totals, (is_inside, to), chunks.length[chunk] * of_token)
@@ -77,7 +85,7 @@ def least_home(plan: BatchPlan, size: int) -> tuple[float, float]:
     possible. A part of a cell stands for some of the heads.
     """
     share = float(plan.weight.sum()) / plan.world_size
-    prices, unit_tokens = Prices.of(*HEADS), plan.keys.length.sum() / plan.world_size
+    prices, unit_tokens = Prices.in_elements(*HEADS), plan.keys.length.sum() / plan.world_size
     node_of_cell = plan.queries.rank[plan.query] // size
     load = np.bincount(node_of_cell, plan.weight)
     bounds = [(0.0, 0.0)]

@@ -46,7 +46,6 @@ from benchmarks.lower_bound import lower_bound
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.plan import (
     Machine,
-    Plan,
     Recipe,
     backward_plan,
     forward_plan,
@@ -114,7 +113,7 @@ def unit(recipe: Recipe) -> int:
 
 
 def count(recipe: Recipe) -> Counted:
-    plan = Plan.of(plan_tiles(recipe, tiles_of(recipe)))
+    plan = plan_tiles(recipe, tiles_of(recipe))
     both, kept = (
         [loads_of(one) for one in (plan, replace(plan, num_kept=num).backward())]
         for num in (plan.num_kept, ALL_KEPT)

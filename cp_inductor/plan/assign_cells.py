@@ -136,11 +136,6 @@ def stage_areas(
     return tiles
 
 
-def _min_filled(grid: Grid) -> float:
-    is_long = grid.num_tokens(Span(0, 1), of_keys=True) >= LONG_CHUNK_TOKENS
-    return MIN_FILLED_LONG if is_long else MIN_FILLED
-
-
 def tiles_of_cells(
     grid: Grid,
     rank: int,
@@ -182,7 +177,9 @@ def tiles_of_cells(
         add(queries, columns[keys], Mask.FULL)
     if num_partial.any():
         elsewhere = ((cells if everything is None else everything) != Cell.EMPTY) & ~partial
-        for first, last, keys in _similar_rows(partial, elsewhere, _min_filled(grid)):
+        is_long = grid.num_tokens(Span(0, 1), of_keys=True) >= LONG_CHUNK_TOKENS
+        min_filled = MIN_FILLED_LONG if is_long else MIN_FILLED
+        for first, last, keys in _similar_rows(partial, elsewhere, min_filled):
             add(_spans(rows[first:last]), columns[keys], Mask.PARTIAL)
     return found
 

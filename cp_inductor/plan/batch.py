@@ -25,13 +25,25 @@ from pathlib import Path
 import numpy as np
 
 from cp_inductor.mask.rule import Rule
-from cp_inductor.plan.batch_assign import Prices, assign_ranks
+from cp_inductor.plan.batch_assign import assign_ranks
 from cp_inductor.plan.batch_cells import Cells, find_cells
 from cp_inductor.plan.batch_chunks import BLOCK, Chunks, chunks_of
 from cp_inductor.plan.batch_nodes import Nodes, assign_over_nodes
 from cp_inductor.plan.batch_stages import assign_stages
-from cp_inductor.plan.ir import Payload, Shape, bytes_per_row
-from cp_inductor.plan.picture import draw_cells
+from cp_inductor.plan.ir import (
+    DESTINATION,
+    PAYLOAD,
+    SOURCE,
+    START,
+    STOP,
+    Mask,
+    Payload,
+    Prices,
+    Shape,
+    Transfers,
+)
+from cp_inductor.plan.picture import Area, Panel, draw_panels
+from cp_inductor.plan.transfers import by_stage
 
 __all__ = ["BLOCK", "BatchPlan", "Chunks", "chunks_of", "groups_of_heads", "plan_batch"]
 
@@ -74,25 +86,50 @@ class BatchPlan:
     stage: np.ndarray
 
     @cached_property
-    def query_stages(self) -> np.ndarray:
-        """For each (rank, query chunk), the stage in which it arrives.
+    def fetches(self) -> list[Transfers]:
+        """What each stage fetches: chunks of others that ranks compute with from it on.
 
-        0 where the rank stores it, and -1 where it does not need it.
+        A span is one chunk, of the queries or of the keys, and its heads are its group.
         """
-        return self._arrivals(self.queries, self.query)
+        found = []
+        for uses in self._uses:
+            is_first = np.ones(len(uses), bool)
+            is_first[1:] = (np.diff(uses[:, 1 + DESTINATION : 1 + STOP], axis=0) != 0).any(1)
+            found.append(uses[is_first])
+        return by_stage(found, self.stages + 1)
 
     @cached_property
-    def key_stages(self) -> np.ndarray:
-        """The same for each (rank, key chunk)."""
-        return self._arrivals(self.keys, self.key)
+    def homes(self) -> list[Transfers]:
+        """What each stage sends home: gradients, and in the forward partials in place of dq."""
+        found = []
+        for uses, payload in zip(
+            self._uses, (Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD), strict=True
+        ):
+            home = uses.copy()
+            home[:, [1 + SOURCE, 1 + DESTINATION]] = uses[:, [1 + DESTINATION, 1 + SOURCE]]
+            home[:, 1 + PAYLOAD] = payload.order
+            found.append(home)
+        return by_stage(found, self.stages + 1)
 
-    def _arrivals(self, chunks: Chunks, chunk: np.ndarray) -> np.ndarray:
-        never = self.stages + 1
-        first = np.full((self.world_size, len(chunks)), never)
-        np.minimum.at(first, (self.rank, chunk), self.stage)
-        first[chunks.rank, np.arange(len(chunks))] = 0
-        first[first == never] = -1
-        return first
+    @cached_property
+    def _uses(self) -> tuple[np.ndarray, np.ndarray]:
+        """The queries, and the keys, that ranks compute with and do not store, once in each stage.
+
+        (n, 8) each, the stage and the columns of `Transfers`; sorted by rank, chunk and stage.
+        """
+        found = []
+        for chunks, chunk, payload in (
+            (self.queries, self.query, Payload.QUERY),
+            (self.keys, self.key, Payload.KEY_VALUE),
+        ):
+            is_away = chunks.rank[chunk] != self.rank
+            numbers = (self.rank * len(chunks) + chunk) * (self.stages + 1) + self.stage
+            numbers, stage = np.divmod(np.unique(numbers[is_away]), self.stages + 1)
+            rank, which = np.divmod(numbers, max(1, len(chunks)))
+            group, kind = chunks.group[which], np.full_like(which, payload.order)
+            columns = chunks.rank[which], rank, which, which + 1, kind, group, group + 1
+            found.append(np.stack([stage, *columns], axis=1))
+        return found[0], found[1]
 
     @cached_property
     def loads(self) -> np.ndarray:
@@ -113,8 +150,30 @@ class BatchPlan:
             InvalidArgument: the path ends otherwise, or matplotlib is not installed
                 (``pip install 'cp-inductor[draw]'``).
         """
-        cells = self.query, self.key, self.weight, self.rank
-        draw_cells(path, (self.queries, self.keys), cells, self.loads, entry=entry)
+        spans, ends = [], []
+        for chunks in (self.queries, self.keys):
+            stop = chunks.first + chunks.length
+            spans.append(np.stack([chunks.first, stop], axis=1).tolist())
+            end = np.zeros(self.world_size, np.int64)
+            np.maximum.at(end, chunks.rank, stop)
+            ends.append(np.maximum.accumulate(end).tolist())
+        is_pale = 2 * self.weight < (self.queries.size // BLOCK) * (self.keys.size // BLOCK)
+        panels = []
+        for group in range(self.num_groups):
+            is_drawn = (self.queries.entry == entry) & (self.queries.group == group)
+            areas = [
+                Area(
+                    int(self.rank[cell]),
+                    spans[0][self.query[cell]],
+                    spans[1][self.key[cell]],
+                    Mask.PARTIAL if is_pale[cell] else Mask.FULL,
+                )
+                for cell in np.flatnonzero(is_drawn[self.query])
+            ]
+            name = "all heads" if self.num_groups == 1 else f"group {group} of heads"
+            panels.append(Panel(name, areas))
+        title = f"planned for entry {entry} of this batch"
+        draw_panels(path, panels, ends, self.loads.tolist(), "blocks", title)
 
     @property
     def num_groups(self) -> int:
@@ -132,49 +191,23 @@ class BatchPlan:
         total = float(self.loads.sum())
         return float(self.loads.max()) * self.world_size / total if total else 1.0
 
-    def tokens_received(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return the tokens of chunks that arrive at each rank, or come home to it.
-
-        A token counts once for each group of heads. It comes home once for each rank and stage that
-        compute with it.
-
-        Returns:
-            Of query chunks that arrive, of query chunks whose results come home, of key chunks that
-            arrive, of key chunks whose results come home; (world_size,) each.
-        """
-        query, key = (stages > 0 for stages in (self.query_stages, self.key_stages))
-        return (
-            query @ self.queries.length,
-            self._tokens_home(self.queries, self.query),
-            key @ self.keys.length,
-            self._tokens_home(self.keys, self.key),
-        )
-
-    def _tokens_home(self, chunks: Chunks, chunk: np.ndarray) -> np.ndarray:
-        """Return the tokens of each rank's chunks, for each rank and stage that send them home."""
-        is_away = chunks.rank[chunk] != self.rank
-        who_and_when = self.rank * (self.stages + 1) + self.stage
-        sent = np.unique((who_and_when * len(chunks) + chunk)[is_away]) % max(1, len(chunks))
-        tokens = np.bincount(chunks.rank[sent], chunks.length[sent], self.world_size)
-        return tokens.astype(np.int64)
-
     def bytes_received(
         self, rank: int, *, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
     ) -> int:
         """Return the bytes that a rank receives, forward and backward, if nothing is kept."""
-        groups = self.num_groups
-        shape = Shape(1, num_heads // groups, num_kv_heads // groups, head_dim, itemsize)
-        query, query_home, key, key_home = (int(of[rank]) for of in self.tokens_received())
-        moved = (
-            (query, shape.num_heads, (Payload.QUERY, Payload.QUERY_GRAD_OUT)),
-            (query_home, shape.num_heads, (Payload.PARTIAL, Payload.QUERY_GRAD)),
-            (key, shape.num_kv_heads, (Payload.KEY_VALUE, Payload.KEY_VALUE)),
-            (key_home, shape.num_kv_heads, (Payload.KEY_VALUE_GRAD,)),
-        )
-        return sum(
-            tokens * heads * sum(bytes_per_row(payload, shape) for payload in payloads)
-            for tokens, heads, payloads in moved
-        )
+        prices = Prices.of(Shape(1, num_heads, num_kv_heads, head_dim, itemsize))
+        moved = Transfers.joined((*self.fetches, *self.homes)).columns
+        moved = moved[moved[:, DESTINATION] == rank]
+        received = 0
+        for payload, chunks, price in (
+            (Payload.QUERY, self.queries, prices.query_in),
+            (Payload.QUERY_GRAD, self.queries, prices.query_home),
+            (Payload.KEY_VALUE, self.keys, prices.key_in),
+            (Payload.KEY_VALUE_GRAD, self.keys, prices.key_home),
+        ):
+            which = moved[moved[:, PAYLOAD] == payload.order, START]
+            received += int(price) * int(chunks.length[which].sum())
+        return received // self.num_groups
 
 
 def groups_of_heads(
@@ -233,7 +266,7 @@ def plan_batch(
         cells = _cells_of_groups(cells, queries, keys, batch, num_groups)
         queries = chunks_of(batch, query_lengths, size, num_groups)
         keys = chunks_of(batch, key_lengths, size, num_groups)
-    prices = Prices.of(num_heads, num_kv_heads)
+    prices = Prices.in_elements(num_heads, num_kv_heads)
     sides = cells, queries, keys, world_size, prices
     if nodes is None or nodes.size >= world_size:
         rank = assign_ranks(*sides)

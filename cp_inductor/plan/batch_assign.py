@@ -14,14 +14,15 @@ take segments of several chunks first, and then single chunks, for what did not 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
 from cp_inductor.plan.batch_cells import Cells
 from cp_inductor.plan.batch_chunks import Chunks
-from cp_inductor.plan.batch_improve import LineMoves, SegmentSide
+from cp_inductor.plan.batch_improve import LineMoves, Segments
+from cp_inductor.plan.grid import spread
+from cp_inductor.plan.ir import Prices
 
 NOBODY = -1
 
@@ -51,29 +52,6 @@ GROUP_BONUS = 0.3
 # share of a rank's own keys, so that the first segments that ranks receive make no difference.
 BUSY_PENALTY = 2.0
 NEGLIGIBLE_SHARE_OF_KEYS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What a token costs, in the elements of a token's K and V.
-
-    Attributes:
-        query_in: q, forward; q and the gradient of out, backward.
-        query_home: out, forward; dq, backward.
-        key_in: k and v, forward and again backward.
-        key_home: their gradients.
-    """
-
-    query_in: float
-    query_home: float
-    key_in: float = 2.0
-    key_home: float = 1.0
-
-    @staticmethod
-    def of(num_heads: int, num_kv_heads: int) -> Prices:
-        """Return the prices of an attention. The statistics of rows hardly count."""
-        ratio = num_heads / (2 * num_kv_heads)
-        return Prices(3 * ratio, 2 * ratio)
 
 
 def assign_ranks(
@@ -144,7 +122,7 @@ def _num_segments(cells: Cells, queries: Chunks, keys: Chunks, world_size: int) 
 def _improve(
     cells: Cells,
     rank: np.ndarray,
-    segments: tuple[_Segments, _Segments],
+    segments: tuple[Segments, Segments],
     prices: Prices,
     max_load: float,
     fixed: np.ndarray,
@@ -164,46 +142,21 @@ def _improve(
     weight = np.bincount(row * shape[1] + column, cells.weight, shape[0] * shape[1]).reshape(shape)
     taken = np.full(shape, NOBODY)
     taken[row, column] = rank
-    sides = (
-        _side(queries, prices.query_in, prices.query_home),
-        _side(keys, prices.key_in, prices.key_home),
-    )
-    moves = LineMoves(weight, taken, sides, len(fixed), max_load)
+    moves = LineMoves(weight, taken, segments, prices, len(fixed), max_load)
     moves.load = moves.load + fixed
     moves.improve(max_moves=MAX_MOVES, max_ranks=MAX_MOVING_RANKS)
     return taken[row, column]
 
 
-def _side(segments: _Segments, price_in: float, price_home: float) -> SegmentSide:
-    return SegmentSide(segments.rank, segments.length, round(2 * price_in), round(2 * price_home))
-
-
-@dataclass(frozen=True, eq=False)
-class _Segments:
-    """Runs of chunks of one rank.
-
-    Attributes:
-        of_chunk: the segment of each chunk.
-        rank: who stores it.
-        length: its tokens.
-        group: of heads, of its first chunk.
-    """
-
-    of_chunk: np.ndarray
-    rank: np.ndarray
-    length: np.ndarray
-    group: np.ndarray
-
-
-def _segments(chunks: Chunks, num_of_rank: int, world_size: int) -> _Segments:
+def _segments(chunks: Chunks, num_of_rank: int, world_size: int) -> Segments:
     count = np.bincount(chunks.rank, minlength=world_size)
-    inside = np.arange(len(chunks)) - (np.cumsum(count) - count)[chunks.rank]
+    _, inside = spread(count)
     num = np.minimum(count, num_of_rank)
     of_chunk = (np.cumsum(num) - num)[chunks.rank] + inside * num[chunks.rank] // count[chunks.rank]
     rank = np.repeat(np.arange(world_size), num)
     first = np.searchsorted(of_chunk, np.arange(len(rank)))
     length = np.bincount(of_chunk, chunks.length, len(rank))
-    return _Segments(of_chunk, rank, length, chunks.group[first])
+    return Segments(of_chunk, rank, length, chunks.group[first])
 
 
 class _Growth:
@@ -217,7 +170,7 @@ class _Growth:
         self,
         cells: Cells,
         rank: np.ndarray,
-        segments: tuple[_Segments, _Segments],
+        segments: tuple[Segments, Segments],
         world_size: int,
         num_groups: int,
         prices: Prices,

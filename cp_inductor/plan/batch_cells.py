@@ -27,6 +27,7 @@ from cp_inductor.mask.intervals import Bounds, decide
 from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, number_of, tables_of
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch_chunks import BLOCK, Chunks
+from cp_inductor.plan.grid import spread
 
 # Integers up to here are exact in float64, and so are sums of some thousands of them.
 MAX_EXACT = 2.0**40
@@ -195,8 +196,8 @@ def _levels_of(chunks: Chunks, batch: int) -> _Levels:
     levels: list[_Level] = []
     for size, finer in zip(sizes, [*sizes[1:], BLOCK], strict=True):
         num = -(-length // size)
-        chunk_of = np.repeat(np.arange(len(chunks)), num)
-        token = (np.arange(len(chunk_of)) - (np.cumsum(num) - num)[chunk_of]) * size
+        chunk_of, place = spread(num)
+        token = place * size
         tokens = np.minimum(size, length[chunk_of] - token)
         num_children = -(-tokens // finer)
         levels.append(
@@ -251,9 +252,7 @@ def _cut(
         boxes, label = _take(boxes, which), label[which]
     queries, keys = (side[level] for side in sides)
     num_queries, num_keys = queries.num_children[boxes[0]], keys.num_children[boxes[1]]
-    num = num_queries * num_keys
-    origin = np.repeat(np.arange(len(num)), num)
-    index = np.arange(len(origin)) - np.repeat(np.cumsum(num) - num, num)
+    origin, index = spread(num_queries * num_keys)
     row, column = np.divmod(index, num_keys[origin])
     at_query = queries.child[boxes[0]][origin] + row
     at_key = keys.child[boxes[1]][origin] + column

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cp_inductor.plan.grid import spread
+
 BLOCK = 128  # tokens of a side of a block, in which work is counted
 
 
@@ -64,8 +66,7 @@ def chunks_of(batch: int, lengths: Sequence[int], size: int, num_groups: int = 1
     start = np.cumsum(local) - local
     num_of_entry = -(-local // size)
     num_of_rank = num_of_entry * batch * num_groups
-    rank = np.repeat(np.arange(len(local)), num_of_rank)
-    index = np.arange(len(rank)) - np.repeat(np.cumsum(num_of_rank) - num_of_rank, num_of_rank)
+    rank, index = spread(num_of_rank)
     lane, number = np.divmod(index, np.maximum(1, num_of_entry)[rank])
     entry, group = np.divmod(lane, num_groups)
     token = number * size

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cp_inductor.plan.ir import Prices
+
 # How dear a token is to the rank that receives it: PRICE_AT_MEAN if the rank receives as much as
 # the mean, and more if it receives more, with this power, up to MAX_PRICE. The limit keeps sums
 # exact in float64. `benchmarks/documents.py` judges the power and the unit.
@@ -33,20 +35,20 @@ MAX_LINES_TRIED = 4
 
 
 @dataclass(frozen=True, eq=False)
-class SegmentSide:
-    """The query segments, or the key segments, and what their tokens cost.
+class Segments:
+    """Runs of chunks of one rank.
 
     Attributes:
-        owner: the rank that stores each.
+        of_chunk: the segment of each chunk.
+        rank: who stores it.
         length: its tokens.
-        price_in, price_home: of a token that is fetched, or whose result is sent home. The unit is
-            half of an element of a token's K and V.
+        group: of heads, of its first chunk.
     """
 
-    owner: np.ndarray
+    of_chunk: np.ndarray
+    rank: np.ndarray
     length: np.ndarray
-    price_in: int
-    price_home: int
+    group: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class LineMoves:
         self,
         weight: np.ndarray,
         rank: np.ndarray,
-        sides: tuple[SegmentSide, SegmentSide],
+        sides: tuple[Segments, Segments],
+        prices: Prices,
         world_size: int,
         max_load: float,
     ) -> None:
@@ -82,32 +85,39 @@ class LineMoves:
             weight: of each cell, (query segments, key segments).
             rank: who computes it; -1 for nobody. Changed in place.
             sides: the query segments, and the key segments.
+            prices: of a token that is fetched, or whose result is sent home.
             world_size: number of ranks.
             max_load: the most weight that a rank may have after a move.
         """
         self.weight, self.rank, self.sides = weight, rank, sides
         self.world_size, self.max_load = world_size, max_load
+        # In halves of an element, of what is fetched and what is sent home, for each side.
+        self.prices = (
+            (round(2 * prices.query_in), round(2 * prices.query_home)),
+            (round(2 * prices.key_in), round(2 * prices.key_home)),
+        )
         row, column = np.nonzero(rank >= 0)
         of_cell = rank[row, column]
         self.load = np.bincount(of_cell, weight[row, column], world_size)
         # For each side, how many cells of each segment a rank computes, (ranks, segments).
         self.num_cells = [
             np.bincount(
-                of_cell * len(side.owner) + segment, minlength=world_size * len(side.owner)
+                of_cell * len(side.rank) + segment, minlength=world_size * len(side.rank)
             ).reshape(world_size, -1)
             for side, segment in zip(self.sides, (row, column), strict=True)
         ]
         ranks = np.arange(world_size)[:, None]
-        self.is_own = [side.owner[None] == ranks for side in self.sides]
+        self.is_own = [side.rank[None] == ranks for side in self.sides]
 
     def received(self) -> np.ndarray:
         """Return what each rank receives, in the unit of the prices."""
         total = np.zeros(self.world_size)
-        for side, is_own, num_cells in zip(self.sides, self.is_own, self.num_cells, strict=True):
+        parts = zip(self.sides, self.prices, self.is_own, self.num_cells, strict=True)
+        for side, (price_in, price_home), is_own, num_cells in parts:
             is_fetched = (num_cells > 0) & ~is_own
-            total += side.price_in * (is_fetched @ side.length)
-            home = side.price_home * is_fetched.sum(0) * side.length
-            total += np.bincount(side.owner, home, self.world_size)
+            total += price_in * (is_fetched @ side.length)
+            home = price_home * is_fetched.sum(0) * side.length
+            total += np.bincount(side.rank, home, self.world_size)
         return total
 
     def improve(self, *, max_moves: int, max_ranks: int) -> None:
@@ -155,27 +165,24 @@ class LineMoves:
         mine = (self.rank[place] == rank).astype(np.float64)
         weight = mine * self.weight[place]
         missing, paid = [], []
-        for segments, has, is_own, of in zip(
-            self.sides, self._has(), self.is_own, used, strict=True
-        ):
+        parts = zip(self.sides, self.prices, self._has(), self.is_own, used, strict=True)
+        for side, (price_in, price_home), has, is_own, of in parts:
             # What it costs that a rank has a segment of another, (ranks, segments).
-            price = (
-                segments.price_in * dear[:, None] + segments.price_home * dear[segments.owner[of]]
-            )
-            cost = price * segments.length[of]
+            price = price_in * dear[:, None] + price_home * dear[side.rank[of]]
+            cost = price * side.length[of]
             missing.append(np.where(has[:, of], 0.0, cost))
             paid.append(np.where(is_own[rank, of], 0.0, cost[rank]))
         # Cells that the other rank may give back make room for a line.
         room = self.max_load - self.load + self._load_within_reach(rank)
         best, most = None, 0.0
-        for side, other in ((0, 1), (1, 0)):
-            lines, weights = (mine, weight) if side == 0 else (mine.T, weight.T)
-            if not len(used[side]):
+        for at, other in ((0, 1), (1, 0)):
+            lines, weights = (mine, weight) if at == 0 else (mine.T, weight.T)
+            if not len(used[at]):
                 continue
             # A segment of the other side is saved as well if no other line has cells of it.
             is_alone = self.num_cells[other][rank, used[other]] == 1
-            saved = paid[side] + lines @ (paid[other] * is_alone)
-            spent = missing[side].T + lines @ missing[other].T
+            saved = paid[at] + lines @ (paid[other] * is_alone)
+            spent = missing[at].T + lines @ missing[other].T
             gain = saved[:, None] - spent
             gain[weights.sum(1)[:, None] > room[None]] = 0
             gain[:, rank] = 0
@@ -183,7 +190,7 @@ class LineMoves:
                 line, to = divmod(int(gain.argmax()), self.world_size)
                 if gain[line, to] <= most:
                     break
-                move = LineMove(rank, to, side, int(used[side][line]))
+                move = LineMove(rank, to, at, int(used[at][line]))
                 if move not in rejected:
                     best, most = move, float(gain[line, to])
                     break

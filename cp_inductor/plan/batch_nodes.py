@@ -20,10 +20,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cp_inductor.plan.batch_assign import NOBODY, Prices, assign_ranks
+from cp_inductor.plan.batch_assign import NOBODY, assign_ranks
 from cp_inductor.plan.batch_cells import Cells
 from cp_inductor.plan.batch_chunks import BLOCK, Chunks
-from cp_inductor.plan.ir import Direction, Payload, Shape, bytes_per_row, flops_per_pair
+from cp_inductor.plan.ir import (
+    Direction,
+    Payload,
+    Prices,
+    Shape,
+    bytes_per_row,
+    flops_per_pair,
+)
 from cp_inductor.plan.machine import Machine
 
 # The numbers below follow from no theory; `benchmarks/nodes_documents.py` judges them.
@@ -328,7 +335,8 @@ class _Taken:
                 return False
             # It takes row after row, so that its box grows, until it has enough.
             source = NOBODY
-            while (room := self._room_of(rank)) > self.least:
+            node = self.imports.node[rank]
+            while (room := float(min(self.of_rank[rank], self.room[node]))) > self.least:
                 if source == NOBODY or self.excess[source] <= self.least:
                     source = int(np.where(is_stuck[rank], 0, self.excess).argmax())
                 if self.excess[source] <= self.least or is_stuck[rank, source]:
@@ -338,12 +346,9 @@ class _Taken:
                     is_stuck[rank, source], source = True, NOBODY
                     continue
                 self.excess[source] -= got
-                self.room[self.imports.node[rank]] -= got
+                self.room[node] -= got
                 self.of_rank[rank] -= got
         return True
-
-    def _room_of(self, rank: int) -> float:
-        return float(min(self.of_rank[rank], self.room[self.imports.node[rank]]))
 
     @property
     def work(self) -> float:

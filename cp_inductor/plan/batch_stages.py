@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from cp_inductor.plan.batch_assign import Prices
 from cp_inductor.plan.batch_cells import Cells
 from cp_inductor.plan.batch_chunks import Chunks
+from cp_inductor.plan.ir import Prices
 
 # The least share of own work that is counted with: a rank without any fetches something for stage 1
 # all the same.

@@ -30,6 +30,8 @@ import numpy as np
 
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.plan.batch_chunks import BLOCK
+from cp_inductor.plan.grid import spread
+from cp_inductor.plan.ir import IS_OF_KEYS, PAYLOAD, STOP, Transfers
 
 # What the numbers say of each block of a tile: the rows of the pool that it reads, as the first,
 # the step to the next, and their number; the lane of these, and the position of the first; and
@@ -173,35 +175,16 @@ class _NumbersOfRank:
             sizes[place : place + len(self.rows[part])] = self.rows[part]
         return RankTables(sizes, np.concatenate(flat))
 
-    # --- Who has what when --------------------------------------------------------------------
+    # --- Exchanges ----------------------------------------------------------------------------
 
-    def _foreign(self, side: Side) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (rank, chunk, stage) of what ranks compute with and do not store, each once.
-
-        They are sorted by rank, chunk and stage.
-        """
-        plan, chunk = self.plan, self.of_cells[side]
-        is_away = plan.rank != self.chunks[side].rank[chunk]
-        columns = plan.rank[is_away], chunk[is_away], plan.stage[is_away]
-        order = np.lexsort(columns[::-1])
-        ranks, chunks, stages = (column[order] for column in columns)
-        is_new = _starts_of_runs(ranks, chunks, stages)
-        return ranks[is_new], chunks[is_new], stages[is_new]
-
-    def _exchange(
-        self, part: Part, sources: np.ndarray, destinations: np.ndarray, chunks: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Note the rows of an exchange, and return the chunks that this rank sends and receives.
-
-        Args:
-            part: of the exchange.
-            sources, destinations, chunks: which rank sends which chunk to which.
+    def _exchange(self, part: Part, transfers: Transfers) -> tuple[np.ndarray, np.ndarray]:
+        """Note the rows of an exchange.
 
         Returns:
-            Those sent, by destination, and those received, by source.
+            The chunks that this rank sends, by destination, and receives, by source.
         """
-        order = np.lexsort((chunks, destinations, sources))
-        sources, destinations, chunks = sources[order], destinations[order], chunks[order]
+        is_of_side = IS_OF_KEYS[transfers.columns[:, PAYLOAD]] == (part.side is Side.KEY)
+        sources, destinations, chunks = transfers.columns[is_of_side, :STOP].T
         lengths = self.chunks[part.side].length[chunks]
         is_sent, is_received = sources == self.rank, destinations == self.rank
         size = self.layout.world_size
@@ -215,14 +198,11 @@ class _NumbersOfRank:
     def _fetch(self, side: Side) -> dict[int, _ChunksInPool]:
         """Make the SEND parts, and return what is in the pool from each stage on."""
         chunks = self.chunks[side]
-        ranks, which, stages = self._foreign(side)
-        is_first = _starts_of_runs(ranks, which)
         arrived: dict[int, _ChunksInPool] = {}
         start = 1 + self.num_rows[side]
         for stage in range(1, self.layout.stages + 1):
-            part, moving = Part(Kind.SEND, side, stage), is_first & (stages == stage)
-            fetched = which[moving]
-            sent, got = self._exchange(part, chunks.rank[fetched], ranks[moving], fetched)
+            part = Part(Kind.SEND, side, stage)
+            sent, got = self._exchange(part, self.plan.fetches[stage])
             self.parts[part] = _ranges(chunks.row[sent], chunks.length[sent], self.num_groups)
             lengths = chunks.length[got]
             arrived[stage] = _ChunksInPool(got, start + np.cumsum(lengths) - lengths)
@@ -266,9 +246,8 @@ class _NumbersOfRank:
                 # A block without rows.
                 self.parts[Part(Kind.TILE, side, stage)] = np.zeros((1, len(COLUMNS)), np.int64)
                 continue
-            num_blocks = chunks.num_blocks[used]
-            chunk = np.repeat(used, num_blocks)
-            token = _ranges(np.zeros_like(num_blocks), num_blocks) * BLOCK
+            at, block = spread(chunks.num_blocks[used])
+            chunk, token = used[at], block * BLOCK
             # A row of cells for each chunk of queries, a column for each of keys.
             num_columns = max(1, len(self._used(Side.KEY, stage)))
             slots = np.arange(len(used)) * (num_columns if side is Side.QUERY else 1)
@@ -279,7 +258,7 @@ class _NumbersOfRank:
                     np.minimum(BLOCK, chunks.length[chunk] - token),
                     lane[chunk],
                     chunks.first[chunk] + token,
-                    np.repeat(slots, num_blocks),
+                    slots[at],
                 ],
                 axis=1,
             )
@@ -303,7 +282,6 @@ class _NumbersOfRank:
     def _home(self, side: Side) -> None:
         """Make the HOME parts, and the SUM."""
         chunks = self.chunks[side]
-        ranks, which, stages = self._foreign(side)
         found: list[_ChunksInPool] = []
         start = 1
         in_tile: dict[int, np.ndarray] = {}
@@ -317,9 +295,8 @@ class _NumbersOfRank:
             found.append(_ChunksInPool(own, start + rows[own]))
             start += BLOCK * len(self.parts[Part(Kind.TILE, side, stage)])
         for stage in range(1, self.layout.stages + 1):
-            part, moving = Part(Kind.HOME, side, stage), stages == stage
-            computed = which[moving]
-            sent, got = self._exchange(part, ranks[moving], chunks.rank[computed], computed)
+            part = Part(Kind.HOME, side, stage)
+            sent, got = self._exchange(part, self.plan.homes[stage])
             self.parts[part] = _ranges(in_tile[stage][sent], chunks.length[sent])
             lengths = chunks.length[got]
             found.append(_ChunksInPool(got, start + np.cumsum(lengths) - lengths))
@@ -333,15 +310,12 @@ class _NumbersOfRank:
         rows = np.concatenate([some.rows for some in found])
         order = np.argsort(which, kind="stable")
         which, rows = which[order], rows[order]
-        is_first = _starts_of_runs(which)
-        first = np.flatnonzero(is_first)
-        number = np.arange(len(which)) - np.repeat(first, np.diff(np.append(first, len(which))))
+        number = np.arange(len(which)) - np.searchsorted(which, which)
         depth = max(MIN_SUMMED, int(number.max()) + 1 if len(number) else 0)
         total = np.zeros((depth, self.num_rows[side]), np.int64)
         lengths = chunks.length[which]
-        inside = _ranges(np.zeros_like(lengths), lengths)
-        at = np.repeat(chunks.row[which], lengths) + inside * self.num_groups
-        total[np.repeat(number, lengths), at] = np.repeat(rows, lengths) + inside
+        at = _ranges(chunks.row[which], lengths, self.num_groups)
+        total[np.repeat(number, lengths), at] = _ranges(rows, lengths)
         return total
 
 
@@ -358,13 +332,3 @@ def _ranges(starts: np.ndarray, lengths: np.ndarray, step: int = 1) -> np.ndarra
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(starts - step * (ends - lengths), lengths) + step * np.arange(total)
-
-
-def _starts_of_runs(*keys: np.ndarray) -> np.ndarray:
-    """Return where sorted records differ from the one before."""
-    differs = np.ones(len(keys[0]), bool)
-    if len(differs):
-        differs[1:] = False
-        for key in keys:
-            differs[1:] |= key[1:] != key[:-1]
-    return differs

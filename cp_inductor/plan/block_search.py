@@ -31,27 +31,14 @@ from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
+from cp_inductor.plan.ir import Prices
+
 # From here on the exact search for the smallest maximum takes longer than the plan is worth.
 MAX_EXACT_ASSIGNMENT = 256
 # Beyond, the sum of costs to this power is made least, which follows its largest terms. Costs are
 # rounded to so many steps, because the fewer there are, the sooner the search ends.
 STEEPNESS = 8
 NUM_STEPS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Bytes per token, forward and backward together.
-
-    Attributes:
-        query, key: sent to the computing rank, for a foreign query or key.
-        query_home, key_home: sent to the owner, from each other rank that computed with it.
-    """
-
-    query: int
-    key: int
-    query_home: int
-    key_home: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +116,7 @@ def _cut_position(counts: np.ndarray, first: int, num_blocks: int) -> int:
 
 
 def assign_blocks(
-    blocks: list[Block], owners: np.ndarray, world_size: int, weights: Weights
+    blocks: list[Block], owners: np.ndarray, world_size: int, prices: Prices
 ) -> tuple[list[int], int]:
     """Assign a block to every rank so that the most that any rank receives is least.
 
@@ -137,12 +124,12 @@ def assign_blocks(
         blocks: as many as ranks.
         owners: the owner of the chunk at each position.
         world_size: P, the number of ranks.
-        weights: bytes per token; counted here per chunk.
+        prices: of tokens; counted here per chunk.
 
     Returns:
         The rank of each block, and what the rank that receives most receives.
     """
-    cost = _received(blocks, owners, world_size, weights)
+    cost = _received(blocks, owners, world_size, prices)
     if world_size <= MAX_EXACT_ASSIGNMENT:
         cost_bound = _smallest_maximum(cost)
         # The assignment within the bound that moves least in all.
@@ -156,7 +143,7 @@ def assign_blocks(
 
 
 def _received(
-    blocks: list[Block], owners: np.ndarray, world_size: int, weights: Weights
+    blocks: list[Block], owners: np.ndarray, world_size: int, prices: Prices
 ) -> np.ndarray:
     """Return what a rank (column) receives if it computes a block (row)."""
     counts = np.zeros((owners.size + 1, world_size), dtype=np.int64)
@@ -165,10 +152,10 @@ def _received(
     bounds = np.array([(b.top, b.bottom, b.left, b.right) for b in blocks])
     queries = before[bounds[:, 1]] - before[bounds[:, 0]]
     keys = before[bounds[:, 3]] - before[bounds[:, 2]]
-    fetched = queries.sum(1) * weights.query + keys.sum(1) * weights.key
-    home = queries.sum(0) * weights.query_home + keys.sum(0) * weights.key_home
-    saved = queries * (weights.query + weights.query_home)
-    saved = saved + keys * (weights.key + weights.key_home)
+    fetched = queries.sum(1) * prices.query_in + keys.sum(1) * prices.key_in
+    home = queries.sum(0) * prices.query_home + keys.sum(0) * prices.key_home
+    saved = queries * (prices.query_in + prices.query_home)
+    saved = saved + keys * (prices.key_in + prices.key_home)
     return fetched[:, None] + home[None, :] - saved
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from cp_inductor.plan.ir import PlanData
@@ -18,11 +18,6 @@ from cp_inductor.plan.transfers import plan_backward
 @dataclass(frozen=True)
 class Plan(PlanData):
     """Which rank computes which tile of an attention, what moves, and when; for all ranks."""
-
-    @staticmethod
-    def of(data: PlanData) -> Plan:
-        """Return the same plan as an instance of this class."""
-        return Plan(**{field.name: getattr(data, field.name) for field in fields(data)})
 
     def format(self) -> str:
         """Return the plan as text, one line per action."""
@@ -77,4 +72,4 @@ class Plan(PlanData):
 
     def backward(self) -> Plan:
         """Return the plan of the backward pass, derived from this one."""
-        return Plan.of(plan_backward(self))
+        return plan_backward(self)

@@ -55,10 +55,6 @@ class Grid:
         """The number of chunks of all ranks."""
         return self.world_size * self.chunks_per_rank
 
-    def owner(self, chunk: int) -> int:
-        """Return the rank that holds a chunk."""
-        return chunk // self.chunks_per_rank
-
     def own(self, rank: int) -> Span:
         """Return the chunks that a rank holds."""
         return Span(rank * self.chunks_per_rank, (rank + 1) * self.chunks_per_rank)
@@ -115,3 +111,9 @@ def join_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
             span = Span(last.start, max(last.stop, span.stop))
         joined.append(span)
     return tuple(joined)
+
+
+def spread(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for runs of so many items, the run of each item, and its place within the run."""
+    of = np.repeat(np.arange(len(counts)), counts)
+    return of, np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)

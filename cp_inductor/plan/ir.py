@@ -92,6 +92,10 @@ class Payload(Enum):
         self.order = len(type(self).__members__)
 
 
+# By the order of payloads, for columns of transfers.
+IS_OF_KEYS = np.array([payload.is_of_keys for payload in Payload])
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """One attention call of one rank.
@@ -109,6 +113,14 @@ class Tile:
     keys: tuple[Span, ...]
     heads: Span
     mask: Mask
+
+    def at(self, rank: int, heads: Span) -> Tile:
+        """Return the same tile of another rank, for other heads."""
+        return Tile(rank, self.queries, self.keys, heads, self.mask)
+
+    def side(self, shape: Shape, *, of_keys: bool) -> tuple[tuple[Span, ...], Span]:
+        """Return the spans and the heads of its queries, or of its keys."""
+        return (self.keys, shape.kv_heads(self.heads)) if of_keys else (self.queries, self.heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +344,6 @@ class PlanData:
 
     def bytes_of(self, columns: np.ndarray) -> np.ndarray:
         """Return how many bytes each transfer moves."""
-        of_keys = np.array([payload.is_of_keys for payload in Payload])
         per_row = np.array([bytes_per_row(payload, self.shape) for payload in Payload])
         queries, keys = (
             before[columns[:, STOP]] - before[columns[:, START]]
@@ -341,7 +352,7 @@ class PlanData:
             )
         )
         payload = columns[:, PAYLOAD]
-        rows = np.where(of_keys[payload], keys, queries) * self.shape.batch
+        rows = np.where(IS_OF_KEYS[payload], keys, queries) * self.shape.batch
         return np.asarray(
             rows * (columns[:, LAST_HEAD] - columns[:, FIRST_HEAD]) * per_row[payload]
         )
@@ -395,11 +406,6 @@ class PlanData:
         return self.head_pairs[rank] / self.shape.num_heads
 
     @property
-    def has_backward_tiles(self) -> bool:
-        """Whether the backward computes other tiles than the forward."""
-        return any(stage.backward_tiles for stage in self.stages)
-
-    @property
     def balance(self) -> float:
         """Flops of the busiest rank over the mean of all ranks; 1.0 is perfect."""
         pairs = self.head_pairs
@@ -436,3 +442,41 @@ def bytes_per_row(payload: Payload, shape: Shape) -> int:
     """
     row, statistic = shape.head_dim * shape.itemsize, max(STATISTIC_BYTES, shape.itemsize)
     return len(payload.tensors) * row + len(payload.statistics) * statistic
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a token of all heads costs the rank that receives it, forward and backward together.
+
+    Attributes:
+        query_in: q; q again and the gradient of out.
+        query_home: out; dq.
+        key_in: k and v, and both again.
+        key_home: their gradients.
+    """
+
+    query_in: float
+    query_home: float
+    key_in: float
+    key_home: float
+
+    @staticmethod
+    def of(shape: Shape) -> Prices:
+        """Return bytes per token and batch entry, if nothing is kept."""
+
+        def of_heads(heads: int, *payloads: Payload) -> int:
+            return heads * sum(bytes_per_row(payload, shape) for payload in payloads)
+
+        heads, kv_heads = shape.num_heads, shape.num_kv_heads
+        return Prices(
+            query_in=of_heads(heads, Payload.QUERY, Payload.QUERY_GRAD_OUT),
+            query_home=of_heads(heads, Payload.PARTIAL, Payload.QUERY_GRAD),
+            key_in=of_heads(kv_heads, Payload.KEY_VALUE, Payload.KEY_VALUE),
+            key_home=of_heads(kv_heads, Payload.KEY_VALUE_GRAD),
+        )
+
+    @staticmethod
+    def in_elements(num_heads: int, num_kv_heads: int) -> Prices:
+        """Return them in the elements of a token's K and V. Statistics of rows hardly count."""
+        ratio = num_heads / (2 * num_kv_heads)
+        return Prices(query_in=3 * ratio, query_home=2 * ratio, key_in=2.0, key_home=1.0)

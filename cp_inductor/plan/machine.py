@@ -147,11 +147,7 @@ class Machine:
         return self.node_of(world_size - 1) + 1
 
     def among(self, ranks: Sequence[int]) -> Machine:
-        """Return the machine as some of its ranks see it, which count from 0 in this order."""
-        return self.over([self.node_of(rank) for rank in ranks])
-
-    def over(self, nodes: Sequence[int]) -> Machine:
-        """Return the machine as ranks of these nodes see it, which count from 0 in this order.
+        """Return the machine as some of its ranks see it, which count from 0 in this order.
 
         Ranks that do not fill runs of equally many per node are taken to have the outer link only:
         that is slower than what they have, and never wrong.
@@ -159,6 +155,7 @@ class Machine:
         if len(self.levels) == 1:
             return self
         inside, outside = self.levels
+        nodes = [self.node_of(rank) for rank in ranks]
         size = nodes.count(nodes[0])
         runs = [nodes[at : at + size] for at in range(0, len(nodes), size)]
         are_runs = all(len(set(run)) == 1 for run in runs) and len(runs) == len(set(nodes))

@@ -8,38 +8,48 @@ pairs are computed by the same ranks share a panel. matplotlib draws; `pip insta
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cp_inductor.errors import InvalidArgument
-from cp_inductor.plan.batch_chunks import BLOCK, Chunks
-from cp_inductor.plan.grid import Grid, Span
+from cp_inductor.plan.grid import Grid, tokens_before
 from cp_inductor.plan.ir import Mask, PlanData, Tile
 
 MAX_PANELS = 16
 MAX_IN_LEGEND = 16
 MAX_BORDERS = 33
 PANEL_INCHES = 4.2
+ALPHAS = {Mask.FULL: 1.0, Mask.CAUSAL: 1.0, Mask.PARTIAL: 0.55}
 
 # Colors of ranks, which people of any color vision tell apart.
 # Okabe and Ito, https://jfly.uni-koeln.de/color/, without black.
 _FEW = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7f7f", "#f0e442")
-# Viridis at eleven places, https://bids.github.io/colormap/.
-_SCALE = (
-    "440154 482475 414487 355f8d 2a788e 21918c 22a884 44bf70 7ad151 bddf26 fde725".split()  # noqa: SIM905
-)
 _GOLDEN = 0.381966
 
 
 class Area(NamedTuple):
-    """Pairs of one rank: (key, query) corners in tokens; faded if a mask leaves out some."""
+    """Pairs of one rank.
+
+    Attributes:
+        rank: who computes them.
+        queries, keys: the first token, and the one behind the last.
+        mask: CAUSAL for the triangle alone; PARTIAL, which is pale, leaves out some of them.
+    """
 
     rank: int
-    corners: tuple[tuple[float, float], ...]
-    is_faded: bool
+    queries: tuple[float, float]
+    keys: tuple[float, float]
+    mask: Mask
+
+    @property
+    def corners(self) -> tuple[tuple[float, float], ...]:
+        """The (key, query) corners."""
+        (top, bottom), (left, right) = self.queries, self.keys
+        above = () if self.mask is Mask.CAUSAL else ((right, top),)
+        return (left, top), *above, (right, bottom), (left, bottom)
 
 
 class Panel(NamedTuple):
@@ -53,54 +63,15 @@ def draw_plan(plan: PlanData, path: str | Path) -> None:
     """Write a picture of a plan; see `Plan.draw`."""
     grid = plan.grid
     pairs = [plan.num_pairs_of(rank) for rank in range(grid.world_size)]
-    panels = list(panels_of(plan))
-    lengths = grid.query_length, grid.key_length
-    borders = [_borders(grid, of_keys=of_keys) for of_keys in (False, True)]
-    _write(path, panels, borders, lengths, f"strategy {plan.strategy}", pairs, "pairs")
-
-
-def draw_cells(
-    path: str | Path,
-    chunks: tuple[Chunks, Chunks],
-    cells: Sequence[np.ndarray],
-    loads: np.ndarray,
-    *,
-    entry: int,
-) -> None:
-    """Write a picture of the cells of a batch; see `BatchPlan.draw`.
-
-    Args:
-        path: of the file.
-        chunks: of queries and of keys.
-        cells: the query chunk, key chunk, weight and rank of each cell.
-        loads: blocks of each rank, in all entries.
-        entry: of the batch.
-    """
-    queries, keys = chunks
-    most = (queries.size // BLOCK) * (keys.size // BLOCK)
-    areas: dict[int, list[Area]] = {}
-    for query, key, weight, rank in zip(*(column.tolist() for column in cells), strict=True):
-        if queries.entry[query] == entry:
-            corners = _rectangle(_place(keys, key), _place(queries, query))
-            group = areas.setdefault(int(queries.group[query]), [])
-            group.append(Area(rank, corners, weight < most / 2))
-    panels = [
-        Panel("all heads" if len(areas) == 1 else f"group {group} of heads", areas[group])
-        for group in sorted(areas)
+    ends = [
+        tokens_before(grid, of_keys=of_keys)[grid.chunks_per_rank :: grid.chunks_per_rank]
+        for of_keys in (False, True)
     ]
-    firsts = [(one.entry == entry) & (one.group == 0) for one in chunks]
-    borders = [
-        one.first[chosen][1:][np.diff(one.rank[chosen]) != 0].tolist()
-        for one, chosen in zip(chunks, firsts, strict=True)
-    ]
-    lengths = [int(one.length[chosen].sum()) for one, chosen in zip(chunks, firsts, strict=True)]
-    _write(
-        path, panels, borders, lengths, f"planned for entry {entry} of this batch", loads, "blocks"
-    )
+    draw_panels(path, [*panels_of(plan)], ends, pairs, "pairs", f"strategy {plan.strategy}")
 
 
 def panels_of(plan: PlanData) -> Iterator[Panel]:
-    """Yield the heads that the same ranks compute alike, and their areas, in tokens."""
+    """Yield the heads that the same ranks compute alike, and their areas."""
     tiles = [tile for stage in plan.stages for tile in stage.tiles]
     edges = sorted({edge for tile in tiles for edge in (tile.heads.start, tile.heads.stop)})
     # Which tiles each run of heads has; neighbours that have the same are drawn together.
@@ -121,55 +92,35 @@ def panels_of(plan: PlanData) -> Iterator[Panel]:
 
 
 def _areas(grid: Grid, tile: Tile) -> Iterator[Area]:
-    for queries in tile.queries:
-        for keys in tile.keys:
-            (top, bottom), (left, right) = (
-                _tokens(grid, span, of_keys=of_keys)
-                for span, of_keys in ((queries, False), (keys, True))
-            )
-            if tile.mask is Mask.CAUSAL and keys.start > queries.start:
+    of_queries, of_keys = (tokens_before(grid, of_keys=of_keys) for of_keys in (False, True))
+    for queries, keys in product(tile.queries, tile.keys):
+        mask = tile.mask
+        if mask is Mask.CAUSAL and keys != queries:
+            if keys.start > queries.start:
                 continue
-            if tile.mask is Mask.CAUSAL and keys == queries:
-                yield Area(tile.rank, ((left, top), (left, bottom), (right, bottom)), False)
-                continue
-            corners = _rectangle((left, right), (top, bottom))
-            yield Area(tile.rank, corners, tile.mask is Mask.PARTIAL)
+            mask = Mask.FULL
+        rows = of_queries[queries.start], of_queries[queries.stop]
+        yield Area(tile.rank, rows, (of_keys[keys.start], of_keys[keys.stop]), mask)
 
 
-def _rectangle(
-    keys: tuple[float, float], queries: tuple[float, float]
-) -> tuple[tuple[float, float], ...]:
-    (left, right), (top, bottom) = keys, queries
-    return (left, top), (right, top), (right, bottom), (left, bottom)
-
-
-def _tokens(grid: Grid, span: Span, *, of_keys: bool) -> tuple[float, float]:
-    """Return where positions begin and end, in tokens, all chunks taken as equally long."""
-    length = grid.key_length if of_keys else grid.query_length
-    return span.start * length / grid.num_chunks, span.stop * length / grid.num_chunks
-
-
-def _borders(grid: Grid, *, of_keys: bool) -> list[float]:
-    """Return the tokens at which the owner of queries, or of keys, changes."""
-    ranks = range(1, grid.world_size)
-    return [_tokens(grid, grid.own(rank), of_keys=of_keys)[0] for rank in ranks]
-
-
-def _place(chunks: Chunks, chunk: int) -> tuple[float, float]:
-    first = int(chunks.first[chunk])
-    return first, first + int(chunks.length[chunk])
-
-
-def _write(
+def draw_panels(
     path: str | Path,
     panels: Sequence[Panel],
-    borders: Sequence[Sequence[float]],
-    lengths: Sequence[int],
-    title: str,
-    loads: Sequence[float] | np.ndarray,
+    ends: Sequence[Sequence[float]],
+    loads: Sequence[float],
     unit: str,
+    title: str,
 ) -> None:
-    """Draw the panels beside each other, and a legend to the right of them."""
+    """Draw panels beside each other, and a legend to the right of them.
+
+    Args:
+        path: of the file, which ends in .png or .svg.
+        panels: what is drawn.
+        ends: for queries and for keys, the token at which the shard of each rank ends.
+        loads: of each rank, in units that the legend names.
+        unit: their name.
+        title: of all panels.
+    """
     try:
         import matplotlib
         from matplotlib.collections import PolyCollection
@@ -183,6 +134,9 @@ def _write(
             remedy="pip install 'cp-inductor[draw]'",
         ) from None
     shown, colors = panels[:MAX_PANELS], colors_of(len(loads))
+    (*query_borders, num_queries), (*key_borders, num_keys) = ends
+    # Ticks, since lines would lie over the cells.
+    has_ticks = len(key_borders) < MAX_BORDERS
     columns = min(len(shown), 4)
     rows = -(-len(shown) // columns)
     side = PANEL_INCHES if columns == 1 else PANEL_INCHES / 1.6
@@ -195,16 +149,14 @@ def _write(
         axis.add_collection(
             PolyCollection(
                 [area.corners for area in panel.areas],
-                facecolors=[(colors[a.rank], 0.55 if a.is_faded else 1.0) for a in panel.areas],
+                facecolors=[(colors[a.rank], ALPHAS[a.mask]) for a in panel.areas],
                 linewidths=0,
                 antialiased=False,
             )
         )
-        axis.set(xlim=(0, lengths[1]), ylim=(lengths[0], 0))
-        # Ticks, since lines would lie over the cells.
-        has_ticks = len(borders[1]) < MAX_BORDERS
-        axis.set_xticks(borders[1] if has_ticks else [], labels=[])
-        axis.set_yticks(borders[0] if has_ticks else [], labels=[])
+        axis.set(xlim=(0, num_keys), ylim=(num_queries, 0))
+        axis.set_xticks(key_borders if has_ticks else [], labels=[])
+        axis.set_yticks(query_borders if has_ticks else [], labels=[])
         axis.set_title(panel.title, fontsize=9)
         if number % columns == 0:
             axis.set_ylabel("← queries", fontsize=9)
@@ -217,7 +169,7 @@ def _write(
     ]
     more = [f"and {len(entries) - MAX_IN_LEGEND} more ranks"] * (len(entries) > MAX_IN_LEGEND)
     more += [f"and {len(panels) - MAX_PANELS} more groups of heads"] * (len(panels) > MAX_PANELS)
-    more += ["ticks: borders of the shards"] * (len(borders[1]) < MAX_BORDERS)
+    more += ["ticks: borders of the shards"] * has_ticks
     entries = entries[:MAX_IN_LEGEND] + [Patch(alpha=0, label=text) for text in more]
     figure.legend(handles=entries, loc="outside right upper", frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=10)
@@ -241,10 +193,7 @@ def colors_of(world_size: int) -> list[str]:
     """Return a color for each rank; with many ranks, neighbours are far apart in lightness."""
     if world_size <= len(_FEW):
         return [*_FEW[:world_size]]
-    return [_between(rank * _GOLDEN % 1) for rank in range(world_size)]
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
 
-
-def _between(place: float) -> str:
-    at, share = divmod(place * (len(_SCALE) - 1), 1)
-    ends = [bytes.fromhex(_SCALE[int(at) + step]) for step in (0, 1)]
-    return "#" + bytes(round(a + share * (b - a)) for a, b in zip(*ends, strict=True)).hex()
+    return [to_hex(colormaps["viridis"](rank * _GOLDEN % 1)) for rank in range(world_size)]

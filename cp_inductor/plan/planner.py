@@ -31,7 +31,7 @@ from cp_inductor.plan.checks import (
 )
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid
-from cp_inductor.plan.ir import Mask, PlanData, Shape
+from cp_inductor.plan.ir import Direction, Mask, Payload, Shape
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.strategies import (
     TABLE,
@@ -42,9 +42,9 @@ from cp_inductor.plan.strategies import (
     own_in_groups,
     parse_strategy,
 )
-from cp_inductor.plan.tiles import Assignment, halve_own_tiles
+from cp_inductor.plan.tiles import Assignment, Tiles, halve_own_tiles
 from cp_inductor.plan.timeline import loads_of
-from cp_inductor.plan.transfers import fetch_directly, plan_backward, plan_forward
+from cp_inductor.plan.transfers import fetch_directly, homes_of, plan_backward, stages_of
 
 MAX_STAGES = 8
 
@@ -146,14 +146,25 @@ class Recipe:
         words = [word.partition("=") for word in text.split()]
         given = {name: value for name, _, value in words}
         kinds = {field.name: field.type for field in fields(Recipe)}
+        expected = ""
         if len(given) < len(words) or given.keys() != kinds.keys():
+            expected = f"each of {', '.join(kinds)} once"
+        for name in (name for name, kind in kinds.items() if kind == "int" and not expected):
+            # isdigit accepts characters that int refuses, such as superscripts.
+            is_number = given[name].isascii() and given[name].isdigit()
+            if not is_number or len(given[name]) > MAX_DIGITS:
+                expected = f"{name} in at most {MAX_DIGITS} digits"
+        if expected:
             raise InvalidText(
                 site="a recipe",
-                expected=f"each of {', '.join(kinds)} once",
+                expected=expected,
                 got=shortened(text),
                 remedy="pass what Recipe.format wrote",
             )
-        return Recipe(**{name: _read(name, kinds[name], given[name]) for name in kinds})
+        values: dict[str, Any] = {
+            name: int(given[name]) if kind == "int" else given[name] for name, kind in kinds.items()
+        }
+        return Recipe(**values)
 
     @property
     def mask(self) -> Mask:
@@ -171,20 +182,6 @@ class Recipe:
     def grid(self) -> Grid:
         """The chunks."""
         return Grid(self.world_size, self.chunks, self.query_length, self.key_length)
-
-
-def _read(name: str, kind: Any, text: str) -> Any:
-    if kind != "int":
-        return text
-    # isdigit accepts characters that int refuses, such as superscripts.
-    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
-        raise InvalidText(
-            site="a recipe",
-            expected=f"{name} in at most {MAX_DIGITS} digits",
-            got=shortened(text),
-            remedy="pass what Recipe.format wrote",
-        )
-    return int(text)
 
 
 def plan_attention(
@@ -465,15 +462,17 @@ def tiles_of(recipe: Recipe) -> Assignment:
     """Return the tiles of a resolved recipe, for each stage."""
     grid, shape, strategy = recipe.grid, recipe.shape, parse_strategy(recipe.strategy)
     sizes = grid, shape, pairs_of(grid, recipe.mask, recipe.rule), recipe.stages
-    assigned = Assignment(strategy.assign(*sizes))
+    tiles = strategy.assign(*sizes)
+    later: Tiles = [[] for _ in tiles]
     if strategy.assign_backward is not None and recipe.keep:  # else for inference
-        assigned = Assignment(assigned.tiles, strategy.assign_backward(*sizes))
+        later = strategy.assign_backward(*sizes)
+    assigned = Assignment(tiles, later)
     if recipe.late:
         (_, assigned), *_ = [*_late(recipe, assigned), (recipe, assigned)]
     return assigned
 
 
-def plan_tiles(recipe: Recipe, assigned: Assignment) -> PlanData:
+def plan_tiles(recipe: Recipe, assigned: Assignment) -> Plan:
     """Return the forward plan of a resolved recipe, given its tiles."""
     grid, shape, mask = recipe.grid, recipe.shape, recipe.mask
     strategy = parse_strategy(recipe.strategy)
@@ -484,16 +483,23 @@ def plan_tiles(recipe: Recipe, assigned: Assignment) -> PlanData:
         bool(fetch or now or then or not index)
         for index, (fetch, now, then) in enumerate(zip(fetches, tiles, later, strict=True))
     ]
-    return plan_forward(
+    fetches, tiles, later = (
+        [*compress(fetches, is_used)],
+        [*compress(tiles, is_used)],
+        [*compress(later, is_used)],
+    )
+    way = fetches if strategy.returns else None
+    homes = homes_of(grid, shape, tiles, (Payload.PARTIAL,), way)
+    return Plan(
         grid,
         shape,
         mask,
         recipe.strategy,
-        [*compress(tiles, is_used)],
-        [*compress(fetches, is_used)],
-        recipe.keep,
-        recipe.rule if mask is Mask.PARTIAL else "",
-        [*compress(later, is_used)] if assigned.backward else None,
+        Direction.FORWARD,
+        # If the backward computes other tiles, all that these read is kept.
+        max(recipe.keep, len(tiles)) if any(later) else recipe.keep,
+        stages_of(fetches, tiles, homes, later),
+        rule=recipe.rule if mask is Mask.PARTIAL else "",
         returns=strategy.returns,
     )
 
@@ -501,7 +507,7 @@ def plan_tiles(recipe: Recipe, assigned: Assignment) -> PlanData:
 @lru_cache(maxsize=64)
 def forward_plan(recipe: Recipe) -> Plan:
     """Return the plan of a resolved recipe."""
-    return Plan.of(plan_tiles(recipe, tiles_of(recipe)))
+    return plan_tiles(recipe, tiles_of(recipe))
 
 
 @lru_cache(maxsize=64)

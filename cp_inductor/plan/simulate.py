@@ -17,10 +17,11 @@ import numpy as np
 
 from cp_inductor.mask.rule import Cell
 from cp_inductor.plan.assign_cells import pairs_of
-from cp_inductor.plan.grid import Grid, lengths_of, tokens_before
+from cp_inductor.plan.grid import Grid, lengths_of, spread, tokens_before
 from cp_inductor.plan.ir import (
     DESTINATION,
     FIRST_HEAD,
+    IS_OF_KEYS,
     LAST_HEAD,
     PAYLOAD,
     SOURCE,
@@ -28,14 +29,13 @@ from cp_inductor.plan.ir import (
     STOP,
     Direction,
     Mask,
-    Payload,
     PlanData,
     Tile,
     Transfer,
     Transfers,
 )
 from cp_inductor.plan.machine import Machine
-from cp_inductor.plan.tile_columns import TileColumns, spread
+from cp_inductor.plan.tile_columns import TileColumns
 from cp_inductor.plan.timeline import Timeline, loads_of
 
 
@@ -52,9 +52,12 @@ def simulate(plan: PlanData, machine: Machine | None = None) -> Timeline:
     tiles = TileColumns.of(stage.tiles for stage in plan.stages)
     _check_tiles(plan)
     _check_coverage(plan)
-    places = [_Places(plan, tiles, of_keys=of_keys) for of_keys in (False, True)]
-    _check_data(plan, places)
-    _check_homes(plan, places)
+    _check_exchanges(plan)
+    for of_keys in (False, True):
+        places = _Places(plan, tiles, of_keys=of_keys)
+        _check_data(plan, places)
+        if plan.direction is Direction.BACKWARD or not of_keys:
+            _check_homes(plan, places)
     return predict_timeline(plan, machine)
 
 
@@ -127,9 +130,6 @@ def _add_pairs(computed: np.ndarray, tile: Tile, cells: np.ndarray) -> None:
     computed[area] += part != Cell.EMPTY
 
 
-_IS_OF_KEYS = np.array([payload.is_of_keys for payload in Payload])
-
-
 class _Places:
     """A place for each rank, span of heads and part of the sequence that a plan treats as a whole.
 
@@ -142,7 +142,7 @@ class _Places:
         self.heads = tiles.first_head // group, (tiles.last_head - 1) // group + 1
         num_heads = shape.num_kv_heads if of_keys else shape.num_heads
         moved = np.concatenate([Transfers.of(plan.kept_fetches).columns, *sum(plan.columns, ())])
-        moved = moved[_IS_OF_KEYS[moved[:, PAYLOAD]] == of_keys]
+        moved = moved[IS_OF_KEYS[moved[:, PAYLOAD]] == of_keys]
         self.tiles, self.spans = tiles, tiles.keys if of_keys else tiles.queries
         head_edges = *self.heads, moved[:, FIRST_HEAD], moved[:, LAST_HEAD], [0, num_heads]
         self.head_edges = np.unique(np.concatenate(head_edges))
@@ -161,7 +161,7 @@ class _Places:
 
         Transfers of the other kind, queries or keys, are left out.
         """
-        which = np.flatnonzero(_IS_OF_KEYS[columns[:, PAYLOAD]] == self.of_keys)
+        which = np.flatnonzero(IS_OF_KEYS[columns[:, PAYLOAD]] == self.of_keys)
         columns = columns[which].T[[end, START, STOP, FIRST_HEAD, LAST_HEAD]]
         places, of = self._at(*columns)
         return places, which[of]
@@ -203,15 +203,17 @@ def _are_new(places: np.ndarray, known: np.ndarray) -> bool:
     return not known[places].any() and len(np.unique(places)) == len(places)
 
 
-def _check_data(plan: PlanData, places: Sequence[_Places]) -> None:
-    """Run the exchanges: check that what is sent, and what a tile reads, is there."""
-    for index, (stage, (fetch, _)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
+def _check_exchanges(plan: PlanData) -> None:
+    """Check that transfers join two ranks, and that results go home if they go no other way."""
+    for index, (stage, (fetch, home)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
         _check_ends(stage.fetch, fetch, plan.grid, f"fetch of stage {index}")
-    for one in places:
-        _check_data_of(plan, one)
+        _check_ends(stage.home, home, plan.grid, f"home of stage {index}")
+        is_home = home[:, START] // plan.grid.chunks_per_rank == home[:, DESTINATION]
+        require(plan.returns or bool(is_home.all()), f"stage {index}: a result does not go home")
 
 
-def _check_data_of(plan: PlanData, places: _Places) -> None:
+def _check_data(plan: PlanData, places: _Places) -> None:
+    """Run the exchanges: check that what is sent, and what a tile reads, is there."""
     held = places.own.copy()
 
     def add(columns: np.ndarray, where: str) -> None:
@@ -258,22 +260,13 @@ def _are_in_order(columns: np.ndarray) -> bool:
     return bool((steps[np.arange(len(steps)), first] > 0).all())
 
 
-def _check_homes(plan: PlanData, places: Sequence[_Places]) -> None:
+def _check_homes(plan: PlanData, places: _Places) -> None:
     """Check that results of foreign chunks are sent home once, not before the last tile of each.
 
     Every rank that has such results must send them. So must a rank that results of foreign chunks
     were sent to, after they have arrived: it sends them once, whereupon nothing more may arrive. So
     they cannot go round in circles, and what is sent reaches the owner.
     """
-    for index, (stage, (_, home)) in enumerate(zip(plan.stages, plan.columns, strict=True)):
-        _check_ends(stage.home, home, plan.grid, f"home of stage {index}")
-        is_home = home[:, START] // plan.grid.chunks_per_rank == home[:, DESTINATION]
-        require(plan.returns or bool(is_home.all()), f"stage {index}: a result does not go home")
-    for one in places if plan.direction is Direction.BACKWARD else places[:1]:
-        _check_homes_of(plan, one)
-
-
-def _check_homes_of(plan: PlanData, places: _Places) -> None:
     what = "results of keys" if places.of_keys else "results of queries"
     homes = [home for _, home in plan.columns]
     # From behind the last stage on: what is added to or arrives later, and what was sent later. A

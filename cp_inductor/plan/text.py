@@ -5,7 +5,7 @@ See `cp_inductor.plan.ir` for a sample.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 from cp_inductor.plan.grid import Grid
@@ -31,21 +31,14 @@ def format_program(plan: PlanData, rank: int) -> str:
     return "\n".join(_format_stages(plan.program(rank)))
 
 
-def _format_stages(stages: Iterable[Stage]) -> list[str]:
-    lines = []
+def _format_stages(stages: Iterable[Stage]) -> Iterator[str]:
+    """Yield the actions of stages, in the order in which they happen."""
     for index, stage in enumerate(stages):
-        lines += [f"stage {index}", *(f"  {line}" for line in format_stage(stage))]
-    return lines
-
-
-def format_stage(stage: Stage) -> list[str]:
-    """Return the actions of a stage, in the order in which they happen."""
-    return [
-        *(f"fetch: {_format_transfer(transfer)}" for transfer in stage.fetch),
-        *(_format_tile(tile) for tile in stage.tiles),
-        *(f"home: {_format_transfer(transfer)}" for transfer in stage.home),
-        *(_format_tile(tile, "backward tile") for tile in stage.backward_tiles),
-    ]
+        yield f"stage {index}"
+        yield from (f"  fetch: {_format_transfer(transfer)}" for transfer in stage.fetch)
+        yield from (f"  {_format_tile(tile)}" for tile in stage.tiles)
+        yield from (f"  home: {_format_transfer(transfer)}" for transfer in stage.home)
+        yield from (f"  {_format_tile(tile, 'backward tile')}" for tile in stage.backward_tiles)
 
 
 def _format_fields(value: Grid | Shape) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cp_inductor.plan.grid import Grid, Span, tokens_before
+from cp_inductor.plan.grid import Grid, Span, spread, tokens_before
 from cp_inductor.plan.ir import Mask, Shape, Tile
 
 # Heads of an attention are fewer: a rank and a span of heads are one integer.
@@ -163,9 +163,3 @@ class Uses:
 def line_of(rank: np.ndarray, first_head: np.ndarray, last_head: np.ndarray) -> np.ndarray:
     """Return a rank and a span of heads as one integer."""
     return (rank * _MAX_HEADS + first_head) * _MAX_HEADS + last_head
-
-
-def spread(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for runs of so many items, the run of each item, and its place within the run."""
-    of = np.repeat(np.arange(len(counts)), counts)
-    return of, np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -19,29 +19,26 @@ class Assignment:
 
     Attributes:
         tiles: of the forward.
-        backward: of the backward, as many stages, if they are others.
+        later: those of the backward, if they are others; as many stages.
     """
 
     tiles: Tiles
-    backward: Tiles | None = None
+    later: Tiles
 
     @property
     def reads(self) -> Tiles:
         """For each stage, the tiles that read what its fetch brings."""
-        if self.backward is None:
-            return self.tiles
-        return [[*now, *later] for now, later in zip(self.tiles, self.backward, strict=True)]
+        return [[*now, *later] for now, later in zip(self.tiles, self.later, strict=True)]
 
     def with_tokens(self, grid: Grid) -> tuple[Tiles, Tiles]:
         """Return the tiles and those of the backward, without those of short sequences' ends."""
-        both = self.tiles, self.backward or [[] for _ in self.tiles]
         if all(lengths_of(grid, of_keys=of_keys).all() for of_keys in (False, True)):
-            return both
+            return self.tiles, self.later
 
         def kept(tiles: Tiles) -> Tiles:
             return [[tile for tile in stage if has_tokens(grid, tile)] for stage in tiles]
 
-        return kept(both[0]), kept(both[1])
+        return kept(self.tiles), kept(self.later)
 
 
 def has_tokens(grid: Grid, tile: Tile) -> bool:
@@ -69,8 +66,7 @@ def halve_own_tiles(grid: Grid, shape: Shape, assigned: Assignment) -> Assignmen
     middle = (shape.num_kv_heads + 1) // 2 * group
     halves = Span(0, middle), Span(middle, shape.num_heads)
     early, late = ([replace(tile, heads=half) for tile in first] for half in halves)
-    backward = assigned.backward and [*assigned.backward, []]
-    return Assignment([early, *others, late], backward)
+    return Assignment([early, *others, late], [*assigned.later, []])
 
 
 def parts_of_equal_weight(weights: np.ndarray, num_parts: int) -> np.ndarray:

@@ -16,20 +16,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import TypeVar
 
 import numpy as np
 
-from cp_inductor.plan.grid import Grid
+from cp_inductor.plan.grid import Grid, spread
 from cp_inductor.plan.ir import (
     DESTINATION,
     FIRST_HEAD,
+    IS_OF_KEYS,
     LAST_HEAD,
     PAYLOAD,
     SOURCE,
     START,
     STOP,
     Direction,
-    Mask,
     Payload,
     PlanData,
     Shape,
@@ -39,73 +40,48 @@ from cp_inductor.plan.ir import (
     Transfers,
     message_order,
 )
-from cp_inductor.plan.tile_columns import TileColumns, Uses, line_of, spread
+from cp_inductor.plan.tile_columns import TileColumns, Uses, line_of
 
-# Fetches of each stage, in order.
+# What each stage fetches, or sends home.
 Fetches = Sequence[Sequence[Transfer]]
 
-
-def plan_forward(
-    grid: Grid,
-    shape: Shape,
-    mask: Mask,
-    strategy: str,
-    tiles: Sequence[Sequence[Tile]],
-    fetches: Fetches,
-    num_kept: int = 0,
-    rule: str = "",
-    backward_tiles: Sequence[Sequence[Tile]] | None = None,
-    *,
-    returns: bool = False,
-) -> PlanData:
-    """Return the forward plan of the tiles and fetches of each stage.
-
-    Args:
-        grid, shape, mask, strategy, num_kept, rule, returns: see `PlanData`.
-        tiles, fetches: of each stage.
-        backward_tiles: of each stage, if the backward computes other tiles; all stages are kept.
-    """
-    homes = _homes(grid, shape, tiles, (Payload.PARTIAL,), fetches if returns else None)
-    later = backward_tiles or [()] * len(tiles)
-    if backward_tiles is not None:
-        num_kept = max(num_kept, len(tiles))
-    stages = tuple(
-        Stage(fetch, tuple(own), home, tuple(of_backward))
-        for fetch, own, home, of_backward in zip_longest(fetches, tiles, homes, later, fillvalue=())
-    )
-    direction = Direction.FORWARD
-    return PlanData(
-        grid, shape, mask, strategy, direction, num_kept, stages, rule=rule, returns=returns
-    )
+AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
 
-def plan_backward(plan: PlanData) -> PlanData:
+def plan_backward(plan: AnyPlan) -> AnyPlan:
     """Return the backward plan of a forward plan."""
     assert plan.direction is Direction.FORWARD
-    tiles = [stage.tiles for stage in plan.stages]
-    if plan.has_backward_tiles:
-        tiles = [stage.backward_tiles for stage in plan.stages]
+    has_others = any(stage.backward_tiles for stage in plan.stages)
+    tiles = [stage.backward_tiles if has_others else stage.tiles for stage in plan.stages]
     way = [stage.fetch for stage in plan.stages] if plan.returns else None
-    homes = _homes(plan.grid, plan.shape, tiles, (Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD), way)
+    payloads = Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD
+    homes = homes_of(plan.grid, plan.shape, tiles, payloads, way)
     again = [
         _refetch(stage.fetch, is_kept=index < plan.num_kept)
         for index, stage in enumerate(plan.stages)
     ]
-    stages = [
-        Stage(fetch, tuple(own), home)
-        for fetch, own, home in zip_longest(again, tiles, homes, fillvalue=())
-    ]
-    return PlanData(
-        plan.grid,
-        plan.shape,
-        plan.mask,
-        plan.strategy,
-        Direction.BACKWARD,
-        plan.num_kept,
-        tuple(stages),
-        Transfers.joined(stage.fetch for stage in plan.stages[: plan.num_kept]),
-        plan.rule,
-        plan.returns,
+    return replace(
+        plan,
+        direction=Direction.BACKWARD,
+        stages=stages_of(again, tiles, homes),
+        kept_fetches=Transfers.joined(stage.fetch for stage in plan.stages[: plan.num_kept]),
+    )
+
+
+def stages_of(
+    fetches: Fetches,
+    tiles: Sequence[Sequence[Tile]],
+    homes: Fetches,
+    later: Sequence[Sequence[Tile]] = (),
+) -> tuple[Stage, ...]:
+    """Return stages, given what each fetches, computes, sends home, and leaves to the backward.
+
+    Results may be on their way for some stages more, in which nothing else happens.
+    """
+    parts = zip_longest(fetches, tiles, homes, later, fillvalue=())
+    return tuple(
+        Stage(fetch, tuple(own), home, tuple(of_backward))
+        for fetch, own, home, of_backward in parts
     )
 
 
@@ -124,7 +100,7 @@ def fetch_directly(grid: Grid, shape: Shape, tiles: Sequence[Sequence[Tile]]) ->
     for payload in (Payload.QUERY, Payload.KEY_VALUE):
         uses = Uses.of(grid, shape, columns, of_keys=payload.is_of_keys)
         found.append(_transfers(uses, payload, SOURCE, uses.owners))
-    return _by_stage(found, len(tiles))
+    return by_stage(found, len(tiles))
 
 
 def fetch_by_way(
@@ -160,7 +136,7 @@ def fetch_by_way(
         entry = entries(rank, uses.owners)
         sources = np.where(entry == rank, uses.owners, entry)
         found.append(_transfers(replace(uses, stages=stages), payload, SOURCE, sources))
-    return _by_stage(found, len(tiles))
+    return by_stage(found, len(tiles))
 
 
 def _transfers(uses: Uses, payload: Payload, end: int, others: np.ndarray) -> np.ndarray:
@@ -190,15 +166,20 @@ def _transfers(uses: Uses, payload: Payload, end: int, others: np.ndarray) -> np
     return found
 
 
-def _by_stage(found: Sequence[np.ndarray], num_stages: int) -> list[Transfers]:
-    """Return the transfers of each stage, in the order of messages."""
+def by_stage(found: Sequence[np.ndarray], num_stages: int) -> list[Transfers]:
+    """Return the transfers of each stage, in the order of messages.
+
+    Args:
+        found: (transfers, 8) each, the stage and the columns of `Transfers`.
+        num_stages: how many there are.
+    """
     rows = np.concatenate(found)
     rows = rows[message_order(rows[:, 1:], rows[:, 0])]
     edges = np.searchsorted(rows[:, 0], np.arange(1, num_stages))
     return [Transfers(part[:, 1:]) for part in np.split(rows, edges)]
 
 
-def _homes(
+def homes_of(
     grid: Grid,
     shape: Shape,
     tiles: Sequence[Sequence[Tile]],
@@ -219,14 +200,13 @@ def _homes(
             uses, others = _back_by_way(uses, payload, way)
             num_stages = max(num_stages, int(uses.stages.max(initial=-1)) + 1)
         found.append(_transfers(uses, payload, DESTINATION, others))
-    return _by_stage(found, num_stages)
+    return by_stage(found, num_stages)
 
 
 def _back_by_way(uses: Uses, payload: Payload, way: Fetches) -> tuple[Uses, np.ndarray]:
     """Return when results leave ranks, and (lines, parts) to whom: where inputs came from."""
     fetched = Transfers.joined(way).columns
-    of_keys = np.array([one.is_of_keys for one in Payload])[fetched[:, PAYLOAD]]
-    fetched = fetched[of_keys == payload.is_of_keys]
+    fetched = fetched[IS_OF_KEYS[fetched[:, PAYLOAD]] == payload.is_of_keys]
     came = line_of(fetched[:, DESTINATION], fetched[:, FIRST_HEAD], fetched[:, LAST_HEAD])
     uses = uses.with_lines(came)
     sources = np.full(uses.stages.shape, -1)

@@ -20,80 +20,32 @@ Shapes: B batch, H query heads, G key-value heads, S local queries, T local keys
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cp_inductor.run.attention import Attention
-from cp_inductor.run.merge import (
-    KEY_VALUE_GRAD,
-    PARTIAL,
-    QUERY_GRAD,
-    ResultKind,
-    Tensors,
-    concatenate_all,
-)
+from cp_inductor.run.merge import KEY_VALUE_GRAD, PARTIAL, QUERY_GRAD, concatenate_all
 from cp_inductor.run.tables import Tables
 from cp_inductor.run.views import Views
 from cp_inductor.tiles.combine import accumulation_dtype, sum_grads
 from cp_inductor.tiles.dims import SEQUENCE_DIM
-from cp_inductor.tiles.kernels import Kernel, Partial, TileCall
+from cp_inductor.tiles.kernels import Partial
 
-
-class Rows(Protocol):
-    """What a rank has of a plan: its pool of rows, its tiles, and what was computed.
-
-    Tiles, and exchanges that were started, are values of its own.
-    """
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages there are."""
-
-    def start_fetch(self, stage: int) -> Any:
-        """Start what a stage fetches, if it is a stage, and fetches anything on any rank."""
-
-    def end_fetch(self, stage: int, fetching: Any) -> None:
-        """Wait for it, and add it to the pool."""
-
-    def tiles(self, stage: int) -> Iterable[Any]:
-        """Return the tiles of a stage."""
-
-    def read(self, tile: Any, names: Sequence[str]) -> list[Tensor]:
-        """Return what a tile reads, (B, h, t, ...) each."""
-
-    def calls(
-        self, tile: Any, query: Tensor, key: Tensor, value: Tensor
-    ) -> Iterator[tuple[slice, Kernel, TileCall]]:
-        """Yield what computes a tile, in parts of its queries, in order."""
-
-    def add(self, kind: ResultKind, tile: Any, tensors: Sequence[Tensor]) -> None:
-        """Note what a tile computed."""
-
-    def start_home(self, stage: int) -> Any:
-        """Start to send the results of a stage home, if any rank has some to send."""
-
-    def end_home(self, homeward: Any) -> None:
-        """Wait for results that came home."""
-
-    def result(self, kind: ResultKind) -> Tensors:
-        """Return a result of this rank's own tokens."""
+# What a rank has of a plan: its pool of rows, its tiles, and what was computed. Its tiles, and
+# exchanges that it has started, are values of its own.
+Rows = Views | Tables
 
 
 def attend(
     attention: Attention, query: Tensor, key: Tensor, value: Tensor, extras: Sequence[Tensor]
 ) -> list[Tensor]:
     """Attend by a plan; see `cp_inductor.ops.attention.run_forward`."""
-    if attention.is_per_batch:
-        tables = Tables(attention, query, key, extras)
-        tables.begin_forward(query, key, value)
-        _run(tables, _attend)
-        return [*tables.result(PARTIAL)]
-    views = Views(attention, query, key, value, extras)
-    _run(views, _attend)
-    return [*views.result(PARTIAL), *views.kept]
+    rows = _kind_of(attention)(attention, query, key, value, extras)
+    _run(rows, _attend)
+    return [*rows.result(PARTIAL), *rows.kept]
 
 
 def differentiate(
@@ -108,22 +60,22 @@ def differentiate(
     kept: Sequence[Tensor],
 ) -> list[Tensor]:
     """Differentiate by a plan; see `cp_inductor.ops.attention.run_backward`."""
-    if attention.is_per_batch:
-        tables = Tables(attention, query, key, extras)
-        tables.begin_backward(grad_out, query, key, value, out, lse)
-        _run(tables, _differentiate)
-        return [*tables.result(QUERY_GRAD), *tables.result(KEY_VALUE_GRAD)]
-    views = Views(attention, query, key, value, extras, is_backward=True)
-    views.begin_backward(grad_out, out, lse, kept)
-    _run(views, _differentiate)
-    grads = [*views.result(QUERY_GRAD), *views.result(KEY_VALUE_GRAD)]
-    return [*grads, views.bias_grad()] if attention.has_bias else grads
+    rows = _kind_of(attention)(attention, query, key, value, extras, is_backward=True)
+    rows.begin_backward(grad_out, out, lse, kept)
+    _run(rows, _differentiate)
+    grads = [*rows.result(QUERY_GRAD), *rows.result(KEY_VALUE_GRAD)]
+    return [*grads, rows.bias_grad()] if isinstance(rows, Views) and attention.has_bias else grads
+
+
+def _kind_of(attention: Attention) -> type[Views] | type[Tables]:
+    return Tables if attention.is_per_batch else Views
 
 
 def _run(rows: Rows, compute: Callable[[Rows, Any], None]) -> None:
     """Run all stages of a rank."""
     homeward: Any = None
-    rows.end_fetch(0, rows.start_fetch(0))
+    fetching: Any = rows.start_fetch(0)
+    rows.end_fetch(0, fetching)
     for stage in range(rows.num_stages):
         fetching = rows.start_fetch(stage + 1)
         for tile in rows.tiles(stage):

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from cp_inductor.plan import Payload, Plan, Span, Transfer
 from cp_inductor.run.records import Groups
-from cp_inductor.run.store import Store
+from cp_inductor.run.store import Piece, Store
 from cp_inductor.tiles.combine import (
     accumulation_dtype,
     combine,
@@ -42,30 +42,6 @@ from cp_inductor.torch_private.sizes import is_known
 
 # What belongs together of one result, such as out and lse.
 Tensors = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """What one tile, or one message, has of a result.
-
-    Attributes:
-        span: chunks.
-        groups: of heads.
-        tensors: (B, size, t, D), and for a statistic (B, size, t). Of several groups, (B, count,
-            size, t, ...).
-        has_arrived: others computed it; the tensors are views of a message.
-    """
-
-    span: Span
-    groups: Groups
-    tensors: Tensors
-    has_arrived: bool = False
-
-    def covers(self, heads: Span) -> bool:
-        """Whether one of the heads is among those of the groups."""
-        of = self.groups
-        starts = range(of.start, of.start + of.count * of.step, of.step)
-        return any(Span(start, start + of.size).intersect(heads) for start in starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +100,7 @@ class Results:
 
     def __init__(self, plan: Plan, rank: int, store: Store) -> None:
         self.plan, self.own, self.store = plan, plan.grid.own(rank), store
-        self.contributions: dict[Payload, list[Contribution]] = {
-            kind.payload: [] for kind in RESULT_KINDS
-        }
+        self.contributions: dict[Payload, list[Piece]] = {kind.payload: [] for kind in RESULT_KINDS}
 
     def add(
         self, kind: ResultKind, spans: Sequence[Span], heads: Span, tensors: Sequence[Tensor]
@@ -135,33 +109,32 @@ class Results:
         of_keys = kind.payload.is_of_keys
         lengths = [self.store.tokens.of(span, of_keys=of_keys) for span in spans]
         parts = [t.split(lengths, SEQUENCE_DIM) if len(spans) > 1 else [t] for t in tensors]
-        groups = Groups(heads.start, len(heads), len(heads), 1)
         for span, *of_span in zip(spans, *parts, strict=True):
-            self.contributions[kind.payload].append(Contribution(span, groups, tuple(of_span)))
+            self.contributions[kind.payload].append(Piece.of(kind.payload, (span,), heads, of_span))
 
-    def add_arrived(
-        self, payload: Payload, span: Span, heads: Groups, tensors: tuple[Tensor, ...]
-    ) -> None:
-        """Note what other ranks sent home; see `cp_inductor.run.messages.Arrived`."""
+    def add_arrived(self, payload: Payload, arrived: Piece) -> None:
+        """Note what other ranks sent home; see `cp_inductor.run.messages.Messages.arrive`."""
         kind = next(kind for kind in RESULT_KINDS if kind.payload is payload)
+        tensors: Sequence[Tensor] = [*arrived.tensors.values()]
         if tensors[0].shape[0] == 1:
-            tensors = tuple(tensor.squeeze(0) for tensor in tensors)
+            tensors = [tensor.squeeze(0) for tensor in tensors]
         else:
             tensors = kind.merge_stack(*tensors)
-        arrived = Contribution(span, replace(heads, repeat=1), tensors, has_arrived=True)
-        self.contributions[payload].append(arrived)
+        heads = replace(arrived.heads, repeat=1)
+        piece = Piece.of(payload, arrived.spans, heads, tensors, has_arrived=True)
+        self.contributions[payload].append(piece)
 
     def withdraw(self, payload: Payload, transfers: Sequence[Transfer]) -> None:
         """Let go of what this rank computed of its own chunks and sends itself."""
         gone = {transfer.heads for transfer in transfers}
         left = []
         for one in self.contributions[payload]:
-            if one.has_arrived or one.groups.whole not in gone:
+            if one.has_arrived or one.heads.whole not in gone:
                 left.append(one)
                 continue
             around = Span(0, self.own.start), Span(self.own.stop, self.plan.grid.num_chunks)
             for part in filter(None, map(one.span.intersect, around)):
-                left.append(self._cut(one, part, one.groups.whole, payload))
+                left.append(self._cut(one, part, one.heads.whole, payload))
         self.contributions[payload] = left
 
     def of_shard(self, kind: ResultKind) -> Tensors:
@@ -187,19 +160,19 @@ class Results:
         near = [
             one
             for one in self.contributions[kind.payload]
-            if one.span.intersect(span) and one.covers(heads)
+            if one.span.intersect(span) and one.heads.meet(heads)
         ]
         if of_tiles:
             near = [
                 one
                 for one in near
-                if one.groups.whole == heads and (self.plan.returns or not one.has_arrived)
+                if one.heads.whole == heads and (self.plan.returns or not one.has_arrived)
             ]
         count, grouped, all_heads = _write_in_groups(near, heads)
         grouped = _join_heads(grouped, all_heads, is_grouped=count > 1)
         by_heads = []
-        for some_heads in _cut_at_borders([one.groups.first for one in grouped], all_heads):
-            row = [one for one in grouped if one.groups.first.intersect(some_heads)]
+        for some_heads in _cut_at_borders([one.heads.first for one in grouped], all_heads):
+            row = [one for one in grouped if one.heads.first.intersect(some_heads)]
             parts = _cut_at_borders([one.span for one in row], span)
             patches = [self._merge_patch(kind, part, some_heads, row, count) for part in parts]
             with_tokens = [patch for patch in patches if patch]
@@ -215,14 +188,14 @@ class Results:
         kind: ResultKind,
         span: Span,
         heads: Span,
-        contributions: Sequence[Contribution],
+        contributions: Sequence[Piece],
         count: int,
     ) -> Tensors:
         """Merge what contributes to a span, of contributions to heads; () if it has no tokens."""
         near = [one for one in contributions if one.span.intersect(span)]
-        cuts = [self._cut(one, span, heads, kind.payload).tensors for one in near]
-        if cuts:
-            return kind.merge(cuts, self.store.like.dtype)
+        if near:
+            cuts = [self._cut(one, span, heads, kind.payload).tensors for one in near]
+            return kind.merge([tuple(cut.values()) for cut in cuts], self.store.like.dtype)
         like, of_keys = self.store.like, kind.payload.is_of_keys
         length = self.store.tokens.of(span, of_keys=of_keys)
         if is_known(length == 0):
@@ -231,36 +204,35 @@ class Results:
         shape = (like.shape[0], *groups, len(heads), length, like.shape[-1])
         return kind.nothing(like.new_zeros(shape))
 
-    def _cut(self, one: Contribution, span: Span, heads: Span, payload: Payload) -> Contribution:
+    def _cut(self, one: Piece, span: Span, heads: Span, payload: Payload) -> Piece:
         """Return a contribution to a part of its span, and of the heads of each of its groups."""
         before = self.store.tokens.of(Span(one.span.start, span.start), of_keys=payload.is_of_keys)
         length = self.store.tokens.of(span, of_keys=payload.is_of_keys)
-        of, tensors = one.groups, one.tensors
+        of, tensors = one.heads, one.tensors
         is_grouped = int(of.count > 1)
         if span != one.span:
-            tensors = tuple(t.narrow(SEQUENCE_DIM + is_grouped, before, length) for t in tensors)
+            dim = SEQUENCE_DIM + is_grouped
+            tensors = {name: t.narrow(dim, before, length) for name, t in tensors.items()}
         if heads != of.first:
-            start = heads.start - of.start
-            tensors = tuple(t.narrow(HEADS_DIM + is_grouped, start, len(heads)) for t in tensors)
+            start, dim = heads.start - of.start, HEADS_DIM + is_grouped
+            tensors = {name: t.narrow(dim, start, len(heads)) for name, t in tensors.items()}
             of = replace(of, start=heads.start, size=len(heads))
-        return replace(one, span=span, groups=of, tensors=tensors)
+        return replace(one, spans=(span,), heads=of, tensors=tensors)
 
 
 # --- Heads and borders ------------------------------------------------------------------------
 
 
-def _write_in_groups(
-    contributions: Sequence[Contribution], heads: Span
-) -> tuple[int, list[Contribution], Span]:
+def _write_in_groups(contributions: Sequence[Piece], heads: Span) -> tuple[int, list[Piece], Span]:
     """Write heads as a number of groups, if contributions are to so many groups, or to all heads.
 
     Returns:
         How many groups, the contributions to the heads of each of them, and the heads of one.
     """
-    first = next((one.groups for one in contributions if one.groups.count > 1), None)
+    first = next((one.heads for one in contributions if one.heads.count > 1), None)
     if first is None:
         return 1, list(contributions), heads
-    grouped = list[Contribution]()
+    grouped = list[Piece]()
     for one in contributions:
         written = _in_groups(one, heads, first.count, first.step)
         if written is None:
@@ -269,48 +241,49 @@ def _write_in_groups(
     else:
         return first.count, grouped, Span(0, first.step)
     apart = [part for one in contributions for part in _apart(one)]
-    return 1, [one for one in apart if one.covers(heads)], heads
+    return 1, [one for one in apart if one.heads.meet(heads)], heads
 
 
-def _in_groups(one: Contribution, heads: Span, count: int, step: int) -> Contribution | None:
+def _in_groups(one: Piece, heads: Span, count: int, step: int) -> Piece | None:
     """Write a contribution as one to the heads of each group; None if it is to others."""
-    of = one.groups
+    of = one.heads
     if (of.count, of.step, of.whole) == (count, step, heads):
-        return replace(one, groups=replace(of, start=of.start - heads.start))
+        return replace(one, heads=replace(of, start=of.start - heads.start))
     if of.count == 1 and of.whole == heads and len(heads) == count * step:
-        tensors = tuple(t.unflatten(HEADS_DIM, (count, step)) for t in one.tensors)
-        return replace(one, groups=Groups(0, step, step, count), tensors=tensors)
+        tensors = {n: t.unflatten(HEADS_DIM, (count, step)) for n, t in one.tensors.items()}
+        return replace(one, heads=Groups(0, step, step, count), tensors=tensors)
     return None
 
 
-def _apart(one: Contribution) -> Iterator[Contribution]:
+def _apart(one: Piece) -> Iterator[Piece]:
     """Yield a contribution group by group."""
-    of = one.groups
+    of = one.heads
     for i in range(of.count):
-        groups = Groups(of.start + i * of.step, of.size, of.size, 1)
-        tensors = tuple(t.select(1, i) for t in one.tensors) if of.count > 1 else one.tensors
-        yield replace(one, groups=groups, tensors=tensors)
+        heads, tensors = Span(of.start + i * of.step, of.start + i * of.step + of.size), one.tensors
+        if of.count > 1:
+            tensors = {name: tensor.select(1, i) for name, tensor in tensors.items()}
+        yield replace(one, heads=Groups.single(heads), tensors=tensors)
 
 
-def _join_heads(
-    contributions: Sequence[Contribution], heads: Span, *, is_grouped: bool
-) -> list[Contribution]:
+def _join_heads(contributions: Sequence[Piece], heads: Span, *, is_grouped: bool) -> list[Piece]:
     """Put together what is to parts of the heads, if something else is to all of them.
 
     They are merged with it at once, and not part by part, of which the results were copied.
     """
-    whole = [one for one in contributions if one.groups.first == heads]
-    joined, parts_of = list[Contribution](), dict[Span, list[Contribution]]()
-    for one in sorted(contributions, key=lambda one: one.groups.start):
-        if one.groups.first != heads:
+    whole = [one for one in contributions if one.heads.first == heads]
+    joined, parts_of = list[Piece](), dict[Span, list[Piece]]()
+    for one in sorted(contributions, key=lambda one: one.heads.start):
+        if one.heads.first != heads:
             parts_of.setdefault(one.span, []).append(one)
     for parts in parts_of.values():
-        edges = [heads.start, *(part.groups.first.stop for part in parts)]
-        if [*(part.groups.start for part in parts), heads.stop] != edges:
+        edges = [heads.start, *(part.heads.first.stop for part in parts)]
+        if [*(part.heads.start for part in parts), heads.stop] != edges:
             return list(contributions)
-        groups = replace(parts[0].groups, size=len(heads))
-        tensors = _put_together([part.tensors for part in parts], HEADS_DIM, is_grouped=is_grouped)
-        joined.append(replace(parts[0], groups=groups, tensors=tensors))
+        groups = replace(parts[0].heads, size=len(heads))
+        apart = [[*part.tensors.values()] for part in parts]
+        tensors = _put_together(apart, HEADS_DIM, is_grouped=is_grouped)
+        named = dict(zip(parts[0].tensors, tensors, strict=True))
+        joined.append(replace(parts[0], heads=groups, tensors=named))
     return [*whole, *joined] if whole else list(contributions)
 
 

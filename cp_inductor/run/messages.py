@@ -18,7 +18,7 @@ Shapes: B batch, h heads, t tokens, D head dim, W elements of one token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -43,12 +43,6 @@ from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
 
 # Bits of statistics, as many at once as an element of a half type has.
 WORD = torch.int16
-
-
-# What several ranks sent of the same chunks: their span, the heads of all of them, and the tensors
-# of the payload, each (n, B, count, size, t, ...), in which n is how many ranks sent the same
-# groups of heads; one group has no dim of its own.
-Arrived = tuple[Payload, Span, Groups, tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +152,8 @@ class Messages:
         groups = groups_of(unit)
         return groups is not None and all(
             any(
-                not piece.has_arrived
-                and piece.span_at(unit[0].span.start)
-                and piece.heads.start <= of.whole.start
-                and of.whole.stop <= piece.heads.stop
-                for piece in self.store.pieces.get(payload.tensors[0], [])
+                not piece.has_arrived and piece.span_at(unit[0].span.start) and piece.has(of.whole)
+                for piece in self.store.named(payload.tensors[0])
             )
             for (payload, _), of in zip(unit[0].contents, groups, strict=True)
         )
@@ -181,8 +172,8 @@ class Messages:
         again = self.sent_again.get(contents)
         if again and not self.store.holds(contents, spans[:1]):
             of_keys = contents[0][0].is_of_keys
-            packed = Piece(again, ALL, of_keys, self._pack(contents, again))
-            self.store.put(contents, packed)
+            packed = self._pack(contents, again)
+            self.store.put(Piece(again, ALL, of_keys, {contents: packed}))
         if self.store.holds(contents, spans):
             return self.store.records(contents, spans)
         return self._pack(contents, spans)
@@ -257,7 +248,7 @@ class Messages:
 
     # --- Receiving --------------------------------------------------------------------------------
 
-    def wait(self, arriving: Arriving) -> tuple[Tensor, list[dict[str, Piece]]]:
+    def wait(self, arriving: Arriving) -> tuple[Tensor, list[Piece]]:
         """Wait for an exchange, also where it brings nothing, and put at hand what it brought.
 
         Returns:
@@ -266,89 +257,86 @@ class Messages:
         buffer = _wait(arriving)
         return buffer, self.unpack(buffer, arriving.records)
 
-    def arrive(self, arriving: Arriving) -> list[Arrived]:
-        """Wait for an exchange and return what it brought, without keeping it."""
-        buffer = _wait(arriving)
-        records = arriving.records
-        repeats = find_repetitions(
-            [(record.contents, record.span) for record in records],
-            fits=lambda start, period: groups_of(records[start : start + period]) is not None,
-            must_fit=True,
-        )
-        units = [(records[unit], count) for unit, count in repeats]
-        sizes = [sum(self.store.numel(record) for record in unit) * count for unit, count in units]
-        arrived = []
-        parts_of = self._split_buffer(buffer, sizes, [unit[0].contents for unit, _ in units])
-        for (unit, count), (flat, flat_words) in zip(units, parts_of, strict=True):
-            first, groups = unit[0], groups_of(unit)
+    def arrive(self, arriving: Arriving) -> list[tuple[Payload, Piece]]:
+        """Wait for an exchange and return what it brought, without keeping it.
+
+        Tensors have a dim more, the first, for the ranks that sent the same groups of heads.
+        """
+        buffer, records = _wait(arriving), arriving.records
+        repeats = [
+            *find_repetitions(
+                [(record.contents, record.span) for record in records],
+                fits=lambda start, period: groups_of(records[start : start + period]) is not None,
+                must_fit=True,
+            )
+        ]
+        together, shapes = [], []
+        for unit, count in repeats:
+            period, length = unit.stop - unit.start, self.store.length(records[unit.start])
+            together.append(records[unit.start : unit.start + count * period])
+            shapes.append((count, period, length, self.store.like.shape[0]))
+        taken, arrived = self._take_apart(buffer, together, shapes), []
+        for (unit, _), (_, parts) in zip(repeats, taken, strict=True):
+            first, groups = records[unit.start], groups_of(records[unit])
             assert groups is not None
-            shape = (count, len(unit), self.store.length(first), self.store.like.shape[0])
-            _, parts = self._unpack(first.contents, flat, flat_words, shape)
             for (payload, _), part, of in zip(first.contents, parts, groups, strict=True):
-                tensors = tuple(_by_groups(tensor, of) for tensor in part)
-                arrived.append((payload, first.span, of, tensors))
+                tensors = [_by_groups(tensor, of) for tensor in part]
+                piece = Piece.of(payload, (first.span,), of, tensors, has_arrived=True)
+                arrived.append((payload, piece))
         return arrived
 
-    def unpack(self, buffer: Tensor, records: Sequence[Record]) -> list[dict[str, Piece]]:
-        """Put the records of a buffer at hand; return the pieces of each payload, by name."""
-        groups = [list(group) for _, group in groupby(records, lambda record: record.contents)]
-        sizes = [sum(self.store.numel(record) for record in group) for group in groups]
-        all_contents = [group[0].contents for group in groups]
-        parts = self._split_buffer(buffer, sizes, all_contents)
-        by_group = zip(groups, parts, strict=True)
-        return [pieces for group, flat in by_group for pieces in self._unpack_group(group, *flat)]
+    def unpack(self, buffer: Tensor, records: Sequence[Record]) -> list[Piece]:
+        """Put the records of a buffer at hand; return a piece of each payload.
 
-    def _split_buffer(
-        self, buffer: Tensor, sizes: Sequence[int | SymInt], all_contents: Sequence[Contents]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Split a buffer, as it is and as the words of statistics, if there are any."""
+        Records of one contents are one tensor (B, h, t, D) for each name.
+        """
+        together = [list(of) for _, of in groupby(records, lambda record: record.contents)]
+        batch = self.store.like.shape[0]
+        shapes = [(sum(self.store.length(record) for record in of), batch) for of in together]
+        taken, pieces = self._take_apart(buffer, together, shapes), []
+        for of_contents, (packed, parts) in zip(together, taken, strict=True):
+            contents = of_contents[0].contents
+            spans = in_runs(record.span for record in of_contents)
+            of_keys = contents[0][0].is_of_keys
+            self.store.put(Piece(spans, ALL, of_keys, {contents: packed}, has_arrived=True))
+            for (payload, heads), tensors in zip(contents, parts, strict=True):
+                pieces.append(Piece.of(payload, spans, heads, tensors, has_arrived=True))
+                self.store.put(pieces[-1])
+        return pieces
+
+    def _take_apart(
+        self,
+        buffer: Tensor,
+        together: Sequence[Sequence[Record]],
+        shapes: Sequence[tuple[int | SymInt, ...]],
+    ) -> Iterator[tuple[Tensor, list[list[Tensor]]]]:
+        """Yield records (..., t, B, W), and of each of their payloads what it consists of.
+
+        That is its tensors (..., B, h, t, D), then its statistics (..., B, h, t).
+
+        Args:
+            buffer: that arrived.
+            together: its records, those together that make one tensor.
+            shapes: of these tensors, without their widths W: (..., t, B).
+        """
         words, ratio = buffer, 1
-        if any(map(num_statistics, all_contents)):
+        if any(num_statistics(records[0].contents) for records in together):
             # Bits are cast for all at once, in one dim.
             words = bitcast(buffer, accumulation_dtype(self.store.like))
             ratio = self.store.words_per_statistic
-        if len(sizes) <= 1:
-            return [(buffer, words)] * len(sizes)
-        flat = buffer.split(list(sizes))
-        if words is buffer:
-            return list(zip(flat, flat, strict=True))
-        return list(zip(flat, words.split([size // ratio for size in sizes]), strict=True))
-
-    def _unpack_group(
-        self, group: Sequence[Record], flat: Tensor, flat_words: Tensor
-    ) -> Iterator[dict[str, Piece]]:
-        """Put records of one contents at hand: one tensor for all, (B, h, t, D), for each name."""
-        contents = group[0].contents
-        spans = in_runs(record.span for record in group)
-        length = sum(self.store.length(record) for record in group)
-        shape = (length, self.store.like.shape[0])
-        packed, parts = self._unpack(contents, flat, flat_words, shape)
-        whole = Piece(spans, ALL, contents[0][0].is_of_keys, packed, has_arrived=True)
-        self.store.put(contents, whole)
-        for (payload, heads), tensors in zip(contents, parts, strict=True):
-            of_payload = replace(whole, heads=heads, of_keys=payload.is_of_keys)
-            pieces = {
-                name: replace(of_payload, tensor=tensor)
-                for name, tensor in zip(payload.parts, tensors, strict=True)
-            }
-            for name, piece in pieces.items():
-                self.store.put(name, piece)
-            yield pieces
+        flat, flat_words = [buffer] * len(together), [words] * len(together)
+        if len(together) > 1:
+            sizes = [sum(map(self.store.numel, records)) for records in together]
+            flat = flat_words = list(buffer.split(sizes))
+            if words is not buffer:
+                flat_words = list(words.split([size // ratio for size in sizes]))
+        for at, records in enumerate(together):
+            yield self._unpack(records[0].contents, flat[at], flat_words[at], shapes[at])
 
     def _unpack(
         self, contents: Contents, flat: Tensor, flat_words: Tensor, shape: tuple[int | SymInt, ...]
     ) -> tuple[Tensor, list[list[Tensor]]]:
-        """Return the records (..., t, B, W), and of each part of the contents what it consists of.
-
-        Args:
-            contents: of the records.
-            flat: the records.
-            flat_words: the same, as statistics.
-            shape: of the records, without their widths W: (..., t, B).
-
-        Returns:
-            Of each part its tensors (..., B, h, t, D), then its statistics (..., B, h, t).
-        """
+        """Return what `_take_apart` yields; the words are the same records as statistics."""
         num_heads, head_dim = num_rows(contents), self.store.like.shape[-1]
         layout, ratio = self.store.layout(contents), self.store.words_per_statistic
         packed = flat.view(*shape, layout.width)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cp_inductor.plan import Payload, Plan, Shape, Span, Tile, Transfer, backward_plan, forward_plan
+from cp_inductor.plan import Payload, Plan, Span, Transfer, backward_plan, forward_plan
 from cp_inductor.plan.grid import join_spans
 from cp_inductor.plan.ir import Transfers
 from cp_inductor.run.attention import Attention
@@ -27,7 +27,8 @@ def fetch_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
     fetched = [transfer for transfer in stage.fetch if transfer.destination == rank]
     own: dict[Transfer, None] = {}
     for tile in (*stage.tiles, *stage.backward_tiles):
-        for of_keys, spans, heads in sides_of(tile, plan.shape):
+        for of_keys in (False, True):
+            spans, heads = tile.side(plan.shape, of_keys=of_keys)
             beside = [
                 transfer
                 for transfer in fetched
@@ -53,15 +54,16 @@ def home_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
     home, own = program[index].home, grid.own(rank)
     itself: list[Transfer] = []
     for payload in dict.fromkeys(t.payload for t in home if t.source == rank):
-        everything = _heads_of(plan.shape, plan.shape.all_heads, payload)
+        all_heads = plan.shape.all_heads
+        everything = plan.shape.kv_heads(all_heads) if payload.is_of_keys else all_heads
         for heads in sorted(_heads_leaving(home, rank, payload) - {everything}):
             spans: list[Span] = []
             last = 0
             for number, stage in enumerate(program):
                 for tile in stage.tiles:
-                    if _heads_of(plan.shape, tile.heads, payload) == heads:
-                        sides = tile.keys if payload.is_of_keys else tile.queries
-                        inside = [part for side in sides if (part := side.intersect(own))]
+                    of_tile, its_heads = tile.side(plan.shape, of_keys=payload.is_of_keys)
+                    if its_heads == heads:
+                        inside = [part for span in of_tile if (part := span.intersect(own))]
                         spans += inside
                         last = number if inside else last
             # Once, with the first results that leave when it is all there.
@@ -75,10 +77,6 @@ def home_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
                     if grid.num_tokens(span, of_keys=payload.is_of_keys)
                 ]
     return tuple(Transfers.joined((home, itself)).sorted()) if itself else tuple(home)
-
-
-def _heads_of(shape: Shape, heads: Span, payload: Payload) -> Span:
-    return shape.kv_heads(heads) if payload.is_of_keys else heads
 
 
 def _heads_leaving(home: Sequence[Transfer], rank: int, payload: Payload) -> set[Span]:
@@ -133,12 +131,8 @@ def reads_shard(attention: Attention) -> bool:
         )
         for stage in backward_plan(attention.recipe).program(rank)
         for tile in stage.tiles
-        for of_keys, spans, heads in sides_of(tile, plan.shape)
+        for of_keys in (False, True)
+        for spans, heads in [tile.side(plan.shape, of_keys=of_keys)]
         for span in spans
         if (part := span.intersect(plan.grid.own(rank)))
     )
-
-
-def sides_of(tile: Tile, shape: Shape) -> tuple[tuple[bool, tuple[Span, ...], Span], ...]:
-    """Return what a tile reads: whether it is of keys, spans and heads."""
-    return (False, tile.queries, tile.heads), (True, tile.keys, shape.kv_heads(tile.heads))

@@ -130,6 +130,16 @@ class Groups:
         is_inside = step >= size and start + size <= groups.whole.start + step
         return groups if expected == list(heads) and is_inside else None
 
+    @staticmethod
+    def single(heads: Span) -> Groups:
+        """Return heads as one group."""
+        return Groups(heads.start, len(heads), len(heads), 1)
+
+    def meet(self, heads: Span) -> bool:
+        """Whether one of the heads is in a group."""
+        starts = range(self.start, self.start + self.count * self.step, self.step)
+        return any(Span(start, start + self.size).intersect(heads) for start in starts)
+
     @property
     def first(self) -> Span:
         """The heads of the first group."""

@@ -23,7 +23,7 @@ from torch import SymInt, Tensor
 from cp_inductor.graph.record_layout import RecordLayout
 from cp_inductor.plan import Payload, Span
 from cp_inductor.plan.grid import join_spans
-from cp_inductor.run.records import Contents, Record, lay_out_record, num_rows
+from cp_inductor.run.records import Contents, Groups, Record, lay_out_record, num_rows
 from cp_inductor.tiles.combine import accumulation_dtype
 from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
 from cp_inductor.tiles.tokens import Tokens
@@ -32,32 +32,55 @@ from cp_inductor.torch_private.sizes import is_known
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """What is known about some chunks and heads: tokens of a tensor, or records.
+    """What is known about some chunks and heads: tokens of tensors, or records of them.
 
     Attributes:
-        spans: chunks of which the tensor holds the tokens, one span behind the other.
-        heads: all of the tensor's.
+        spans: chunks whose tokens the tensors hold, one span behind the other.
+        heads: all of the tensors'.
         of_keys: the chunks are chunks of keys.
-        tensor: (B, h, t, D), or (B, h, t) for a statistic, or records (t, B, W).
-        has_arrived: it is a view of a message.
+        tensors: by name, (B, h, t, D), or (B, h, t) for a statistic; of several groups of heads
+            (B, count, size, t, ...). By their contents, records (t, B, W).
+        has_arrived: they are views of a message.
     """
 
     spans: tuple[Span, ...]
-    heads: Span
+    heads: Groups
     of_keys: bool
-    tensor: Tensor
+    tensors: dict[str | Contents, Tensor]
     has_arrived: bool = False
+
+    @staticmethod
+    def of(
+        payload: Payload,
+        spans: tuple[Span, ...],
+        heads: Span | Groups,
+        tensors: Iterable[Tensor],
+        *,
+        has_arrived: bool = False,
+    ) -> Piece:
+        """Return what a payload consists of, over spans and heads."""
+        groups = Groups.single(heads) if isinstance(heads, Span) else heads
+        named = dict[str | Contents, Tensor](zip(payload.parts, tensors, strict=True))
+        return Piece(spans, groups, payload.is_of_keys, named, has_arrived)
+
+    @property
+    def span(self) -> Span:
+        """Its only span."""
+        (span,) = self.spans
+        return span
+
+    def has(self, heads: Span) -> bool:
+        """Whether heads are among its own."""
+        whole = self.heads.whole
+        return whole.start <= heads.start and heads.stop <= whole.stop
 
     def span_at(self, chunk: int) -> Span | None:
         """Return the span that holds a chunk."""
         return next((span for span in self.spans if span.start <= chunk < span.stop), None)
 
 
-# Tokens of a piece: it, how many tokens come before, and how many it are.
-Located = tuple[Piece, int | SymInt, int | SymInt]
-
 # Of what holds all heads of its contents.
-ALL = Span(0, 0)
+ALL = Groups.single(Span(0, 0))
 
 
 class Store:
@@ -70,23 +93,16 @@ class Store:
 
     def __init__(self, tokens: Tokens, like: Tensor) -> None:
         self.tokens, self.like = tokens, like
-        # Tensors by name, and records by their contents.
-        self.pieces: dict[str | Contents, list[Piece]] = {}
+        self.pieces: list[Piece] = []
         self.taken: dict[tuple[str, tuple[Span, ...], Span], Tensor] = {}
 
-    def add(self, name: str, span: Span, heads: Span, tensor: Tensor, *, of_keys: bool) -> None:
-        """Put a tensor at hand."""
-        self.pieces.setdefault(name, []).append(Piece((span,), heads, of_keys, tensor))
-
-    def drop(self, names: Iterable[str]) -> None:
-        """Let go of all pieces of some names."""
-        for name in names:
-            self.pieces.pop(name, None)
-        self.taken = {key: taken for key, taken in self.taken.items() if key[0] not in names}
-
-    def put(self, name: str | Contents, piece: Piece) -> None:
+    def put(self, piece: Piece) -> None:
         """Put a piece at hand."""
-        self.pieces.setdefault(name, []).append(piece)
+        self.pieces.append(piece)
+
+    def named(self, name: str | Contents) -> list[Piece]:
+        """Return the pieces that hold some of a tensor, or of records."""
+        return [piece for piece in self.pieces if name in piece.tensors]
 
     def forget(self, needed: Sequence[Span]) -> None:
         """Let go of what arrived and is not needed any more."""
@@ -94,10 +110,9 @@ class Store:
         def is_needed(spans: Iterable[Span]) -> bool:
             return any(span.intersect(other) for span in spans for other in needed)
 
-        for name, pieces in self.pieces.items():
-            self.pieces[name] = [
-                piece for piece in pieces if not piece.has_arrived or is_needed(piece.spans)
-            ]
+        self.pieces = [
+            piece for piece in self.pieces if not piece.has_arrived or is_needed(piece.spans)
+        ]
         self.taken = {key: taken for key, taken in self.taken.items() if is_needed(key[1])}
 
     def take(
@@ -141,8 +156,7 @@ class Store:
                 concatenate(self.parts(name, [span], heads), SEQUENCE_DIM)
                 for name in Payload.KEY_VALUE.tensors
             ]
-            for name, tensor in zip(Payload.KEY_VALUE.tensors, tensors, strict=True):
-                self.put(name, Piece((span,), heads, True, tensor, has_arrived=True))
+            self.put(Piece.of(Payload.KEY_VALUE, (span,), heads, tensors, has_arrived=True))
 
     def _both_together(self, span: Span, heads: Span) -> list[Tensor] | None:
         """Return keys and values of a span by one concatenation, if messages hold all of both.
@@ -150,45 +164,46 @@ class Store:
         In a record they stand side by side.
         """
         content = Payload.KEY_VALUE, heads
-        rows_before = {
-            piece: num_rows(contents[: contents.index(content)])
-            for contents, pieces in self.pieces.items()
-            if isinstance(contents, tuple) and content in contents
-            for piece in pieces
+        records = {
+            piece: (packed, num_rows(contents[: contents.index(content)]))
+            for piece in self.pieces
             if piece.has_arrived
+            for contents, packed in piece.tensors.items()
+            if isinstance(contents, tuple) and content in contents
         }
-        pieces = list(rows_before)
+        pieces = list(records)
         if not _hold(pieces, [span]):
             return None
         parts = []
         for piece, offset, length in self._located("key", [span], pieces):
-            width = int(self.like.shape[-1])
-            both = narrow(piece.tensor, 0, offset, length)
-            both = both.narrow(-1, rows_before[piece] * width, 2 * len(heads) * width)
+            (packed, rows_before), width = records[piece], int(self.like.shape[-1])
+            both = narrow(packed, 0, offset, length)
+            both = both.narrow(-1, rows_before * width, 2 * len(heads) * width)
             parts.append(both.unflatten(-1, (2 * len(heads), width)).movedim(-4, -2))
         key_value = concatenate(parts, SEQUENCE_DIM)
         return [key_value.narrow(HEADS_DIM, at, len(heads)) for at in (0, len(heads))]
 
     def parts(self, name: str, spans: Sequence[Span], heads: Span) -> list[Tensor]:
         """Return views of a tensor over spans and heads, one behind the other, as few as can be."""
-        pieces = [
-            piece
-            for piece in self.pieces[name]
-            if piece.heads.start <= heads.start and heads.stop <= piece.heads.stop
-        ]
+        pieces = [piece for piece in self.named(name) if piece.has(heads)]
         # What is this rank's alone is there as it was given. The rest lies together in a message.
         is_foreign = any(
             not any(one.span_at(span.start) for one in pieces if not one.has_arrived)
             for span in spans
         )
         pieces.sort(key=lambda piece: piece.has_arrived != is_foreign)
-        return [_cut(piece, heads, *at) for piece, *at in self._located(name, spans, pieces)]
+        parts = []
+        for piece, offset, length in self._located(name, spans, pieces):
+            tensor, first = piece.tensors[name], piece.heads.start
+            tensor = narrow(tensor, HEADS_DIM, heads.start - first, len(heads))
+            parts.append(narrow(tensor, SEQUENCE_DIM, offset, length))
+        return parts
 
     def _located(
         self, name: str | Contents, spans: Sequence[Span], pieces: Sequence[Piece]
-    ) -> list[Located]:
-        """Return where spans are."""
-        parts: list[Located] = []
+    ) -> list[tuple[Piece, int | SymInt, int | SymInt]]:
+        """Return where spans are: pieces, how many tokens come before, and how many it are."""
+        parts: list[tuple[Piece, int | SymInt, int | SymInt]] = []
         for span in spans:
             start = span.start
             while start < span.stop:
@@ -241,12 +256,12 @@ class Store:
 
     def holds(self, contents: Contents, spans: Sequence[Span]) -> bool:
         """Whether records of these contents and spans are at hand."""
-        return _hold(self.pieces.get(contents, []), spans)
+        return _hold(self.named(contents), spans)
 
     def records(self, contents: Contents, spans: Sequence[Span]) -> Tensor:
         """Return records (t, B, W) that are at hand."""
-        located = self._located(contents, spans, self.pieces[contents])
-        return concatenate([narrow(piece.tensor, 0, *at) for piece, *at in located])
+        located = self._located(contents, spans, self.named(contents))
+        return concatenate([narrow(piece.tensors[contents], 0, *at) for piece, *at in located])
 
 
 def in_runs(spans: Iterable[Span]) -> tuple[Span, ...]:
@@ -273,13 +288,6 @@ def _longest(pieces: Sequence[Piece], chunk: int) -> tuple[Piece | None, Span | 
         if inside and (best[1] is None or inside.stop > best[1].stop):
             best = piece, inside
     return best
-
-
-def _cut(piece: Piece, heads: Span, offset: int | SymInt, length: int | SymInt) -> Tensor:
-    tensor = piece.tensor
-    if heads != piece.heads:
-        tensor = tensor.narrow(HEADS_DIM, heads.start - piece.heads.start, len(heads))
-    return narrow(tensor, SEQUENCE_DIM, offset, length)
 
 
 def narrow(tensor: Tensor, dim: int, start: int | SymInt, length: int | SymInt) -> Tensor:

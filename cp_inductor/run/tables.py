@@ -34,8 +34,7 @@ from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.plan.batch_tables import Kind, Part, Side
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.batch_parts import ROWS_OF_RESULTS, TILE_TABLES, layout_of
-from cp_inductor.run.merge import PARTIAL, ResultKind, Tensors
-from cp_inductor.tiles.combine import combine_stack, sum_stack
+from cp_inductor.run.merge import ResultKind, Tensors
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.tiles.kernels import AnyScale, Kernel, TileCall
 from cp_inductor.tiles.stand_in import delta_of, make_stand_in, make_words
@@ -68,15 +67,13 @@ class Pool:
             # Own rows alone are not copied before they are gathered.
             at = (rows - 1).clamp(min=0)
             is_row = rows > 0
-            return {name: _only(of.index_select(0, at), is_row) for name, of in own.items()}
+            return {
+                name: torch.where(is_row.view(-1, *[1] * (of.ndim - 1)), of.index_select(0, at), 0)
+                for name, of in own.items()
+            }
         if not self.together:
             self.together = {name: cat_behind([p[name] for p in self.parts]) for name in own}
         return {name: tensor.index_select(0, rows) for name, tensor in self.together.items()}
-
-
-def _only(tensor: Tensor, is_row: Tensor) -> Tensor:
-    """Put zeros in all rows but some."""
-    return torch.where(is_row.view(-1, *[1] * (tensor.ndim - 1)), tensor, 0)
 
 
 def cat_behind(parts: Sequence[Tensor], first: float = 0.0) -> Tensor:
@@ -110,16 +107,24 @@ class ArrivingRows:
 
 
 class Tables:
-    """What a rank has of its batch's plan; see `cp_inductor.run.executor.Rows`.
+    """What a rank has of its batch's plan; see `cp_inductor.run.executor`.
 
     Args:
         attention: what is computed.
-        query, key: this rank's shards; nothing is read of them but shapes, dtype and device.
+        query, key, value: this rank's shards.
         extras: tables of the rule; sizes and numbers of `plan_batch`.
+        is_backward: what is computed; then `begin_backward` has to follow.
     """
 
     def __init__(
-        self, attention: Attention, query: Tensor, key: Tensor, extras: Sequence[Tensor]
+        self,
+        attention: Attention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        extras: Sequence[Tensor],
+        *,
+        is_backward: bool = False,
     ) -> None:
         *tables, self.sizes, self.numbers = extras
         self.attention = attention
@@ -134,30 +139,25 @@ class Tables:
         self.tables = dict(zip(numbered, tables, strict=True))
         self.shapes = {Side.QUERY: query.shape, Side.KEY: key.shape}
         self.dtype, self.device = query.dtype, query.device
-        self.pools: dict[Side, Pool] = {}
-        self.sent: dict[Side, Named] = {}
+        self.kept: list[Tensor] = []
         self.computed: dict[Side, list[Named]] = defaultdict(list)
         self.came_home: dict[Side, list[Named]] = defaultdict(list)
-
-    def begin_forward(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put the rank's shards into the pools."""
-        rows = self._rows
-        self._begin({"query": rows(query)}, {"key": rows(key), "value": rows(value)})
+        self.sent = {
+            Side.QUERY: {"query": self._rows(query)},
+            Side.KEY: {"key": self._rows(key), "value": self._rows(value)},
+        }
+        self.pools = {} if is_backward else {side: Pool(own) for side, own in self.sent.items()}
 
     def begin_backward(
-        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+        self, grad_out: Tensor, out: Tensor, lse: Tensor, kept: Sequence[Tensor]
     ) -> None:
         """Put at hand what is differentiated: <out, grad_out> for a kernel that takes it."""
-        rows, takes_delta = self._rows, self.kernel.takes_delta
-        words = rows(delta_of(out, grad_out) if takes_delta else make_words(out, grad_out))
-        of_keys = {"key": rows(key), "value": rows(value)}
-        rest = {"lse": rows(lse), "query": rows(query), "grad_out": rows(grad_out)}
-        self._begin({"out": words if takes_delta else rows(out), **rest}, of_keys)
+        takes_delta, of_queries = self.kernel.takes_delta, self.sent[Side.QUERY]
+        words = self._rows(delta_of(out, grad_out) if takes_delta else make_words(out, grad_out))
+        rest = {"lse": self._rows(lse), **of_queries, "grad_out": self._rows(grad_out)}
         self.sent[Side.QUERY] = {"out": words, **rest}
-
-    def _begin(self, of_queries: Named, of_keys: Named) -> None:
-        self.sent = {Side.QUERY: of_queries, Side.KEY: of_keys}
-        self.pools = {side: Pool(own) for side, own in self.sent.items()}
+        own = {"out": words if takes_delta else self._rows(out), **rest}
+        self.pools = {Side.QUERY: Pool(own), Side.KEY: Pool(self.sent[Side.KEY])}
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """(B, H, S, ...) -> (B S groups, H / groups, ...)."""
@@ -304,16 +304,14 @@ class Tables:
         self._expect(which, part)
         computed = [*self.computed[side], *self.came_home[side]]
 
-        def stack(name: str, nothing: float = 0.0) -> Tensor:
-            return cat_behind([rows[name] for rows in computed], nothing)[which]
-
-        if kind is PARTIAL:
+        stacks = []
+        for name in kind.payload.parts:
             # In a row that no tile computed, nothing was seen.
-            lse = stack("lse", -float("inf"))
-            out, lse = (self._as_shard(rows, side) for rows in combine_stack(stack("out"), lse))
-            return out.to(self.dtype), lse
-        sums = (sum_stack(stack(name)).to(self.dtype) for name in kind.payload.tensors)
-        return tuple(self._as_shard(total, side) for total in sums)
+            nothing = -float("inf") if name in kind.payload.statistics else 0.0
+            stacks.append(cat_behind([rows[name] for rows in computed], nothing)[which])
+        merged = dict(zip(kind.payload.parts, kind.merge_stack(*stacks), strict=True))
+        merged |= {name: merged[name].to(self.dtype) for name in kind.payload.tensors}
+        return tuple(self._as_shard(rows, side) for rows in merged.values())
 
     def _as_shard(self, rows: Tensor, side: Side) -> Tensor:
         """(B S groups, H / groups, ...) -> (B, H, S, ...)."""

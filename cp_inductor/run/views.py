@@ -30,7 +30,7 @@ from cp_inductor.run.attention import Attention
 from cp_inductor.run.merge import RESULT_KINDS, ResultKind, Results, Tensors
 from cp_inductor.run.messages import Arriving, Messages
 from cp_inductor.run.own_transfers import fetch_of, home_of, reads_shard, runs_leaving
-from cp_inductor.run.records import records_received
+from cp_inductor.run.records import Contents, Groups, records_received
 from cp_inductor.run.store import Piece, Store, concatenate
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS, get_kernel
@@ -46,7 +46,7 @@ _ALL = slice(None)
 
 
 class Views:
-    """What a rank has of a plan of a recipe; see `cp_inductor.run.executor.Rows`.
+    """What a rank has of a plan of a recipe; see `cp_inductor.run.executor`.
 
     Args:
         attention: what is computed.
@@ -101,12 +101,11 @@ class Views:
         for buffer, transfers in zip(kept, exchanged, strict=True):
             self.messages.unpack(buffer, records_received(transfers, self.rank, self.plan.grid))
 
-    def _add_own(self, tensors: dict[str, Tensor], *, of_keys: bool = False) -> None:
+    def _add_own(self, tensors: dict[str | Contents, Tensor], *, of_keys: bool = False) -> None:
         """Put this rank's shards at hand."""
         shape = self.plan.shape
         heads = shape.kv_heads(shape.all_heads) if of_keys else shape.all_heads
-        for name, tensor in tensors.items():
-            self.store.add(name, self.own, heads, tensor, of_keys=of_keys)
+        self.store.put(Piece((self.own,), Groups.single(heads), of_keys, tensors))
 
     # --- Exchanges ----------------------------------------------------------------------------
 
@@ -131,31 +130,30 @@ class Views:
         buffer, arrived = self.messages.wait(fetching)
         if stage < self.plan.num_kept:
             self.kept.append(buffer)
-        by_heads: dict[Span, list[dict[str, Piece]]] = {}
-        for pieces in arrived:
-            if "delta" in pieces:
-                by_heads.setdefault(pieces["delta"].heads, []).append(pieces)
+        by_heads: dict[Groups, list[Piece]] = {}
+        for piece in arrived:
+            if "delta" in piece.tensors:
+                by_heads.setdefault(piece.heads, []).append(piece)
         for of_heads in by_heads.values():
             self._stand_in(of_heads)
 
-    def _stand_in(self, arrived: Sequence[dict[str, Piece]]) -> None:
+    def _stand_in(self, arrived: Sequence[Piece]) -> None:
         """Make what stands in for out in rows of others, in one kernel for all that arrived."""
 
         def tokens_first(name: str) -> Tensor:
             """Put them together as messages have them, (t, B, h, ...), which is one kernel."""
-            parts = [pieces[name].tensor.movedim(SEQUENCE_DIM, 0) for pieces in arrived]
-            return concatenate(parts)
+            return concatenate([of.tensors[name].movedim(SEQUENCE_DIM, 0) for of in arrived])
 
         grad_out = tokens_first("grad_out")
-        made = {"out": make_stand_in(tokens_first("delta"), grad_out)}
+        made: dict[str | Contents, Tensor] = {}
+        made["out"] = make_stand_in(tokens_first("delta"), grad_out)
         if self.kernels.plain.has_lse_in_order:
             made["lse"] = copy_statistic(tokens_first("lse"), grad_out)
-            for pieces in arrived:
-                self.store.pieces["lse"].remove(pieces["lse"])
-        spans = tuple(span for pieces in arrived for span in pieces["delta"].spans)
-        for name, tensor in made.items():
-            in_order = tensor.movedim(0, SEQUENCE_DIM)
-            self.store.put(name, replace(arrived[0]["delta"], spans=spans, tensor=in_order))
+            for piece in arrived:
+                del piece.tensors["lse"]
+        spans = tuple(span for piece in arrived for span in piece.spans)
+        tensors = {name: tensor.movedim(0, SEQUENCE_DIM) for name, tensor in made.items()}
+        self.store.put(replace(arrived[0], spans=spans, tensors=tensors))
 
     def _spans_needed_from(self, stage: int) -> list[Span]:
         """Return chunks of which tiles are still computed, or which later stages send on."""
@@ -173,20 +171,17 @@ class Views:
         if not self.plan.stages[stage].home:
             return None
         home = self.homes[stage]
-        names: set[str] = set()
+        at_hand = [*self.store.pieces]
         leaving = [transfer for transfer in home if transfer.source == self.rank]
         for kind in RESULT_KINDS:
             for span, heads in runs_leaving(leaving, kind.payload):
                 merged = self.results.over(kind, span, heads, of_tiles=True)
-                for name, tensor in zip(kind.payload.parts, merged, strict=True):
-                    of_keys = kind.payload.is_of_keys
-                    self.store.add(name, span, heads, tensor, of_keys=of_keys)
-                names |= set(kind.payload.parts)
+                self.store.put(Piece.of(kind.payload, (span,), heads, merged))
             of_payload = [t for t in leaving if t.payload is kind.payload]
             to_itself = [t for t in of_payload if t.destination == self.rank]
             self.results.withdraw(kind.payload, to_itself)
         started = self.messages.start(home)
-        self.store.drop(names)
+        self.store.pieces = at_hand
         return started
 
     def end_home(self, homeward: Arriving | None) -> None:
@@ -202,7 +197,8 @@ class Views:
         tiles = self.program[stage].tiles
         spans_of: dict[Span, list[tuple[Span, ...]]] = {}
         for tile in tiles:
-            spans_of.setdefault(self.plan.shape.kv_heads(tile.heads), []).append(tile.keys)
+            keys, heads = tile.side(self.plan.shape, of_keys=True)
+            spans_of.setdefault(heads, []).append(keys)
         for heads, spans in spans_of.items():
             if len(set(spans)) > 1:
                 self.store.put_together(spans, heads)
@@ -210,10 +206,9 @@ class Views:
 
     def read(self, tile: Tile, names: Sequence[str]) -> list[Tensor]:
         """Return what a tile reads: views, where it lies together."""
-        tensors, kv_heads = [], self.plan.shape.kv_heads(tile.heads)
+        tensors = []
         for name in names:
-            of_keys = name in Payload.KEY_VALUE.tensors
-            part = (tile.keys, kv_heads) if of_keys else (tile.queries, tile.heads)
+            part = tile.side(self.plan.shape, of_keys=name in Payload.KEY_VALUE.tensors)
             # What several tiles read in the order of its shape is copied once.
             is_in_order = name == "lse" and self.kernels.plain.has_lse_in_order
             tensors.append(self.store.take(name, *part, is_in_order=is_in_order))
@@ -272,9 +267,7 @@ class Views:
 
     def add(self, kind: ResultKind, tile: Tile, tensors: Sequence[Tensor]) -> None:
         """Note what a tile computed."""
-        part = tile.queries, tile.heads
-        if kind.payload.is_of_keys:
-            part = tile.keys, self.plan.shape.kv_heads(tile.heads)
+        part = tile.side(self.plan.shape, of_keys=kind.payload.is_of_keys)
         self.results.add(kind, *part, tensors)
 
     def result(self, kind: ResultKind) -> Tensors:

@@ -48,7 +48,7 @@ def _combine_group(partials: Sequence[Partial]) -> Partial:
     dtype = accumulation_dtype(partials[0].out)
     # Not stacked, which would copy them.
     lses = [partial.lse.to(dtype) for partial in partials]
-    highest = _finite(reduce(torch.maximum, lses))
+    highest = finite_lse(reduce(torch.maximum, lses))
     weights = [torch.exp(lse - highest) for lse in lses]
     total = reduce(torch.add, weights)
     divisor = total.masked_fill(total == 0, 1.0)
@@ -71,26 +71,21 @@ def combine_stack(out: Tensor, lse: Tensor) -> Partial:
         out (..., S, D) and lse (..., S), in float32 (float64 for float64).
     """
     dtype = accumulation_dtype(out)
-    weights, lse = _weigh(lse.to(dtype))
-    return Partial((out.to(dtype) * weights).sum(0), lse)
-
-
-def _weigh(lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weights (n, ..., S, 1) of partials by their lse (n, ..., S), and the lse of all."""
-    highest = _finite(lses.amax(0))
-    weights = torch.exp(lses - highest)
+    lse = lse.to(dtype)
+    highest = finite_lse(lse.amax(0))
+    weights = torch.exp(lse - highest)
     total = weights.sum(0)
     # Dividing by the total, the weights add up to 1 whatever the lse was rounded to.
     weights = (weights / total.masked_fill(total == 0, 1.0)).unsqueeze(-1)
-    return weights, torch.log(total) + highest
+    return Partial((out.to(dtype) * weights).sum(0), torch.log(total) + highest)
 
 
-def _finite(highest: Tensor) -> Tensor:
-    """Return the highest lse of rows; for one that saw no key at all, any finite reference.
+def finite_lse(lse: Tensor) -> Tensor:
+    """Return the lse of rows; for one that saw no key at all, any finite reference.
 
     It keeps exp(-inf - reference) = 0.
     """
-    return highest.masked_fill(highest == -float("inf"), 0.0)
+    return lse.masked_fill(lse == -float("inf"), 0.0)
 
 
 def sum_grads(grads: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> Tensor:

@@ -426,11 +426,11 @@ class _Work:
                 continue
             where = torch.where(call.numbers == number, num_full, call.numbers + start)
             start += number
-            yield (
-                call,
-                self._bias_of_call(blocks, where, call),
-                self._blind_of_call(is_blind, where, call) if has_blind else None,
-            )
+            blind = None
+            if has_blind:
+                of_rows = is_blind[where].all(2).movedim(2, 1).flatten(2, 3)
+                blind = self._of_entries(of_rows[:, :, : self._num_rows(call)])
+            yield call, self._bias_of_call(blocks, where, call), blind
 
     def _bias_of_call(self, blocks: Tensor, where: Tensor, call: Call) -> Tensor:
         """Return what is added, (entries x strips | 1, H | 1, s, t), from blocks' rows."""
@@ -444,11 +444,6 @@ class _Work:
         if call.num_hidden:
             bias = torch.nn.functional.pad(bias, (call.num_hidden, 0), value=-float("inf"))
         return self._of_entries(bias)
-
-    def _blind_of_call(self, is_blind: Tensor, where: Tensor, call: Call) -> Tensor:
-        """Return which rows see nothing, (entries x strips | 1, H | 1, s)."""
-        blind = is_blind[where].all(2).movedim(2, 1).flatten(2, 3)
-        return self._of_entries(blind[:, :, : self._num_rows(call)])
 
     def _num_rows(self, call: Call) -> int:
         num_queries = self.indices.geometry.num_queries

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cp_inductor.tiles.combine import finite_lse
 from cp_inductor.tiles.kernels import (
     Gradients,
     Kernel,
@@ -42,7 +43,7 @@ class Math(Kernel):
         """See `Kernel.forward`; the call is not causal: what exists is in its bias."""
         scores = _scores(call)
         lse = torch.logsumexp(scores, -1)
-        probabilities = torch.exp(scores - _finite(lse).unsqueeze(-1))
+        probabilities = torch.exp(scores - finite_lse(lse).unsqueeze(-1))
         if self.keep is not None:
             probabilities = probabilities * self.keep
         wide = repeat_heads(call.value.to(scores.dtype), call.query.shape[1])
@@ -53,7 +54,7 @@ class Math(Kernel):
         query, key, value = call.tensors
         scores, num_heads = _scores(call), query.shape[1]
         dtype = scores.dtype
-        probabilities = torch.exp(scores - _finite(whole.lse.to(dtype)).unsqueeze(-1))
+        probabilities = torch.exp(scores - finite_lse(whole.lse.to(dtype)).unsqueeze(-1))
         grad = grad_out.to(dtype)
         wide_value = repeat_heads(value.to(dtype), num_heads)
         grad_probabilities = torch.matmul(grad, wide_value.transpose(-1, -2))
@@ -96,8 +97,3 @@ def _masked(call: TileCall, numbers: Tensor, value: float) -> Tensor:
     if call.bias is None:
         return numbers
     return numbers.masked_fill(call.bias == -float("inf"), value)
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """Make exp(score - lse) 0 in a row that saw nothing, where both are -inf."""
-    return lse.masked_fill(lse == -float("inf"), 0.0)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -128,7 +129,13 @@ class TileMasks:
         """
         if self.rule.score == SCORE:
             return None
-        return ScoreChange(self.rule, self.indices(tile), _at_rows(rows))
+        indices, place = self.indices(tile), _at_rows(rows)
+
+        def of_scores(expression: sympy.Expr, scores: Tensor) -> Tensor:
+            value = indices.as_tensor(indices.evaluate(expression, place, scores))
+            return value.to(scores.dtype).expand(scores.shape)
+
+        return ScoreChange(*(partial(of_scores, of) for of in (self.rule.score, self.rule.slope)))
 
     def put_together(self, parts: Sequence[tuple[Tile, Tensor]]) -> Tensor:
         """Return a tensor shaped as the bias from what tiles computed of it, each of its scores.
@@ -432,29 +439,11 @@ def _at_rows(rows: slice) -> Place:
     return lambda tensor: tensor if is_all or tensor.shape[2] == 1 else tensor[:, :, rows]
 
 
-class ScoreChange:
-    """What takes the place of scores (B, H, S, T): an expression of them, and its derivative.
+class ScoreChange(NamedTuple):
+    """What takes the place of scores (B, H, S, T), and its derivative by them."""
 
-    Args:
-        rule: of the attention.
-        indices: of the tile.
-        place: at which of its scores.
-    """
-
-    def __init__(self, rule: Rule, indices: Indices, place: Place) -> None:
-        self.rule, self.indices, self.place = rule, indices, place
-
-    def value(self, scores: Tensor) -> Tensor:
-        """Return what takes their place."""
-        return self._of(self.rule.score, scores)
-
-    def slope(self, scores: Tensor) -> Tensor:
-        """Return its derivative by the scores."""
-        return self._of(self.rule.slope, scores)
-
-    def _of(self, expression: sympy.Expr, scores: Tensor) -> Tensor:
-        value = self.indices.as_tensor(self.indices.evaluate(expression, self.place, scores))
-        return value.to(scores.dtype).expand(scores.shape)
+    value: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
 
 
 class Lazily(dict[sympy.Symbol, Any]):

@@ -7,9 +7,17 @@ import pytest
 
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.plan.batch_nodes import Nodes
-from cp_inductor.plan.ir import Shape
+from cp_inductor.plan.ir import Shape, Transfers
 from cp_inductor.plan.machine import Machine
-from tests.support.batch_plans import BOTH_WAYS, DOCUMENTS, WINDOW, documents, plan, tables_of
+from tests.support.batch_plans import (
+    BOTH_WAYS,
+    DOCUMENTS,
+    WINDOW,
+    chunks_moved,
+    documents,
+    plan,
+    tables_of,
+)
 from tests.support.batch_simulate import simulate_batch
 
 
@@ -45,10 +53,9 @@ def test_every_cell_is_computed_once(
 def tokens_between(found: BatchPlan, size: int) -> np.ndarray:
     """Return the tokens that each rank receives of other nodes, on the way out and home."""
     received = np.zeros(found.world_size)
-    sides = (found.queries, found.query_stages), (found.keys, found.key_stages)
-    for chunks, stages in sides:
-        rank, chunk = np.nonzero(stages > 0)
-        owner = chunks.rank[chunk]
+    fetched = Transfers.joined(found.fetches)
+    for of_keys, chunks in (False, found.queries), (True, found.keys):
+        owner, rank, chunk = chunks_moved(fetched, of_keys=of_keys)
         is_between = rank // size != owner // size
         for to in (rank, owner):
             lengths = chunks.length[chunk][is_between]

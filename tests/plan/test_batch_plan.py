@@ -22,6 +22,7 @@ from tests.support.batch_plans import (
     Tables,
     documents,
     plan,
+    stages_of_arrival,
     tables_of,
 )
 from tests.support.batch_simulate import simulate_batch
@@ -58,11 +59,9 @@ def check(found: BatchPlan) -> None:
     )
     assert ((found.stage == 0) == is_own).all()
     assert (found.stage <= found.stages).all()
-    for chunks, arrivals in (found.queries, found.query_stages), (found.keys, found.key_stages):
-        assert (arrivals[chunks.rank, np.arange(len(chunks))] == 0).all()
     # What a cell needs has arrived by its stage.
-    for arrivals, chunk in (found.query_stages, found.query), (found.key_stages, found.key):
-        arrived = arrivals[found.rank, chunk]
+    for of_keys, chunk in (False, found.query), (True, found.key):
+        arrived = stages_of_arrival(found, of_keys=of_keys)[found.rank, chunk]
         assert ((arrived >= 0) & (arrived <= found.stage)).all()
 
 
@@ -326,15 +325,13 @@ def test_nothing_moves_without_a_reason() -> None:
 def test_stages_share_what_is_fetched() -> None:
     """For long documents, no stage fetches more than three quarters of what both fetch."""
     found = plan(DOCUMENTS, {0: np.zeros((1, 1 << 16), np.int64)}, (1 << 13,) * 8, stages=2)
+    sides = [
+        (price, chunks, stages_of_arrival(found, of_keys=of_keys))
+        for price, chunks, of_keys in ((3, found.queries, False), (2, found.keys, True))
+    ]
     for rank in range(8):
         fetched = [
-            sum(
-                (price * chunks.length[arrivals[rank] == stage]).sum()
-                for price, chunks, arrivals in (
-                    (3, found.queries, found.query_stages),
-                    (2, found.keys, found.key_stages),
-                )
-            )
+            sum((price * of.length[arrivals[rank] == stage]).sum() for price, of, arrivals in sides)
             for stage in (1, 2)
         ]
         assert max(fetched) <= 0.75 * sum(fetched)

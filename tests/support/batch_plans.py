@@ -10,6 +10,7 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BatchPlan, plan_batch
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.plan.batch_tables import RankTables, rank_tables
+from cp_inductor.plan.ir import DESTINATION, IS_OF_KEYS, PAYLOAD, SOURCE, START, Transfers
 
 DOCUMENTS = "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)"
 WINDOW = DOCUMENTS + "&(q-k-150<=0)"
@@ -48,6 +49,27 @@ def plan(
 def documents(generator: np.random.Generator, batch: int, length: int, mean: int) -> np.ndarray:
     """Return the document number of each token."""
     return np.cumsum(generator.random((batch, length)) < 1 / mean, axis=1)
+
+
+def chunks_moved(transfers: Transfers, *, of_keys: bool) -> tuple[np.ndarray, ...]:
+    """Return the source, the destination and the chunk of each transfer of one side."""
+    columns = transfers.columns[IS_OF_KEYS[transfers.columns[:, PAYLOAD]] == of_keys]
+    return columns[:, SOURCE], columns[:, DESTINATION], columns[:, START]
+
+
+def stages_of_arrival(found: BatchPlan, *, of_keys: bool) -> np.ndarray:
+    """Return for each (rank, chunk) the stage in which it arrives.
+
+    0 where the rank stores it, and -1 where it does not need it.
+    """
+    chunks = found.keys if of_keys else found.queries
+    stages = np.full((found.world_size, len(chunks)), -1)
+    stages[chunks.rank, np.arange(len(chunks))] = 0
+    for stage, transfers in enumerate(found.fetches):
+        _, rank, chunk = chunks_moved(transfers, of_keys=of_keys)
+        assert (stages[rank, chunk] == -1).all()
+        stages[rank, chunk] = stage
+    return stages
 
 
 def tables_of(

@@ -21,7 +21,9 @@ import numpy as np
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.plan.batch_chunks import BLOCK, Chunks
 from cp_inductor.plan.batch_tables import COLUMNS, Kind, Layout, Part, RankTables, Side
+from cp_inductor.plan.ir import Transfers
 from cp_inductor.plan.simulate import require
+from tests.support.batch_plans import chunks_moved
 
 # The name of a row that is no token's, and of a result that is no row's.
 NOTHING = -1
@@ -52,12 +54,15 @@ def simulate_batch(plan: BatchPlan, tables: Sequence[RankTables]) -> None:
             blocks = [side.read_blocks(program, stage) for side in sides.values()]
             met.append(_meet(program, stage, *blocks))
     _check_cells(plan, np.concatenate(met))
-    of_plan = plan.tokens_received()
-    for side, fetched, home in zip(sides.values(), of_plan[::2], of_plan[1::2], strict=True):
+    for side in sides.values():
         side.bring_home()
         side.check_sums()
-        same = (side.num_fetched == fetched).all() and (side.num_home == home).all()
-        require(bool(same), side.side.value, "rows move that the plan does not count")
+        for moved, stages in (side.num_fetched, plan.fetches), (side.num_home, plan.homes):
+            transfers, of_keys = Transfers.joined(stages), side.side is Side.KEY
+            _, rank, chunk = chunks_moved(transfers, of_keys=of_keys)
+            counted = np.bincount(rank, side.chunks.length[chunk], plan.world_size)
+            same = bool((moved == counted).all())
+            require(same, side.side.value, "rows move that the plan does not count")
 
 
 class _Program:

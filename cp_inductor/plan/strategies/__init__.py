@@ -65,28 +65,12 @@ def parse_strategy(text: str, *, site: str = "a strategy") -> Strategy:
     if groups and not groups[3] and rest in groupable:
         split = in_groups if groups[1] == "heads" else in_nodes
         return split(int(groups[2]), TABLE[rest])
-    if groups and not plus:
-        raise UnsupportedStrategy(
-            site=site,
-            expected="'headsN' or 'nodesN' with a strategy for the rest",
-            got=repr(text),
-            remedy=f"use '{name}+blocks'",
-        )
+    expected, remedy = f"one of {', '.join(STRATEGIES)}", "use strategy='auto'"
     if plus:
-        raise UnsupportedStrategy(
-            site=site,
-            expected=" or ".join(
-                [
-                    "headsN_own+blocks",
-                    *(f"{split}+{n}" for split in ("headsN", "nodesN") for n in sorted(groupable)),
-                ]
-            ),
-            got=shortened(text),
-            remedy="name the number of ranks that split the heads, as in 'heads2+blocks'",
-        )
-    raise UnsupportedStrategy(
-        site=site,
-        expected=f"one of {', '.join(STRATEGIES)}",
-        got=shortened(text),
-        remedy="use strategy='auto'",
-    )
+        splits = [f"{split}+{n}" for split in ("headsN", "nodesN") for n in sorted(groupable)]
+        expected = " or ".join(["headsN_own+blocks", *splits])
+        remedy = "name the number of ranks that split the heads, as in 'heads2+blocks'"
+    elif groups:
+        expected = "'headsN' or 'nodesN' with a strategy for the rest"
+        remedy = f"use '{name}+blocks'"
+    raise UnsupportedStrategy(site=site, expected=expected, got=shortened(text), remedy=remedy)

@@ -7,9 +7,9 @@ import numpy as np
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell
 from cp_inductor.plan.assign_cells import Area, Pairs, chunks_before, stage_areas
-from cp_inductor.plan.block_search import Weights, assign_blocks, cut_blocks
+from cp_inductor.plan.block_search import assign_blocks, cut_blocks
 from cp_inductor.plan.grid import Grid, owners_of
-from cp_inductor.plan.ir import Payload, Shape, bytes_per_row
+from cp_inductor.plan.ir import Prices, Shape
 from cp_inductor.plan.strategies.strategy import Strategy
 from cp_inductor.plan.tiles import Tiles
 
@@ -26,17 +26,17 @@ def blocks(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
     """Every rank computes a block of the grid of tiles, and the tile of its own chunks."""
     if pairs.cells.all():
         return _full_blocks(grid, shape, pairs, num_stages)
-    weights = weights_of(shape)
-    areas = _search(grid, weights, pairs)
+    prices = Prices.of(shape)
+    areas = _search(grid, prices, pairs)
     # The cheaper side comes whole with the first stage, the dearer one bit by bit.
-    by_keys = weights.key >= weights.query
+    by_keys = prices.key_in >= prices.query_in
     return stage_areas(grid, shape, pairs, areas, num_stages, by_keys=by_keys)
 
 
 def _full_blocks(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
     """Without a mask: rank (i, j) computes the queries of ranks (i, *) and the keys of (*, j)."""
-    world_size, weights = grid.world_size, weights_of(shape)
-    query, key = weights.query + weights.query_home, weights.key + weights.key_home
+    world_size, prices = grid.world_size, Prices.of(shape)
+    query, key = prices.query_in + prices.query_home, prices.key_in + prices.key_home
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     # n ranks share their queries, world_size / n their keys.
     num_rows = min(divisors, key=lambda n: (n - 1) * query + (world_size // n - 1) * key)
@@ -46,28 +46,28 @@ def _full_blocks(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Til
         order = np.argsort(owners != rank, kind="stable")  # its own chunks come first
         is_row, is_column = owners // num_rows == rank // num_rows, (owners - rank) % num_rows == 0
         areas.append((order[is_row[order]], order[is_column[order]]))
-    by_keys = (world_size // num_rows - 1) * weights.key >= (num_rows - 1) * weights.query
+    by_keys = (world_size // num_rows - 1) * prices.key_in >= (num_rows - 1) * prices.query_in
     return stage_areas(
         *(grid, shape, pairs, areas, num_stages), by_keys=by_keys, together=grid.chunks_per_rank
     )
 
 
 @lru_cache(maxsize=16)
-def _search(grid: Grid, weights: Weights, pairs: Pairs) -> list[Area]:
+def _search(grid: Grid, prices: Prices, pairs: Pairs) -> list[Area]:
     """Cut what is not on the diagonal into blocks with equally many pairs, one for each rank."""
     world_size, num_chunks = grid.world_size, grid.num_chunks
     owners = owners_of(grid)
     is_far = (pairs.cells != Cell.EMPTY) & (owners[:, None] != owners)
     before = np.zeros((num_chunks + 1, num_chunks + 1), dtype=np.int32)
     is_far.cumsum(0, dtype=np.int32).cumsum(1, out=before[1:, 1:])
-    ratio = (weights.query + weights.query_home) / (weights.key + weights.key_home)
+    ratio = (prices.query_in + prices.query_home) / (prices.key_in + prices.key_home)
     aspects = tuple(aspect * ratio for aspect in ASPECTS)
     under_rule = bool((pairs.cells == Cell.PARTIAL).any())
     if under_rule:
         aspects = ASPECTS_UNDER_RULES
     num_tried = len(aspects) if world_size <= MAX_ASPECTS_WORLD else 1
     candidates = [cut_blocks(before, world_size, aspect) for aspect in aspects[:num_tried]]
-    assigned = [(*assign_blocks(b, owners, world_size, weights), b) for b in candidates]
+    assigned = [(*assign_blocks(b, owners, world_size, prices), b) for b in candidates]
     ranks, _, chosen = min(assigned, key=lambda one: one[1])
     areas: list[Area] = [(owners[:0], owners[:0])] * world_size
     for rank, block in zip(ranks, chosen, strict=True):
@@ -75,21 +75,6 @@ def _search(grid: Grid, weights: Weights, pairs: Pairs) -> list[Area]:
         keys = keys[(keys >= block.left) & (keys < block.right)]
         areas[rank] = np.arange(block.top, block.bottom), keys
     return areas
-
-
-def weights_of(shape: Shape) -> Weights:
-    """Return bytes per token and batch entry, if nothing is kept."""
-
-    def of(heads: int, *payloads: Payload) -> int:
-        return heads * sum(bytes_per_row(payload, shape) for payload in payloads)
-
-    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-    return Weights(
-        query=of(num_heads, Payload.QUERY, Payload.QUERY_GRAD_OUT),
-        key=of(num_kv_heads, Payload.KEY_VALUE, Payload.KEY_VALUE),
-        query_home=of(num_heads, Payload.PARTIAL, Payload.QUERY_GRAD),
-        key_home=of(num_kv_heads, Payload.KEY_VALUE_GRAD),
-    )
 
 
 BLOCKS = Strategy(

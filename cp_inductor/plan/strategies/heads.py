@@ -7,7 +7,7 @@ heads4+blocks   groups of 4 ranks split the heads, and the groups split the rest
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, zip_longest
 
 import numpy as np
@@ -24,7 +24,7 @@ def heads(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
     """Every rank computes the whole sequence for its heads, some heads in each stage."""
     tiles = _tiles_of_all(grid, shape, pairs)
     return [
-        [replace(tile, rank=rank, heads=own) for rank, own in enumerate(part) for tile in tiles]
+        [tile.at(rank, own) for rank, own in enumerate(part) for tile in tiles]
         for part in parts_of(shape, grid.world_size, num_stages)
     ]
 
@@ -80,16 +80,11 @@ class Share:
     def split(self, tiles: Iterable[Tile]) -> list[Tile]:
         """Split the tiles of groups, which have these heads only, among the ranks of each group."""
         size = len(self.heads) // self.num_groups
+        starts = range(self.heads.start, self.heads.stop, size)
         return [
-            Tile(
-                tile.rank * self.num_groups + part,
-                tile.queries,
-                tile.keys,
-                Span(self.heads.start + part * size, self.heads.start + (part + 1) * size),
-                tile.mask,
-            )
+            tile.at(tile.rank * self.num_groups + part, Span(start, start + size))
             for tile in tiles
-            for part in range(self.num_groups)
+            for part, start in enumerate(starts)
         ]
 
 

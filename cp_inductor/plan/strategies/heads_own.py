@@ -55,14 +55,16 @@ def heads_own(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int, num_group
             parts, slices = parts_of(within, size, 1), [[*owners]]
         else:
             parts = parts_of(within, size, num_stages)
-            slices = _slices(_weights(grid, pairs), num_stages // len(parts))
+            num_slices = num_stages // len(parts)
+            slice_of = parts_of_equal_weight(_weights(grid, pairs), num_slices)
+            slices = [np.flatnonzero(slice_of == index).tolist() for index in range(num_slices)]
         stages = [(some, part) for some in slices for part in parts]
         for stage, (some, part) in enumerate(stages, 1):
             for owner in some:
                 first = owner // size * size
                 row = _row(grid, shape, pairs, owner, size)
                 tiles[stage] += [
-                    replace(tile, rank=rank, heads=Span(start + span.start, start + span.stop))
+                    tile.at(rank, Span(start + span.start, start + span.stop))
                     for start in [share.heads.start]
                     for rank, span in enumerate(part, first)
                     for tile in row
@@ -75,12 +77,6 @@ def _weights(grid: Grid, pairs: Pairs) -> np.ndarray:
     ranks = owners_of(grid)
     is_far = (pairs.cells != Cell.EMPTY) & (ranks[:, None] != ranks)
     return is_far.sum(1).reshape(grid.world_size, -1).sum(1)
-
-
-def _slices(weights: np.ndarray, num_slices: int) -> list[list[int]]:
-    """Cut rows into runs of about equal weight; some may be empty."""
-    slice_of = parts_of_equal_weight(weights, num_slices)
-    return [np.flatnonzero(slice_of == index).tolist() for index in range(num_slices)]
 
 
 @lru_cache(maxsize=1024)
@@ -116,17 +112,15 @@ def _strategy(name: str, groups: Callable[[int], int], fine: int) -> Strategy:
 HEADS_OWN = _strategy("heads_own", lambda world_size: world_size, 1)
 
 
-def _num_parts(grid: Grid, shape: Shape, num_stages: int) -> int:
-    return len(parts_of(shape, grid.world_size, num_stages))
-
-
 # The backward computes own tiles by heads, too: so it reads nothing but what the forward fetched,
 # which therefore takes the place of the shard's q, k and v.
 HEADS_OWN_FORWARD = replace(
     HEADS_OWN,
     name="heads_own_forward",
     assign=lambda grid, shape, pairs, num_stages: heads_own(
-        grid, shape, pairs, _num_parts(grid, shape, num_stages), grid.world_size
+        *(grid, shape, pairs),
+        num_stages=len(parts_of(shape, grid.world_size, num_stages)),
+        num_groups=grid.world_size,
     ),
     # That of `heads`, whose first stage is fed by the forward's second one.
     assign_backward=lambda grid, shape, pairs, num_stages: [

@@ -12,13 +12,11 @@ each rank as its own shard, and the first ranks and the last have as much to do.
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
 from cp_inductor.plan.assign_cells import Pairs
 from cp_inductor.plan.grid import Grid, Span
-from cp_inductor.plan.ir import Shape, Tile
+from cp_inductor.plan.ir import Shape, Tile, Transfers
 from cp_inductor.plan.strategies.heads import groups_of
 from cp_inductor.plan.strategies.strategy import Strategy
 from cp_inductor.plan.tiles import Tiles, is_head_split
@@ -43,14 +41,9 @@ def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
 
         def of_part(tiles: list[Tile], part: int) -> list[Tile]:
             return [
-                Tile(
-                    node * (grid.world_size // num_nodes) + tile.rank,
-                    tile.queries,
-                    tile.keys,
-                    Span(start, start + num_heads),
-                    tile.mask,
-                )
+                tile.at(first + tile.rank, Span(start, start + num_heads))
                 for node in range(num_nodes)
+                for first in [node * (grid.world_size // num_nodes)]
                 for start in [(node * num_parts + part) * num_heads]
                 for tile in tiles
             ]
@@ -59,12 +52,19 @@ def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
         first = [of_part(own, part) for part in parts]
         return first + [of_part(stage, part) for part in parts for stage in others]
 
+    def fetch(grid: Grid, shape: Shape, tiles: Tiles) -> list[Transfers]:
+        size = grid.world_size // num_nodes
+
+        def entries(rank: np.ndarray, owner: np.ndarray) -> np.ndarray:
+            """Return the rank of the node of a rank at which what an owner holds enters it."""
+            return np.asarray(rank // size * size + owner // num_nodes)
+
+        return fetch_by_way(grid, shape, tiles, entries)
+
     return Strategy(
         name=f"nodes{num_nodes}+{rest.name}",
         assign=assign,
-        fetch=lambda grid, shape, tiles: fetch_by_way(
-            grid, shape, tiles, partial(_entries, grid, num_nodes)
-        ),
+        fetch=fetch,
         returns=True,
         num_stages=rest.num_stages,
         free_keep=lambda shape, num_stages: _num_parts(shape, num_nodes, num_stages),
@@ -83,9 +83,3 @@ def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
 def _num_parts(shape: Shape, num_nodes: int, num_stages: int) -> int:
     """Return in how many parts the heads of a node come, so that one hides the next."""
     return max(n for n in range(1, num_stages + 1) if is_head_split(shape, num_nodes * n))
-
-
-def _entries(grid: Grid, num_nodes: int, rank: np.ndarray, owner: np.ndarray) -> np.ndarray:
-    """Return the rank of the node of a rank at which what an owner holds enters it."""
-    size = grid.world_size // num_nodes
-    return np.asarray(rank // size * size + owner // num_nodes)

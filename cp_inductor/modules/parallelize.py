@@ -60,8 +60,7 @@ from cp_inductor.modules.tensor_parallel import (
 from cp_inductor.modules.tokenwise import run_on_shards
 from cp_inductor.modules.whole import run_known_on_whole, run_on_whole
 from cp_inductor.modules.whole_batches import WholeBatches, names_of
-from cp_inductor.torch_private.dispatch import checks_of_given_data
-from cp_inductor.torch_private.dtensor import are_plain_tensors_replicated
+from cp_inductor.torch_private.dtensor import are_plain_tensors_replicated, checks_of_given_data
 from cp_inductor.torch_private.modes import is_transforming, run_uncompiled
 from cp_inductor.torch_private.traces import traces
 from cp_inductor.trust.unreduced import watch_gradients

@@ -6,7 +6,6 @@
     view(x (B, S, H), (B * S, H))                x's part lies otherwise than the whole: copied
     flatten(0, 1) of a graph's input or output   its placement, _StridedShard, is read back
     flatten(0, 1) beside what is whole           gathered, also by compilers
-    y.data = x                                   y has x's part, too
 
 Read in torch 2.13.0 and 2.15.0.
 """
@@ -24,7 +23,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.torch_private.modes import run_uncompiled, without_modes
 from cp_inductor.torch_private.shardings import choose_in_one_order, forget_shardings, remembered
 from cp_inductor.torch_private.sizes import has_hint
@@ -101,7 +99,6 @@ def on_failed_sharding(
     choose_in_one_order()
     forget_shardings()  # that C++ remembers, and would not ask for again
     _let_compilers_take_strided_shards()
-    _hand_data_on()
 
 
 def _moves_written(op: Any, args: Any, chosen: Any) -> bool:
@@ -187,33 +184,3 @@ def _let_compilers_take_strided_shards() -> None:
     run_uncompiled(in_numbers)
     DTensor.__tensor_unflatten__ = staticmethod(with_order)  # type: ignore[method-assign]
     strided.local_shard_size_and_offset = in_numbers
-
-
-# Called with a DTensor whose data is about to be replaced; they may refuse it.
-checks_of_given_data: list[Callable[[DTensor], None]] = []
-
-
-def _hand_data_on() -> None:
-    """Let ``tensor.data = other`` give a DTensor the other's part and placements.
-
-    torch's setter (`TensorBase.data`, 2.13-2.15) is no op, so that DTensor does not see it: the
-    DTensor would have the other's shape, and go on to hold its own part.
-    """
-    of_base: Any = torch._C.TensorBase.data
-
-    def set_data(tensor: Any, other: Any) -> None:
-        if not isinstance(other, DTensor):
-            raise UnsupportedPlacement(
-                site="x.data = ...",
-                expected="a DTensor as the data of a DTensor",
-                got=f"a plain tensor of shape {tuple(other.shape)}",
-                remedy="distribute it: distribute_tensor(data, x.device_mesh, x.placements)",
-            )
-        for check in checks_of_given_data:
-            check(tensor)
-        of_base.__set__(tensor, other)
-        tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
-
-    run_uncompiled(set_data)
-    of_dtensor: Any = DTensor
-    of_dtensor.data = property(of_base.__get__, set_data)

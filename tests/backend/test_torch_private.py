@@ -183,8 +183,6 @@ CHANGE_THEIR_OWN = {
 # Their changes are of tables, which is not seen in their text.
 CHANGE_TABLES = {
     "torch_private.dtensor:register_dtensor_handler",
-    "torch_private.dtensor:register_loss_handler",
-    "torch_private.dtensor:register_dtensor_flex_attention",
     "torch_private.modes:let_modes_see",
     "imported:when_imported",
 }

@@ -17,7 +17,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import fields
-from functools import wraps
 from typing import Any
 
 import torch
@@ -39,29 +38,6 @@ def forget_shardings() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
-
-
-def choose_in_one_order() -> None:
-    """Let DTensor weigh placements in the same order on all ranks; a second call changes nothing.
-
-    `_get_neighbor_placements` (torch.distributed.tensor._ops.single_dim_strategy, read in 2.13.0)
-    lists a set, whose order depends on the hash of strings, which each process draws. Among equally
-    cheap placements the first one wins, and ranks that choose another one wait for ever.
-    """
-    from torch.distributed.tensor._ops import single_dim_strategy
-
-    list_neighbors = getattr(single_dim_strategy, _NEIGHBORS, None)
-    if list_neighbors is None or hasattr(list_neighbors, "__wrapped__"):
-        return
-
-    @wraps(list_neighbors)
-    def list_in_order(*args: Any) -> list[Any]:
-        return sorted(list_neighbors(*args), key=str)
-
-    setattr(single_dim_strategy, _NEIGHBORS, list_in_order)
-
-
-_NEIGHBORS = "_get_neighbor_placements"
 
 
 class RememberedShardings:

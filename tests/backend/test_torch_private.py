@@ -184,7 +184,6 @@ CHANGE_THEIR_OWN = {
 CHANGE_TABLES = {
     "torch_private.dtensor:register_dtensor_handler",
     "torch_private.modes:let_modes_see",
-    "imported:when_imported",
 }
 
 

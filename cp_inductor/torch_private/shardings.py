@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
@@ -51,6 +52,7 @@ class RememberedShardings:
     def __init__(self) -> None:
         self._chosen: dict[Hashable, Any] = {}
         self._thread: int | None = None
+        self._traced = ExitStack()
 
     def start(self) -> None:
         """Remember from now on."""
@@ -61,6 +63,7 @@ class RememberedShardings:
         """Forget all, and let DTensor choose."""
         self._chosen.clear()
         self._thread = None
+        self._traced.close()
 
     def recall(self, schema: Any, choose: Callable[[], Any]) -> Any:
         """Return what DTensor chooses for a call, or chose for an equal one."""
@@ -72,7 +75,7 @@ class RememberedShardings:
         except _Unhashable:
             return choose()
         if asked.symbols:
-            forget_fakes()
+            forget_fakes(self._traced)
         # Sizes that are computed where a graph is traced are nodes of that graph.
         here = (get_proxy_mode(), key)
         known = self._chosen.get(key) or self._chosen.get(here)

@@ -3,7 +3,6 @@
     masked_scatter(DTensor, DTensor, Tensor)     no sharding rule   =>  `compute(op, args, kwargs)`
     cross_entropy_loss under inference_mode      made of other ops  =>  these
     amax(x, 1)                                   a partial          =>  `compute_whole(op, ...)`
-    view(x (B, S, H), (B * S, H))                x's part lies otherwise than the whole: copied
     flatten(0, 1) of a graph's input or output   its placement, _StridedShard, is read back
     flatten(0, 1) beside what is whole           gathered, also by compilers
 
@@ -28,8 +27,6 @@ from cp_inductor.torch_private.modes import run_uncompiled, without_modes
 from cp_inductor.torch_private.shardings import forget_shardings, remembered
 from cp_inductor.torch_private.sizes import has_hint
 
-aten = torch.ops.aten
-
 Compute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 IsMisjudged = Callable[[Any, tuple[Any, ...]], bool]
 MakesParts = Callable[[Any, tuple[Any, ...], Any], bool]
@@ -37,11 +34,8 @@ MakesParts = Callable[[Any, tuple[Any, ...], Any], bool]
 # What C++ calls for a call whose sharding it does not remember: (op, args, kwargs, info,
 # whether to remember). What is returned, if it is no OutputSharding, is the result of the call.
 CHOOSE = "_propagate_op_sharding_dispatch_slow_path"
-# What runs an op on this rank's parts: (op, args, info).
-RUN = "_dispatch_get_local_results_slow_path"
 # What lists the placements that DTensor weighs, as read in 2.13.0.
 NEIGHBORS = "_get_neighbor_placements"
-VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def on_failed_sharding(
@@ -89,21 +83,8 @@ def on_failed_sharding(
             return chosen
         return compute_whole(op, args, kwargs)
 
-    @wraps(getattr(dispatcher, RUN))
-    def run(op: Any, args: Any, info: Any) -> Any:
-        run_parts = getattr(type(dispatcher), RUN)
-        if op not in VIEWS:
-            return run_parts(dispatcher, op, args, info)
-        try:
-            return run_parts(dispatcher, op, args, info)
-        except (RuntimeError, ValueError):
-            part, size = info.local_args  # of this rank by now, the size as well
-            return op(part.contiguous(), size)
-
     run_uncompiled(choose)
-    run_uncompiled(run)
     setattr(dispatcher, CHOOSE, choose)
-    setattr(dispatcher, RUN, run)
     list_neighbors = getattr(single_dim_strategy, NEIGHBORS, None)
     if list_neighbors is not None:
         in_order = wraps(list_neighbors)(lambda *args: sorted(list_neighbors(*args), key=str))

@@ -216,7 +216,7 @@ def read_as_dtensors(module: nn.Module, reading: Reading) -> None:
 
     A second call does the same for tensors that came into the module since the first.
     """
-    cls = type(module)
+    cls = cast("Any", type(module))
     stored = _stored_names(module)
     names = tuple(one for one in stored if not isinstance(getattr(cls, one, None), property))
     if names or reading_of(module) is None:

@@ -24,7 +24,7 @@ from cp_inductor.torch_private.leaned_on import TORCHS_ATTENTION
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.shardings import remembered
 
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[..., Any]  # (op, args, kwargs) -> the results
 
 # Handlers of losses that `loss_parallel` has, and that ours call.
 _of_loss_parallel: dict[Any, Handler] = {}

@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from functools import partial
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -45,24 +46,11 @@ class _Finder(MetaPathFinder):
         self.waiting.discard(name)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Calling(spec.loader, self.then)
+            loader: Any = spec.loader
+            loader.exec_module = partial(_run, loader.exec_module, self.then)
         return spec
 
 
-class _Calling(Loader):
-    """Loads a module as another loader does, and then calls a function."""
-
-    def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
-        self.loader, self.then = loader, then
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the module."""
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module, and call."""
-        self.loader.exec_module(module)
-        self.then()
+def _run(run: Callable[[ModuleType], None], then: Callable[[], None], module: ModuleType) -> None:
+    run(module)
+    then()

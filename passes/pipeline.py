@@ -14,6 +14,7 @@ SCHEDULE of a step that somebody else traced.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -213,16 +214,14 @@ class Lowering:
         """Number them, and keep the numbers."""
         number_attentions(self.gm, self.kind, self.place_of)
 
-    def forget_fakes(self) -> None:
-        """Run each op on fake tensors whose sizes only data says."""
-        attentions = filter(None, map(attention_of, _nodes_of(self.gm)))
-        if any(attention.is_per_batch for attention in attentions):
-            forget_fakes()
-
     def lower_attention(self) -> None:
         """Lower all attentions. A backward reads tables that its forward has compared."""
         how = {"note_tables": self.check_tables and self.kind != "backward"}
-        self.num_lowered = lower_attention(self.gm, decompositions=self.decompositions, **how)
+        attentions = filter(None, map(attention_of, _nodes_of(self.gm)))
+        with ExitStack() as around:
+            if any(attention.is_per_batch for attention in attentions):
+                forget_fakes(around)  # whose sizes only data says
+            self.num_lowered = lower_attention(self.gm, decompositions=self.decompositions, **how)
 
     @property
     def is_scheduled(self) -> bool:
@@ -318,8 +317,6 @@ PASSES = (
     Pass(LOWER, "number_attentions", Lowering.number_attentions),
     # Before the exchanges of attentions are there, which no two share.
     Pass(LOWER, "merge_starts", _of_all_graphs(merge_starts)),
-    # Before lowering, which makes such sizes.
-    Pass(LOWER, "forget_fakes", Lowering.forget_fakes),
     Pass(LOWER, "lower_attention", Lowering.lower_attention),
     Pass(LOWER, "verify_graph", Lowering.verify),
 

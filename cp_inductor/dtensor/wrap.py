@@ -38,14 +38,16 @@ def wrap_parts(
 ) -> DTensor:
     """Wrap this rank's part of a contiguous tensor of a given shape."""
     stride = tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
-    return _wrap(local.contiguous(), mesh, placements, shape, stride)
+    own, size = local.contiguous(), torch.Size(shape)
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def wrap_shard(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
     """Wrap this rank's part of a tensor of a given shape, which lies in memory as the part does."""
-    return _wrap(local, mesh, placements, shape, stride_of(shape, local.stride()))
+    size, stride = torch.Size(shape), stride_of(shape, local.stride())
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def stride_of(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
@@ -55,15 +57,3 @@ def stride_of(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
         stride[dim] = length
         length *= shape[dim]
     return tuple(stride)
-
-
-def _wrap(
-    local: Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: Sequence[int],
-    stride: tuple[int, ...],
-) -> DTensor:
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )

@@ -21,13 +21,7 @@ from torch import Tensor
 from cp_inductor.backend.steps import exchanges_in
 from cp_inductor.inspect.cross_compile import cross_compile
 from cp_inductor.torch_private.inductor import cache_folder, cpp_compiler
-from cp_inductor.torch_private.leaned_on import (
-    LEANED_ON,
-    LEANED_ON_WITH_TRITON,
-    TEXTS,
-    text_gone,
-    what_moved,
-)
+from cp_inductor.torch_private.leaned_on import TEXTS, leaned_on, text_gone, what_moved
 from cp_inductor.torch_private.patches import patches
 from cp_inductor.torch_private.probes import PROBES
 from cp_inductor.torch_private.triton import triton_for_this_torch
@@ -82,9 +76,9 @@ def _torch() -> Check:
 
 
 def _private() -> Iterator[Check]:
-    names = dict(LEANED_ON)
-    if _installed("triton"):
-        names |= LEANED_ON_WITH_TRITON
+    has_triton = _installed("triton")
+    known = leaned_on().items()
+    names = {place: wanted for place, wanted in known if has_triton or "triton" not in place}
     texts = [(module, text) for module, found in TEXTS.items() for text in found]
     wrong = [("problem", place, what_moved(place, wanted)) for place, wanted in names.items()]
     wrong += [("warning", module, text_gone(module, text)) for module, text in texts]

@@ -29,7 +29,7 @@ from torch.distributed.tensor import empty as distributed_empty
 from cp_inductor.dtensor.wrap import stride_of
 from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.inspect.pretend import stashed_process_groups
-from cp_inductor.modules.parallelize import adapt, options_of, parallelize_copy
+from cp_inductor.modules.parallelize import Options, adapt, options_of, parallelize_copy
 
 AXIS_NAMES = {1: ("cp",), 2: ("dp", "cp"), 3: ("dp", "cp", "tp")}
 
@@ -171,7 +171,7 @@ class Placer:
             parallelize_copy(placed, replace(options, mesh=here, weights=weights))
             return placed
         if like is not None and not all(isinstance(one, DTensor) for one in model.parameters()):
-            adapt(placed, mesh)
+            adapt(placed, Options(mesh))
         return placed
 
     def place(self, tensor: Tensor, placements: Sequence[Placement] | None) -> Tensor:

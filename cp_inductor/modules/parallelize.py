@@ -60,8 +60,7 @@ from cp_inductor.modules.tensor_parallel import (
 from cp_inductor.modules.tokenwise import run_on_shards
 from cp_inductor.modules.whole import run_known_on_whole, run_on_whole
 from cp_inductor.modules.whole_batches import WholeBatches, names_of
-from cp_inductor.torch_private.dispatch import checks_of_given_data
-from cp_inductor.torch_private.dtensor import are_plain_tensors_replicated
+from cp_inductor.torch_private.dtensor import are_plain_tensors_replicated, checks_of_given_data
 from cp_inductor.torch_private.modes import is_transforming, run_uncompiled
 from cp_inductor.torch_private.traces import traces
 from cp_inductor.trust.unreduced import watch_gradients
@@ -189,13 +188,13 @@ class Options:
     """How a model was parallelized: the arguments of `parallelize`."""
 
     mesh: DeviceMesh
-    tokenwise: tuple[type[nn.Module], ...]
-    recurrent: tuple[type[nn.Module], ...]
-    whole: tuple[type[nn.Module], ...]
-    seq_dims: tuple[tuple[str, int | None], ...]
-    outputs: str
-    weights: ShardedWeights | None
-    gradients: str
+    tokenwise: tuple[type[nn.Module], ...] = ()
+    recurrent: tuple[type[nn.Module], ...] = ()
+    whole: tuple[type[nn.Module], ...] = ()
+    seq_dims: tuple[tuple[str, int | None], ...] = ()
+    outputs: str = "sharded"
+    weights: ShardedWeights | None = None
+    gradients: str = "sum"
 
 
 def options_of(model: object) -> Options | None:
@@ -219,13 +218,7 @@ def _change_classes(model: nn.Module, options: Options) -> None:
     reading = Reading(mesh, sums_gradients=options.gradients == "sum", gather=gather)
     for module in list(model.modules()):
         read_as_dtensors(module, reading)
-    adapt(
-        model,
-        mesh,
-        tokenwise=options.tokenwise,
-        recurrent=options.recurrent,
-        whole=options.whole,
-    )
+    adapt(model, options)
     run_beside_tensor_parallelism(model, mesh)
     batches = WholeBatches(
         site=type(model).__name__,
@@ -240,24 +233,18 @@ def _change_classes(model: nn.Module, options: Options) -> None:
         setattr(model, OWN_FORWARD, vars(model).pop("forward"))
 
 
-def adapt(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    tokenwise: Sequence[type[nn.Module]] = (),
-    recurrent: Sequence[type[nn.Module]] = (),
-    whole: Sequence[type[nn.Module]] = (),
-) -> None:
+def adapt(model: nn.Module, options: Options) -> None:
     """Let modules compute as `parallelize` says, in a model that reads DTensors."""
     register_rules()
+    mesh = options.mesh
     for axis in range(mesh.ndim):
         hold_sequences_along(mesh, str(mesh.get_group(axis).group_name))
     for library in libraries():
         library.adapt(model)
-    run_on_whole(model, whole)
-    run_on_own_tokens(model, recurrent)
+    run_on_whole(model, options.whole)
+    run_on_own_tokens(model, options.recurrent)
     run_known_on_whole(model, mesh)
-    run_on_shards(model, tokenwise)
+    run_on_shards(model, options.tokenwise)
 
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()

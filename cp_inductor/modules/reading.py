@@ -216,9 +216,11 @@ def read_as_dtensors(module: nn.Module, reading: Reading) -> None:
 
     A second call does the same for tensors that came into the module since the first.
     """
-    names = tuple(name for name in _stored_names(module) if not _is_property(module, name))
+    cls = cast("Any", type(module))
+    stored = _stored_names(module)
+    names = tuple(one for one in stored if not isinstance(getattr(cls, one, None), property))
     if names or reading_of(module) is None:
-        module.__class__ = _subclass(cast("Any", type(module)), None, names, reading)
+        module.__class__ = _subclass(cls, None, names, reading)
 
 
 def read_locally(module: nn.Module, mixin: type[nn.Module]) -> None:
@@ -257,10 +259,6 @@ def reads_locally(module: nn.Module) -> bool:
 def _stored_names(module: nn.Module) -> Iterator[str]:
     # Also names whose value is None, which may be set later.
     yield from (*module._parameters, *module._buffers)
-
-
-def _is_property(module: nn.Module, name: str) -> bool:
-    return isinstance(getattr(type(module), name, None), property)
 
 
 @cache

@@ -3,10 +3,8 @@
     masked_scatter(DTensor, DTensor, Tensor)     no sharding rule   =>  `compute(op, args, kwargs)`
     cross_entropy_loss under inference_mode      made of other ops  =>  these
     amax(x, 1)                                   a partial          =>  `compute_whole(op, ...)`
-    view(x (B, S, H), (B * S, H))                x's part lies otherwise than the whole: copied
     flatten(0, 1) of a graph's input or output   its placement, _StridedShard, is read back
     flatten(0, 1) beside what is whole           gathered, also by compilers
-    y.data = x                                   y has x's part, too
 
 Read in torch 2.13.0 and 2.15.0.
 """
@@ -21,15 +19,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._ops import single_dim_strategy
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.torch_private.modes import run_uncompiled, without_modes
-from cp_inductor.torch_private.shardings import choose_in_one_order, forget_shardings, remembered
+from cp_inductor.torch_private.shardings import forget_shardings, remembered
 from cp_inductor.torch_private.sizes import has_hint
-
-aten = torch.ops.aten
 
 Compute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 IsMisjudged = Callable[[Any, tuple[Any, ...]], bool]
@@ -38,9 +34,8 @@ MakesParts = Callable[[Any, tuple[Any, ...], Any], bool]
 # What C++ calls for a call whose sharding it does not remember: (op, args, kwargs, info,
 # whether to remember). What is returned, if it is no OutputSharding, is the result of the call.
 CHOOSE = "_propagate_op_sharding_dispatch_slow_path"
-# What runs an op on this rank's parts: (op, args, info).
-RUN = "_dispatch_get_local_results_slow_path"
-VIEWS = (aten.view.default, aten._unsafe_view.default)
+# What lists the placements that DTensor weighs, as read in 2.13.0.
+NEIGHBORS = "_get_neighbor_placements"
 
 
 def on_failed_sharding(
@@ -54,6 +49,11 @@ def on_failed_sharding(
     `DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path`
     (torch.distributed.tensor._dispatch, 2.13-2.15), which is called below autograd, in eager code
     and while compilers trace.
+
+    `_get_neighbor_placements` (torch.distributed.tensor._ops.single_dim_strategy, 2.13) lists a
+    set, whose order depends on the hash of strings, which each process draws. Among equally cheap
+    placements the first one wins, and ranks that choose another one wait for ever. Here they are
+    in one order.
 
     Args:
         compute: (op, args, kwargs) -> the result. It is called within the handler of torch's error,
@@ -83,25 +83,14 @@ def on_failed_sharding(
             return chosen
         return compute_whole(op, args, kwargs)
 
-    @wraps(getattr(dispatcher, RUN))
-    def run(op: Any, args: Any, info: Any) -> Any:
-        run_parts = getattr(type(dispatcher), RUN)
-        if op not in VIEWS:
-            return run_parts(dispatcher, op, args, info)
-        try:
-            return run_parts(dispatcher, op, args, info)
-        except (RuntimeError, ValueError):
-            part, size = info.local_args  # of this rank by now, the size as well
-            return op(part.contiguous(), size)
-
     run_uncompiled(choose)
-    run_uncompiled(run)
     setattr(dispatcher, CHOOSE, choose)
-    setattr(dispatcher, RUN, run)
-    choose_in_one_order()
+    list_neighbors = getattr(single_dim_strategy, NEIGHBORS, None)
+    if list_neighbors is not None:
+        in_order = wraps(list_neighbors)(lambda *args: sorted(list_neighbors(*args), key=str))
+        setattr(single_dim_strategy, NEIGHBORS, in_order)
     forget_shardings()  # that C++ remembers, and would not ask for again
     _let_compilers_take_strided_shards()
-    _hand_data_on()
 
 
 def _moves_written(op: Any, args: Any, chosen: Any) -> bool:
@@ -187,33 +176,3 @@ def _let_compilers_take_strided_shards() -> None:
     run_uncompiled(in_numbers)
     DTensor.__tensor_unflatten__ = staticmethod(with_order)  # type: ignore[method-assign]
     strided.local_shard_size_and_offset = in_numbers
-
-
-# Called with a DTensor whose data is about to be replaced; they may refuse it.
-checks_of_given_data: list[Callable[[DTensor], None]] = []
-
-
-def _hand_data_on() -> None:
-    """Let ``tensor.data = other`` give a DTensor the other's part and placements.
-
-    torch's setter (`TensorBase.data`, 2.13-2.15) is no op, so that DTensor does not see it: the
-    DTensor would have the other's shape, and go on to hold its own part.
-    """
-    of_base: Any = torch._C.TensorBase.data
-
-    def set_data(tensor: Any, other: Any) -> None:
-        if not isinstance(other, DTensor):
-            raise UnsupportedPlacement(
-                site="x.data = ...",
-                expected="a DTensor as the data of a DTensor",
-                got=f"a plain tensor of shape {tuple(other.shape)}",
-                remedy="distribute it: distribute_tensor(data, x.device_mesh, x.placements)",
-            )
-        for check in checks_of_given_data:
-            check(tensor)
-        of_base.__set__(tensor, other)
-        tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
-
-    run_uncompiled(set_data)
-    of_dtensor: Any = DTensor
-    of_dtensor.data = property(of_base.__get__, set_data)

@@ -7,36 +7,65 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.torch_private.context_parallel import torchs_attention
 from cp_inductor.torch_private.leaned_on import TORCHS_ATTENTION
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.shardings import remembered
 
-_stand_ins: list[Callable[..., Any]] = []
+Handler = Callable[..., Any]  # (op, args, kwargs) -> the results
+
+# Handlers of losses that `loss_parallel` has, and that ours call.
+_of_loss_parallel: dict[Any, Handler] = {}
+# Of higher-order ops, which DTensor's table does not know.
+_of_higher_order: dict[Any, Handler] = {}
 
 
-def register_dtensor_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
+def register_dtensor_handler(op: Any, handler: Handler, *, is_loss: bool = False) -> None:
     """Make DTensor call `handler(op, args, kwargs)` instead of dispatching `op`, uncompiled.
 
     `DTensor._op_dispatcher._custom_op_handlers` (torch.distributed.tensor._dispatch, 2.13-2.15).
+    A higher-order op has a table of its own, `HigherOrderOperator.python_key_table` (torch._ops,
+    2.13-2.15), to which `py_impl` adds. If torch has a rule there, it stays.
 
     There may be two tables. While torch's own context parallelism is switched on, DTensor uses a
     copy of its first table, to which torch has added its own handlers (`custom_ops`). When it is
     switched off, DTensor uses the first table again (read in 2.13, and in one release before it).
     So the handler is added to both tables, but never replaces a handler of torch's.
+
+    On entry, `loss_parallel` adds handlers of its own (`customized_loss_ops`,
+    torch.distributed.tensor.parallel.loss, 2.13-2.15); on exit it removes them, and would remove
+    ours. So its handler of a loss is taken out: see `handler_of_loss_parallel`.
+
+    Args:
+        op: of DTensors.
+        handler: takes the place of the last one.
+        is_loss: whether `loss_parallel` may have a handler for the op.
     """
     run_uncompiled(handler)
+    if isinstance(op, HigherOrderOperator):
+        if DTensor not in op.python_key_table:
+            op.py_impl(DTensor)(partial(_call_handler, op))
+            _of_higher_order[op] = handler
+        elif op in _of_higher_order:
+            _of_higher_order[op] = handler
+        return
+    if is_loss:
+        from torch.distributed.tensor.parallel.loss import customized_loss_ops
+
+        if op in customized_loss_ops:
+            _of_loss_parallel[op] = customized_loss_ops.pop(op)
     table = DTensor._op_dispatcher._custom_op_handlers
     first = _first_handlers()
     first[op] = handler
@@ -44,12 +73,32 @@ def register_dtensor_handler(op: torch._ops.OpOverload, handler: Callable[..., A
         table[op] = handler
 
 
-def dtensor_handler(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _call_handler(op: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
+    return _of_higher_order[op](op, args, kwargs)
+
+
+run_uncompiled(_call_handler)
+
+
+def handler_of_loss_parallel(op: torch._ops.OpOverload) -> Handler | None:
+    """Return the handler that `loss_parallel` has for a loss, while it is entered.
+
+    It is if DTensor's handler of `_log_softmax` is its own.
+    """
+    from torch.distributed.tensor.parallel.loss import customized_loss_ops
+
+    softmax = torch.ops.aten._log_softmax.default
+    own = DTensor._op_dispatcher._custom_op_handlers.get(softmax)
+    return _of_loss_parallel.get(op) if own is customized_loss_ops[softmax] else None
+
+
+def dtensor_handler(op: Any) -> Handler:
     """Return what DTensor calls for `op`: its handler, or else its own dispatch."""
-    return _first_handlers().get(op, dispatch_as_dtensor)
+    table = _of_higher_order if isinstance(op, HigherOrderOperator) else _first_handlers()
+    return table.get(op, dispatch_as_dtensor)
 
 
-def _first_handlers() -> dict[Any, Callable[..., Any]]:
+def _first_handlers() -> dict[Any, Handler]:
     """Return DTensor's first table, wherever torch keeps it.
 
     While the copy is in use, torch keeps the first table in a module variable, whose name differs
@@ -64,55 +113,15 @@ def _first_handlers() -> dict[Any, Callable[..., Any]]:
     return DTensor._op_dispatcher._custom_op_handlers
 
 
-def register_loss_handler(op: torch._ops.OpOverload, handler: Callable[..., Any]) -> None:
-    """Make DTensor call `handler(handler of loss_parallel or None, op, args, kwargs)` for a loss.
-
-    On entry, `loss_parallel` replaces handlers by its own (`customized_loss_ops`,
-    torch.distributed.tensor.parallel.loss, 2.13-2.15); on exit it removes them, and would remove
-    ours. So its handler for `op` is taken out of `customized_loss_ops` and given to ours to call.
-    """
-    from torch.distributed.tensor.parallel.loss import customized_loss_ops
-
-    softmax = torch.ops.aten._log_softmax.default
-    registered = _first_handlers().get(op)
-    if not isinstance(registered, LossHandler):
-        of_parallel = customized_loss_ops.pop(op, None)
-        registered = LossHandler(handler, of_parallel, softmax, customized_loss_ops[softmax])
-    register_dtensor_handler(op, registered)
-
-
-@dataclass(frozen=True)
-class LossHandler:
-    """A handler of a loss that is passed the handler of `loss_parallel` while that is entered.
-
-    Attributes:
-        handler: to call with (handler of loss_parallel or None, op, args, kwargs).
-        of_parallel: the handler that `loss_parallel` has for this op; None if it has none.
-        sign, sign_handler: `loss_parallel` is entered if DTensor's handler of `sign` is this one.
-    """
-
-    handler: Callable[..., Any]
-    of_parallel: Callable[..., Any] | None
-    sign: torch._ops.OpOverload
-    sign_handler: Callable[..., Any]
-
-    def __call__(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-        """Handle a call of `op`."""
-        table = DTensor._op_dispatcher._custom_op_handlers
-        is_parallel = table.get(self.sign) is self.sign_handler
-        return self.handler(self.of_parallel if is_parallel else None, op, args, kwargs)
-
-
 def dispatch_as_dtensor(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Dispatch `op` as DTensor does if no handler is registered for it.
 
     The steps of `OpDispatcher` (torch.distributed.tensor._dispatch, 2.13-2.15): unwrap, propagate
-    shardings, redistribute if the sharding rule needs it, run on the local tensors, wrap. A rank
-    outside the mesh runs nothing.
+    shardings, redistribute if the sharding rule needs it and run on the local tensors, wrap.
     """
-    dispatcher = DTensor._op_dispatcher
+    dispatcher: Any = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
 
     def choose() -> Any:
@@ -120,17 +129,8 @@ def dispatch_as_dtensor(
         return info.output_sharding
 
     sharding = info.output_sharding = remembered.recall(info.schema, choose)
-    if info.compute_mesh.get_coordinate() is None:
-        return dispatcher.wrap(_nothing_of(sharding.output_spec), sharding.output_spec)
-    if sharding.needs_redistribute:
-        assert sharding.redistribute_schema is not None
-        dispatcher.redistribute_local_args(
-            info, sharding.redistribute_schema, sharding.use_val_from_redistribute_schema
-        )
-    local_args = info.local_args
-    if info.args_tree_spec is not None:
-        local_args = pytree.tree_unflatten(list(local_args), info.args_tree_spec)
-    return dispatcher.wrap(op(*local_args, **info.local_kwargs), sharding.output_spec)
+    results = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
+    return dispatcher.wrap(results, sharding.output_spec)
 
 
 def without_handler(
@@ -193,16 +193,6 @@ def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def _nothing_of(spec: Any) -> Any:
-    """Return the local result that DTensor gives to a rank outside the mesh: empty tensors."""
-    if spec is None:
-        return None
-    if isinstance(spec, (tuple, list)):
-        return [_nothing_of(one) for one in spec]
-    dtype = spec.tensor_meta.dtype
-    return torch.tensor([], dtype=dtype) if spec.tensor_meta.shape else torch.zeros((), dtype=dtype)
-
-
 def flex_attention_op() -> Any:
     """Return the higher-order op that flex_attention calls, in eager code and in Dynamo's graphs.
 
@@ -212,33 +202,23 @@ def flex_attention_op() -> Any:
     return torch.ops.higher_order.flex_attention
 
 
-def register_dtensor_flex_attention(rule: Callable[..., Any], *, is_stand_in: bool = False) -> None:
-    """Make flex_attention on DTensors call `rule`, uncompiled, unless torch has a rule.
-
-    `HigherOrderOperator.python_key_table` (torch._ops, 2.13-2.15), to which `py_impl` adds.
-
-    Args:
-        rule: takes the arguments of the op.
-        is_stand_in: the next rule replaces this one, and this one replaces none.
-    """
-    op = flex_attention_op()
-    if op.python_key_table.get(DTensor) in _stand_ins and not is_stand_in:
-        del op.python_key_table[DTensor]
-    if DTensor not in op.python_key_table:
-        run_uncompiled(rule)
-        op.py_impl(DTensor)(rule)
-        if is_stand_in:
-            _stand_ins.append(rule)
+# Called with a DTensor whose data is about to be replaced; they may refuse it.
+checks_of_given_data: list[Callable[[DTensor], None]] = []
 
 
-def read_memory_of(whole: Callable[[DTensor], Tensor | None]) -> None:
-    """Let `tolist` and `numpy` of a DTensor, which torch (2.13-2.15) refuses, read another tensor.
+def follow_memory(whole: Callable[[DTensor], Tensor | None]) -> None:
+    """Let DTensors follow what reads their memory, or replaces it, which torch does by no op.
 
-    The array is a copy, and read-only: what is written to it would not reach the DTensor.
+    `tolist` and `numpy`, which torch (2.13-2.15) refuses, read another tensor. The array is a copy,
+    and read-only: what is written to it would not reach the DTensor.
+
+    ``tensor.data = other`` (`TensorBase.data`, 2.13-2.15) gives a DTensor the other's part and
+    placements, too. It would have the other's shape, and go on to hold its own part.
 
     Args:
         whole: the tensor to read; None has torch refuse.
     """
+    of_base: Any = torch._C.TensorBase.data
 
     def tolist(self: DTensor) -> Any:
         read = whole(self)
@@ -252,8 +232,23 @@ def read_memory_of(whole: Callable[[DTensor], Tensor | None]) -> None:
         array.flags.writeable = False
         return array
 
+    def set_data(tensor: Any, other: Any) -> None:
+        if not isinstance(other, DTensor):
+            raise UnsupportedPlacement(
+                site="x.data = ...",
+                expected="a DTensor as the data of a DTensor",
+                got=f"a plain tensor of shape {tuple(other.shape)}",
+                remedy="distribute it: distribute_tensor(data, x.device_mesh, x.placements)",
+            )
+        for check in checks_of_given_data:
+            check(tensor)
+        of_base.__set__(tensor, other)
+        tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
+
+    run_uncompiled(set_data)
     of_dtensor: Any = DTensor
     of_dtensor.tolist, of_dtensor.numpy = tolist, numpy
+    of_dtensor.data = property(of_base.__get__, set_data)
 
 
 def is_propagating_shapes(tensor: Tensor) -> bool:

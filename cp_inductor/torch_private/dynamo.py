@@ -201,15 +201,12 @@ def as_backend_error(error: Exception, instead_of: Exception | None = None) -> E
 
     cls = type(error)
     torchs = () if instead_of is None else (type(instead_of),)
-    both: Any = _refusal(cls.__name__, (cls, ShortenTraceback, *torchs), cls.__module__)
+    methods = {"__module__": cls.__module__, "remove_dynamo_frames": _remove_frames}
+    both: Any = type(cls.__name__, (cls, ShortenTraceback, *torchs), methods)
     raised: Exception = both.__new__(both)
     raised.__dict__.update(error.__dict__, first_useful_frame=None)
     raised.args = error.args
     return raised
-
-
-def _refusal(name: str, bases: tuple[type, ...], module: str) -> type:
-    return type(name, bases, {"__module__": module, "remove_dynamo_frames": _remove_frames})
 
 
 def _remove_frames(error: Exception) -> Exception:

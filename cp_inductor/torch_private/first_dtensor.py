@@ -52,25 +52,20 @@ def _register_stand_ins() -> None:
         return
     from cp_inductor.torch_private import dtensor
 
-    ops = [*FORWARD_OPS, *BACKWARD_OPS]
+    ops: list[Any] = [*FORWARD_OPS, *BACKWARD_OPS]
     if VARLEN in sys.modules:
         from cp_inductor.torch_private.varlen import varlen_op
 
         ops += [op for op in [varlen_op()] if op is not None]
+    if FLEX in sys.modules:
+        ops.append(dtensor.flex_attention_op())
     for op in ops:
         if dtensor.dtensor_handler(op) is dtensor.dispatch_as_dtensor:
             dtensor.register_dtensor_handler(op, _stand_in)
-    if FLEX in sys.modules:
-        dtensor.register_dtensor_flex_attention(_stand_in_of_flex, is_stand_in=True)
 
 
-def _stand_in(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def _stand_in(op: Any, args: Any, kwargs: Any) -> Any:
     from cp_inductor.torch_private.dtensor import dtensor_handler
 
     _load[-1]()
     return dtensor_handler(op)(op, args, kwargs)
-
-
-def _stand_in_of_flex(*args: Any, **kwargs: Any) -> Any:
-    _load[-1]()
-    return torch.ops.higher_order.flex_attention(*args, **kwargs)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from importlib import import_module
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
 
 TORCHS_ATTENTION = "torch.distributed.tensor.experimental._context_parallel._attention"
 
@@ -84,7 +85,8 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-# module => its names, and by name the parameters that one must take.
+# module => names that are read off it, and by name the parameters that one must take. What is
+# imported by its name, and need not take any, stands in the imports: see `imported_names`.
 _NAMES = {
     "torch": """
         Tensor._base Tensor._version UntypedStorage._cdata _TorchCompileWrapper _fused_sdp_choice
@@ -98,46 +100,30 @@ _NAMES = {
     "torch._C._distributed_c10d": "Backend.Options._timeout ProcessGroupGloo.options",
     "torch._C._dynamo.eval_frame": "_FrameAction.SKIP _FrameExecStrategy set_code_exec_strategy",
     "torch._C._functorch": "get_unwrapped is_functorch_wrapped_tensor",
-    "torch._decomp": "core_aten_decompositions",
-    "torch._dispatch.python": "enable_python_dispatcher",
-    "torch._dynamo._trace_wrapped_higher_order_op": "TransformGetItemToIndex",
-    "torch._dynamo.backends.common": "aot_autograd",
     "torch._dynamo.backends.distributed": "DDPOptimizer.__init__(backend_compile_fn)",
     "torch._dynamo.compiled_autograd": "compiled_autograd_enabled",
     "torch._dynamo.config": "automatic_dynamic_local_pgo",
-    "torch._dynamo.convert_frame": "_compile(compiler_fn,skip) compile_lock",
-    "torch._dynamo.device_interface": "DeviceInterface device_interfaces",
-    "torch._dynamo.exc": """
-        InternalTorchDynamoError ShortenTraceback ShortenTraceback.remove_dynamo_frames
-        TorchDynamoException TorchRuntimeError""",
+    "torch._dynamo.convert_frame": "_compile(compiler_fn,skip)",
+    "torch._dynamo.device_interface": "device_interfaces",
+    "torch._dynamo.exc": "ShortenTraceback.remove_dynamo_frames",
     "torch._dynamo.guards": "GuardBuilder.EQUALS_MATCH(guard)",
     "torch._dynamo.output_graph": "DynamoTracerOutput",
     "torch._dynamo.source": "AttrSource(base,member) GetItemSource(base,index)",
     "torch._dynamo.symbolic_convert": "InstructionTranslator.current_tx",
-    "torch._dynamo.utils": "counters",
     "torch._dynamo.variables.builder": "GraphArg.example",
-    "torch._dynamo.variables.torch": "get_overridable_functions",
     "torch._dynamo.variables.torch_function": "torch_function_mode_stack_state_mgr.stack",
     "torch._functorch._aot_autograd.descriptors": "AOTInput.is_tangent",
-    "torch._functorch.aot_autograd": "make_boxed_func",
     "torch._functorch.config": """
         bypass_autograd_cache_key enable_autograd_cache force_non_lazy_backward_lowering""",
-    "torch._functorch.partitioners": "min_cut_rematerialization_partition",
-    "torch._guards": "Guard(originating_source,create_fn) TracingContext.try_get detect_fake_mode",
-    "torch._inductor": "config inductor_prims list_mode_options",
+    "torch._guards": "Guard(originating_source,create_fn) TracingContext.try_get",
     "torch._inductor.codecache": """
         CacheBase.get_system FxGraphCachePickler._reduce_fake_script_object(t)""",
-    "torch._inductor.compile_fx": """
-        compile_fx(inner_compile,config_patches,decompositions) compile_fx_inner""",
+    "torch._inductor.compile_fx": "compile_fx(inner_compile,config_patches,decompositions)",
     "torch._inductor.compiler_bisector": """
         CompilerBisector.disable_subsystem(backend,subsystem,debug_info)""",
     "torch._inductor.config": """
         force_pointwise_cat joint_custom_pre_pass post_grad_custom_post_pass realize_reads_threshold
         unsafe_marked_cacheable_functions""",
-    "torch._inductor.cpp_builder": "get_cpp_compiler",
-    "torch._inductor.custom_graph_pass": "CustomGraphPass get_custom_graph_passes",
-    "torch._inductor.decomposition": "select_decomp_table",
-    "torch._inductor.exc": "InvalidCxxCompiler",
     "torch._inductor.fx_passes.auto_chunker": "CantChunk chunk(gm) find_amplifier_node(graph)",
     "torch._inductor.fx_passes.auto_chunker.propagator": "get_fake_tensor_from_node_arg(node)",
     "torch._inductor.fx_passes.control_dependencies": """
@@ -149,23 +135,15 @@ _NAMES = {
         StorageBox.has_exceeded_max_reads""",
     "torch._inductor.lowering": "_maybe_layout_constraints lowerings",
     "torch._inductor.pattern_matcher": "stable_topological_sort(graph)",
-    "torch._inductor.runtime.cache_dir_utils": "cache_dir",
     "torch._inductor.runtime.hints": "DeviceProperties.create",
-    "torch._inductor.virtualized": "V",
     "torch._library.fake_class_registry": "FakeScriptObject(wrapped_obj,script_class_name,x)",
     "torch._library.fake_impl": "FakeImplCtx(_fake_mode,_op) allocate_size(shape_env,min_val)",
-    "torch._logging": "trace_structured",
     "torch._ops": "HigherOrderOperator.py_impl(k)",
-    "torch._subclasses.fake_tensor": """
-        FakeTensor FakeTensorMode maybe_get_fake_mode unset_fake_temporarily""",
-    "torch._subclasses.functional_tensor": "FunctionalTensor",
     "torch.amp": "_enter_autocast _exit_autocast",
     "torch.autograd.function": "BackwardCFunction.apply Function._backward_cls._forward_cls",
     "torch.autograd.profiler": "_is_profiler_enabled",
     "torch.distributed": """
         ProcessGroup._device_types ProcessGroup._get_backend ProcessGroup.get_group_store""",
-    "torch.distributed._composable_state": "_module_state_mapping",
-    "torch.distributed._functional_collectives": "all_to_all_single_autograd",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": """
         CheckpointWrapper(mod) checkpoint_wrapper(module)""",
     "torch.distributed.distributed_c10d": """
@@ -178,7 +156,7 @@ _NAMES = {
         DTensor._op_dispatcher._custom_op_handlers
         DTensor._op_dispatcher._dispatch_get_local_results_slow_path(op_call,args,op_info)
         DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path(op_call,args,kwargs,op_info)
-        DTensor._op_dispatcher._random_ops DTensor._op_dispatcher.redistribute_local_args
+        DTensor._op_dispatcher._random_ops
         DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
         DTensor._op_dispatcher.sharding_propagator.op_to_rules
         DTensor._op_dispatcher.sharding_propagator.propagate(op_info)
@@ -191,12 +169,10 @@ _NAMES = {
         _get_neighbor_placements(allowed_sharding,allowed_partial,current,input_placements,mesh_dim)
     """,
     "torch.distributed.tensor._random": "is_rng_supported_mesh(device_mesh)",
-    "torch.distributed.tensor.debug": "_clear_sharding_prop_cache",
     TORCHS_ATTENTION: """
         _DispatchMode.MODULE_WRAPPER _cp_options.enable_load_balance _dispatch_mode
         _replaced_functions custom_ops""",
     "torch.distributed.tensor.parallel.loss": "customized_loss_ops",
-    "torch.distributed.tensor.placement_types": "_StridedShard",
     "torch.fx.experimental.proxy_tensor": """
         _SympyExprTrackerValue get_proxy_mode make_fx(f,tracing_mode,pre_dispatch) py_sym_types
         set_proxy_slot(obj,tracer,proxy)""",
@@ -216,20 +192,11 @@ _NAMES = {
     "torch.ops": """
         higher_order.flex_attention.python_key_table
         higher_order.invoke_subgraph(subgraph,identifier,operands)""",
-    "torch.overrides": "_get_current_function_mode_stack",
-    "torch.testing._internal.distributed.fake_pg": "FakeStore",
-    "torch.utils": "_pytree",
-    "torch.utils._config_module": "Config install_config_module",
-    "torch.utils._ordered_set": "OrderedSet",
-    "torch.utils._python_dispatch": """
-        TorchDispatchMode _disable_current_modes return_and_correct_aliasing(func,args,kwargs,out)
-    """,
+    "torch.utils._python_dispatch": "return_and_correct_aliasing(func,args,kwargs,out)",
     "torch.utils.checkpoint": """
         CheckpointFunction.forward(run_function) _CachedTorchDispatchMode.__init__(policy_fn)
         _CachingTorchDispatchMode.__init__(policy_fn) _CheckpointFrame.__init__(recompute_fn)""",
-}
-# The same for triton and for modules that import it. Looked up only if triton is installed.
-_NAMES_WITH_TRITON = {
+    # These need triton.
     "torch._inductor.runtime.triton_helpers": "set_driver_to_gpu",
     "torch._inductor.runtime.triton_heuristics": "CachingAutotuner._precompile_config(cfg)",
     "triton": "knobs.nvidia.cuobjdump.path",
@@ -238,20 +205,28 @@ _NAMES_WITH_TRITON = {
 }
 
 
-def _places(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    return {
+def leaned_on() -> Mapping[str, tuple[str, ...]]:
+    """Return each place, as module:name, with the parameters that it must take, by name.
+
+    `doctor` and the tests look every entry up.
+    """
+    listed = {
         f"{module}:{name}": tuple(parameters.rstrip(")").split(",")) if parameters else ()
-        for module, words in names.items()
+        for module, words in _NAMES.items()
         for name, _, parameters in (word.partition("(") for word in words.split())
     }
+    tables = (f"torch.distributed.distributed_c10d:_world.{name}" for name in C10D_TABLES[:-1])
+    return {**dict.fromkeys((*imported_names(), *tables), ()), **listed}
 
 
-# module:name => the parameters that it must take, by name. `doctor` and the tests look every entry
-# up.
-LEANED_ON: Mapping[str, tuple[str, ...]] = _places(_NAMES) | {
-    f"torch.distributed.distributed_c10d:_world.{name}": () for name in C10D_TABLES[:-1]
-}
-LEANED_ON_WITH_TRITON: Mapping[str, tuple[str, ...]] = _places(_NAMES_WITH_TRITON)
+def imported_names() -> Iterator[str]:
+    """Yield what the files of this package import that is private in torch."""
+    root = Path(__file__).parents[1]
+    for path in (*root.rglob("*.py"), *(root / "passes").glob("*.py")):  # which may be a link
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("torch."):
+                names = [f"{node.module}:{alias.name}" for alias in node.names]
+                yield from (name for name in names if re.search(r"[.:]_", name))
 
 
 def text_gone(module: str, text: str) -> str | None:
@@ -265,7 +240,7 @@ def text_gone(module: str, text: str) -> str | None:
 
 
 def what_moved(place: str, parameters: Sequence[str]) -> str | None:
-    """Return how the installed torch differs from an entry of `LEANED_ON`; None if it does not.
+    """Return how the installed torch differs from an entry of `leaned_on`; None if it does not.
 
     Args:
         place: as module:name.
@@ -273,11 +248,8 @@ def what_moved(place: str, parameters: Sequence[str]) -> str | None:
     """
     import inspect
 
-    module, _, path = place.partition(":")
     try:
-        value: Any = import_module(module)
-        for name in path.split("."):
-            value = getattr(value, name)
+        value = resolve_name(place.replace(":", "."))
     except (ImportError, AttributeError) as error:
         return f"it is gone: {error}"
     if parameters:

@@ -1,7 +1,8 @@
 """Every place at which torch does something else because of this package, and what ends it.
 
 Settings of torch that it offers to programs (`implicit_replication`, `_cp_options`, its configs)
-are no such places, nor are objects that this package has made.
+are no such places, nor are objects that this package has made, nor Python's import hooks, of which
+`cp_inductor.imported` is one.
 
 `patches.md` is the table: our function (below cp_inductor), what it replaces (below torch), when
 that is in place, why, the issue or pull request of pytorch/pytorch, and what has to be true for it

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from dataclasses import fields
-from functools import wraps
 from typing import Any
 
 import torch
@@ -41,29 +41,6 @@ def forget_shardings() -> None:
     _clear_sharding_prop_cache()
 
 
-def choose_in_one_order() -> None:
-    """Let DTensor weigh placements in the same order on all ranks; a second call changes nothing.
-
-    `_get_neighbor_placements` (torch.distributed.tensor._ops.single_dim_strategy, read in 2.13.0)
-    lists a set, whose order depends on the hash of strings, which each process draws. Among equally
-    cheap placements the first one wins, and ranks that choose another one wait for ever.
-    """
-    from torch.distributed.tensor._ops import single_dim_strategy
-
-    list_neighbors = getattr(single_dim_strategy, _NEIGHBORS, None)
-    if list_neighbors is None or hasattr(list_neighbors, "__wrapped__"):
-        return
-
-    @wraps(list_neighbors)
-    def list_in_order(*args: Any) -> list[Any]:
-        return sorted(list_neighbors(*args), key=str)
-
-    setattr(single_dim_strategy, _NEIGHBORS, list_in_order)
-
-
-_NEIGHBORS = "_get_neighbor_placements"
-
-
 class RememberedShardings:
     """What DTensor chose, while Dynamo traces for us.
 
@@ -75,6 +52,7 @@ class RememberedShardings:
     def __init__(self) -> None:
         self._chosen: dict[Hashable, Any] = {}
         self._thread: int | None = None
+        self._traced = ExitStack()
 
     def start(self) -> None:
         """Remember from now on."""
@@ -85,6 +63,7 @@ class RememberedShardings:
         """Forget all, and let DTensor choose."""
         self._chosen.clear()
         self._thread = None
+        self._traced.close()
 
     def recall(self, schema: Any, choose: Callable[[], Any]) -> Any:
         """Return what DTensor chooses for a call, or chose for an equal one."""
@@ -96,7 +75,7 @@ class RememberedShardings:
         except _Unhashable:
             return choose()
         if asked.symbols:
-            forget_fakes()
+            forget_fakes(self._traced)
         # Sizes that are computed where a graph is traced are nodes of that graph.
         here = (get_proxy_mode(), key)
         known = self._chosen.get(key) or self._chosen.get(here)

@@ -6,6 +6,7 @@ Read in torch 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import sympy
@@ -89,15 +90,17 @@ def note_hint(size: int | torch.SymInt, hint: int) -> None:
         hints[rest] = max(1, hint // int(factor))
 
 
-def forget_fakes() -> None:
-    """Let the fake tensors of this compile run each op.
+def forget_fakes(until: ExitStack) -> None:
+    """Let the fake tensors of this compile run each op, until a stack of contexts is closed.
 
     To make and to use an entry of their cache takes longer than to run the op, where sizes are
-    symbols. `FakeTensorMode.cache_enabled` (torch._subclasses.fake_tensor, read in 2.13.0).
+    symbols. `disable_fake_tensor_cache` (torch._subclasses.fake_tensor, 2.13-2.15).
     """
+    from torch._subclasses.fake_tensor import disable_fake_tensor_cache
+
     mode = detect_fake_mode()
-    if mode is not None:
-        mode.cache_enabled = False
+    if mode is not None and mode.cache_enabled:
+        until.enter_context(disable_fake_tensor_cache(mode))
 
 
 def new_size(least: int) -> torch.SymInt:

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -31,21 +31,11 @@ from cp_inductor.torch_private.symbolic_dtensor import SymbolicLengths
 NameOf = Callable[[Exception], Exception | None]
 
 
-class State(Protocol):
-    """What is in place while Dynamo traces for us."""
-
-    def start(self) -> None:
-        """Put it in place."""
-
-    def end(self) -> None:
-        """Take it away."""
-
-
 class Traces:
     """What Dynamo traces for some backends."""
 
-    def __init__(self, *states: State) -> None:
-        self._states = states
+    def __init__(self) -> None:
+        self._symbolic_lengths = SymbolicLengths()
         self._names: list[tuple[Any, NameOf]] = []
         # Are called with the local variables of a frame that is about to be traced.
         self.before: list[Callable[[Mapping[str, Any]], None]] = []
@@ -104,11 +94,11 @@ class Traces:
         if is_ours == self.is_ours:
             return
         self._thread = threading.get_ident() if is_ours else None
-        for state in self._states:
+        for state in (self._symbolic_lengths, remembered):
             (state.start if is_ours else state.end)()
 
 
-traces = Traces(SymbolicLengths(), remembered)
+traces = Traces()
 
 
 def innermost_backend(backend: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.kept import cache
 from cp_inductor.torch_private.arguments import tensors_written_by
+from cp_inductor.torch_private.modes import OpWatcher
 
 
 @contextmanager
@@ -124,23 +125,18 @@ def writes_of(
 ) -> list[tuple[torch._ops.OpOverload, Tensor]]:
     """Call a function on fake tensors, and return what it writes to in place, and by which ops.
 
-    The schema of each op that runs says what it writes: `OpOverload._schema` (torch._ops),
-    `TorchDispatchMode` (torch.utils._python_dispatch), 2.13-2.15.
+    The schema of each op that runs says what it writes: `OpOverload._schema` (torch._ops,
+    2.13-2.15).
 
     Args:
         function: to call.
         like: a fake tensor, or a DTensor of one, of the fake mode to call the function under.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     written: list[tuple[torch._ops.OpOverload, Tensor]] = []
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            written.extend((func, one) for one in tensors_written_by(func, args, kwargs or {}))
-            return func(*args, **(kwargs or {}))
+    class Watch(OpWatcher):
+        def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+            written.extend((op, one) for one in tensors_written_by(op, args, kwargs))
 
     local = like.to_local() if isinstance(like, DTensor) else like
     with torch.no_grad(), fake_mode_of(local), Watch():

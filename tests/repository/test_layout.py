@@ -12,7 +12,7 @@ from pathlib import Path
 
 import cp_inductor
 from cp_inductor.passes.pipeline import PASSES
-from cp_inductor.torch_private.leaned_on import LEANED_ON
+from cp_inductor.torch_private.leaned_on import leaned_on
 from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +141,7 @@ def test_every_pass_is_in_the_list() -> None:
     # Called by find_attention and by lower_attention, for one attention each.
     assert files - NO_PASSES - {"recognize_mask", "share_pieces"} == listed & files
     of_other_files = {"check_ties", "relate_local_lengths", "remove_marks", "settle_local_lengths"}
-    of_other_files |= {"forget_fakes", "guard_whole_lengths", "number_attentions", "number_nodes"}
+    of_other_files |= {"guard_whole_lengths", "number_attentions", "number_nodes"}
     assert listed - files == of_other_files
 
 
@@ -187,7 +187,7 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
     for module, path in sources().items():
         if not module.startswith(("cp_inductor.torch_private.", "cp_inductor.inspect.pretend")):
             assert private_names(path) <= known, module
-    assert known <= LEANED_ON.keys()
+    assert known <= leaned_on().keys()
 
 
 def test_the_passes_have_one_name() -> None:

@@ -62,8 +62,8 @@ from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
     are_plain_tensors_replicated,
     dispatch_as_dtensor,
+    flex_attention_op,
     is_propagating_shapes,
-    register_dtensor_flex_attention,
     register_dtensor_handler,
     replicated,
 )
@@ -94,7 +94,7 @@ def register_dtensor_attention() -> None:
     op = varlen_op()
     if op is not None:
         register_dtensor_handler(op, _handle_varlen)
-    register_dtensor_flex_attention(_handle_flex)
+    register_dtensor_handler(flex_attention_op(), _handle_flex)
 
 
 def _handle_forward(
@@ -147,8 +147,9 @@ def _handle_forward(
     return _results_of(op, from_local_like(out, sides[0]), from_local_like(lse, sides[0]), bound)
 
 
-def _handle_flex(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _handle_flex(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tell Dynamo the shapes of flex_attention on DTensors; refuse it in eager code."""
+    query, key, value, *_ = args
     is_propagating = is_propagating_shapes(held_by_rank(query))
     if is_propagating and any(map(is_sequence_sharded, (query, key, value))):
         # The graph pass reads the functions, and refuses with the source line what it cannot.

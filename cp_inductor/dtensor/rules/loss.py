@@ -20,7 +20,6 @@ which refuse the mean if tokens are sharded as well. They are asked for the sum 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -36,7 +35,8 @@ from cp_inductor.dtensor.wrap import is_whole, whole_tensor, wrap_whole
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,
-    register_loss_handler,
+    handler_of_loss_parallel,
+    register_dtensor_handler,
 )
 
 aten = torch.ops.aten
@@ -68,29 +68,17 @@ CLASS_DIM = 1
 
 def correct_losses() -> None:
     """Take mean losses over all tokens: in what Dynamo traces for us, and along known sequences."""
-    for ops, compute in (
-        (FORWARD_OPS, _mean_loss),
-        (BACKWARD_OPS, _mean_loss_backward),
-        (ELEMENT_OPS, _mean_of_elements),
-        ((WITH_LOGITS,), _with_logits),
-    ):
-        for op in ops:
-            register_loss_handler(op, partial(_handle, compute))
+    for op in COMPUTED:
+        register_dtensor_handler(op, _handle, is_loss=True)
 
 
-def _handle(
-    compute: _Compute,
-    parallel: Callable[..., Any] | None,
-    op: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _handle(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an op; or leave it to `loss_parallel` if that is on, and else to DTensor.
 
     No loss is partial, whoever computes it.
     """
-    bound = bind_arguments(op, args, kwargs)
-    results = compute(parallel, op, bound)
+    bound, parallel = bind_arguments(op, args, kwargs), handler_of_loss_parallel(op)
+    results = COMPUTED[op](parallel, op, bound)
     if results is None:
         results = (parallel or dispatch_as_dtensor)(op, args, kwargs)
     given = [bound[name] for name in ("self", "target") if isinstance(bound[name], DTensor)]
@@ -196,3 +184,11 @@ def _is_of_sharded_tokens(tensor: Tensor) -> bool:
 
 def _with_reduction(bound: dict[str, Any], reduction: int) -> tuple[Any, ...]:
     return tuple((bound | {"reduction": reduction}).values())
+
+
+COMPUTED: dict[torch._ops.OpOverload, _Compute] = {
+    **dict.fromkeys(FORWARD_OPS, _mean_loss),
+    **dict.fromkeys(BACKWARD_OPS, _mean_loss_backward),
+    **dict.fromkeys(ELEMENT_OPS, _mean_of_elements),
+    WITH_LOGITS: _with_logits,
+}

@@ -24,7 +24,7 @@ import torch
 from cp_inductor.dtensor.sequence_meshes import holds_sequences
 from cp_inductor.dtensor.wrap import whole_tensor
 from cp_inductor.torch_private.dtensor import (
-    read_memory_of,
+    follow_memory,
     register_dtensor_handler,
     without_handler,
 )
@@ -35,7 +35,7 @@ ITEM = torch.ops.aten._local_scalar_dense.default
 def read_on_all() -> None:
     """Register what reads; a second call changes nothing."""
     register_dtensor_handler(ITEM, _item)
-    read_memory_of(
+    follow_memory(
         lambda tensor: whole_tensor(tensor) if holds_sequences(tensor.device_mesh) else None
     )
 

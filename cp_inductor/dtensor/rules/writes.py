@@ -64,6 +64,8 @@ OTHERS = (
     *(aten.permute.default, aten.unsqueeze.default, aten.expand.default, aten.unfold.default),
     *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
 )
+# Not views to autograd, but as `view` is to DTensor.
+RESHAPES = (aten._unsafe_view.default,)
 # What each part of a sum takes by itself: multiples, whose factors are whole, and further sums.
 SCALED = {
     *(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.neg_.default),
@@ -85,7 +87,8 @@ _is_strict: ContextVar[bool] = ContextVar("is_strict", default=False)
 
 def refuse_lost_writes() -> None:
     """Register the handlers; a second call changes nothing."""
-    for handle, ops in ((_view, VIEWS), (_view_of_all, OTHERS), (_write, _ops_that_write())):
+    handled = (_view, VIEWS), (_view_of_all, OTHERS), (_reshape, RESHAPES)
+    for handle, ops in (*handled, (_write, _ops_that_write())):
         run_uncompiled(handle)
         for op in ops:
             if dtensor_handler(op) is dispatch_as_dtensor:
@@ -117,14 +120,8 @@ def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     if op is aten.slice.Tensor and is_whole_slice(bind_arguments(op, args, kwargs), of.shape):
         return aten.alias.default(of)
     with _mode_of(of):
-        try:
-            views = without_handler(op, args, kwargs)
-        except (RuntimeError, ValueError):
-            if op is not aten.view.default:
-                raise
-            # DTensor has other strides than its local tensor, of which this is no view: a copy.
-            copied = aten.clone.default(of, memory_format=torch.contiguous_format)
-            views = without_handler(op, (copied, *args[1:]), kwargs)
+        make = _reshape if op is aten.view.default else without_handler
+        views = make(op, args, kwargs)
     if not is_fake(local_of(of)) and not is_compiled(local_of(of)):
         for made in views if isinstance(views, (tuple, list)) else (views,):
             is_copy = memory_of(local_of(made)) != memory_of(local_of(of))
@@ -133,6 +130,18 @@ def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
             if torch.is_inference_mode_enabled() and (is_copy or of in _copied):
                 _copied[made] = of if is_copy else _copied[of]
     return views
+
+
+def _reshape(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """View a DTensor, or a copy of it if its part lies otherwise than the whole, as DTensor has it.
+
+    DTensor has other strides than its local tensor then, of which this is no view.
+    """
+    try:
+        return without_handler(op, args, kwargs)
+    except (RuntimeError, ValueError):
+        copied = aten.clone.default(args[0], memory_format=torch.contiguous_format)
+        return without_handler(op, (copied, *args[1:]), kwargs)
 
 
 def _view_of_all(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

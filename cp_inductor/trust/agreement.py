@@ -89,21 +89,15 @@ class Agreed(Log):
             What the other ranks have said of the first, as far as they were waited for.
         """
         self.rejoin(entries[0].site)
-        is_new, is_changed = False, bool(entries[0].begins)
-        for entry in entries:
-            kind = entry.kind, SPEAKS_FOR_GRAPH in entry.fields
-            last = self.last.get(kind)
-            if last is None or (last.fields is not entry.fields and last.fields != entry.fields):
-                is_changed = True
-                is_new |= last is None or last.causes != entry.causes
-            self.last[kind] = entry
+        kinds = [(entry.kind, SPEAKS_FOR_GRAPH in entry.fields) for entry in entries]
+        pairs = [(entry, self.last.get(kind)) for entry, kind in zip(entries, kinds, strict=True)]
+        changed = [(entry, last) for entry, last in pairs if last is None or last.is_other(entry)]
+        is_new = any(last is None or last.causes != entry.causes for entry, last in changed)
         is_early = self.record.trails[ATTENTIONS].count < FIRST_EVENTS
-        waiting = self.others if is_changed else self.next * is_early
-        try:
-            return self.come(entries, waiting, is_new=is_new)
-        except BaseException:
-            self.last.clear()
-            raise
+        waiting = self.others if changed or entries[0].begins else self.next * is_early
+        others = self.come(entries, waiting, is_new=is_new)
+        self.last.update(zip(kinds, entries, strict=True))
+        return others
 
     def note_tables(
         self, tables: Sequence[Tensor], kind: str, site: str, *, has_seed: bool
@@ -135,7 +129,7 @@ class Agreed(Log):
         """Compare what was noted."""
         noted, self.noted = self.noted, []
         if noted:
-            self.come(noted, self.others, TABLES, is_whole=True)
+            self.come(noted, self.others, TABLES)
 
 
 # What ranks have said outlives every compile. None stands for a group with nothing to compare.
@@ -144,36 +138,33 @@ _agreed_in: WeakKeyDictionary[dist.ProcessGroup, Agreed | None] = WeakKeyDiction
 
 @dataclass(slots=True)
 class GraphCall:
-    """A call of a compiled graph.
+    """A call of a compiled graph whose attentions were compared, so that ops in it need not be.
 
     Attributes:
-        has_grad: whether gradients were on, which ops in it cannot see; None outside of a graph.
-        is_compared: whether its attentions were, so that ops in it need not be.
         groups: those in which tables were noted in it.
         draws: what it has drawn, behind its number in the program, and with its site and group.
     """
 
-    has_grad: bool | None = None
-    is_compared: bool = False
     groups: dict[Agreed, None] = field(default_factory=dict)
     draws: list[tuple[int, Tensor, str, str]] = field(default_factory=list)
 
 
 class _Running(threading.local):
-    """The call that this thread is in; one of no graph in eager, and in a backward."""
+    """The call that this thread is in; None in eager code, and in a backward."""
 
-    call = GraphCall()
+    call: GraphCall | None = None
 
 
 running = _Running()
 
 
 @contextmanager
-def graph_called(*, is_compared: bool = False) -> Iterator[GraphCall]:
+def graph_called() -> Iterator[GraphCall]:
     """Run a compiled graph inside; see `GraphCall`."""
-    before, running.call = running.call, GraphCall(torch.is_grad_enabled(), is_compared)
+    before, call = running.call, GraphCall()
+    running.call = call
     try:
-        yield running.call
+        yield call
     finally:
         running.call = before
 
@@ -284,12 +275,11 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
     flat = tensor.detach().reshape(-1)
     flat = flat[:: 1 + flat.numel() // MOST_OF_BATCH].contiguous()
     first = ", ".join(map(str, flat[:4].tolist()))
-    numbers = f"{shape} numbers with {first}, ..., digest {describe_table(flat).split()[-1]}"
+    numbers = f"{shape} numbers with {first}, ..., digest {digest_of(flat)}"
     group.rejoin("a batch")
     number = group.record.trails[BATCHES].count + 1
-    fields = {"what": "a batch", f"batch {number}": numbers.removesuffix(",")}
-    group.add(BATCHES, [Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)])
-    group.record.trails[BATCHES].run_on()
+    fields = {"what": "a batch", f"batch {number}": numbers}
+    group.come([Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)], (), BATCHES)
 
 
 @contextmanager
@@ -324,7 +314,7 @@ def agreed(
         query, key: (B, H, S, D), (B, G, T, D), this rank's shards.
         extras: what it reads beside them.
         site: for errors.
-        has_grad: whether gradients are on; None in an op, which knows it of the graph around it.
+        has_grad: whether gradients are on; None in an op, which does not know it.
 
     Raises:
         RanksDisagree: they are not.
@@ -337,8 +327,7 @@ def agreed(
         yield
         return
     sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
-    if has_grad is not None or not running.call.is_compared:
-        has_grad = running.call.has_grad if has_grad is None else has_grad
+    if has_grad is not None or running.call is None:
         entry = describe_attention(attention, query.dtype, sizes, has_grad=has_grad)
         group.agree([replace(entry, site=site)])
     tables = [extras[place] for place in tables_to_note(attention)]
@@ -375,10 +364,14 @@ def beginning_of(tensor: Tensor) -> Tensor:
 
 def describe_table(table: Tensor) -> str:
     """Say what a table holds: a number as it is, or a digest of all bits."""
-    # To copy it waits for a collective that still has to bring it.
-    table = table.detach().clone(memory_format=torch.contiguous_format).cpu()
     if table.ndim == 0:
-        return str(table.item())
-    data = table.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return str(table.detach().clone().item())
     shape = "x".join(map(str, table.shape))
-    return f"{str(table.dtype).removeprefix('torch.')} of {shape}, digest {digest(data)},"
+    return f"{str(table.dtype).removeprefix('torch.')} of {shape}, digest {digest_of(table)},"
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Return a digest of all bits of a tensor."""
+    # To copy it waits for a collective that still has to bring it.
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format).cpu()
+    return digest(copy.reshape(-1).view(torch.uint8).numpy().tobytes())

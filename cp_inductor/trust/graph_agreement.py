@@ -124,7 +124,7 @@ class AgreedGraph:
             group = agreed_of(name)
             if group is not None:
                 self._agree(group, name, args)
-        with graph_called(is_compared=True) as call:
+        with graph_called() as call:
             with ExitStack() as around:
                 for name in self.group_names:
                     around.enter_context(waiting_in(name, self.name))
@@ -217,10 +217,11 @@ def note_tables(
         group_name: of the ranks.
     """
     is_captured = token.is_cuda and torch.cuda.is_current_stream_capturing()
-    group = agreed_of(group_name) if running.call.is_compared and not is_captured else None
-    if group is not None:
+    call = running.call
+    group = agreed_of(group_name) if call is not None and not is_captured else None
+    if call is not None and group is not None:
         group.note_tables(tables, kind, site, has_seed=has_seed)
-        running.call.groups[group] = None
+        call.groups[group] = None
 
 
 @note_tables.register_fake
@@ -241,7 +242,7 @@ def note_draw(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
     noted = drawn.clone()
     is_captured = drawn.is_cuda and torch.cuda.is_current_stream_capturing()
     # In a backward it is computed again, and was compared.
-    if running.call.is_compared and not is_captured:
+    if running.call is not None and not is_captured:
         running.call.draws.append((number, beginning_of(noted).clone(), site, group_name))
     return noted
 

@@ -13,13 +13,15 @@ left as they are.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
@@ -35,6 +37,7 @@ from cp_inductor.dtensor.limits import (
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
 from cp_inductor.graph.nodes import source_line
 from cp_inductor.passes.attentions import SDPA
+from cp_inductor.region.regions import groups_of_program
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dynamo import (
     FailedTrace,
@@ -53,6 +56,7 @@ from cp_inductor.torch_private.leaned_on import (
 )
 from cp_inductor.torch_private.modes import is_transformed, name_of_function
 from cp_inductor.torch_private.traces import traces
+from cp_inductor.trust.agreement import tell_refusal
 
 OF_WEIGHT = "call cp_inductor.parallelize(model, mesh) first, which reads weights as DTensors"
 IMPLICITLY = (
@@ -88,6 +92,22 @@ def errors_unwrapped(gm: fx.GraphModule | None = None) -> Iterator[None]:
                 with errors_unwrapped():
                     _check_sizes(node, f"{node.name} ({source_line(node)})")
         raise
+
+
+def _tell(error: Exception, frame: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Let the ranks that share a sequence know that this one has no graph for what they may run."""
+    mesh, names = options.get("mesh"), set(groups_of_program())
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
+        names.add(str(mesh.get_group().group_name))
+    for leaf in pytree.tree_leaves(dict(frame)):
+        if isinstance(leaf, DTensor) and leaf.device_mesh.get_coordinate() is not None:
+            axes = [at for at, p in enumerate(leaf.placements) if isinstance(p, Shard) and p.dim]
+            names.update(str(leaf.device_mesh.get_group(axis).group_name) for axis in axes)
+    for name in names:
+        tell_refusal(name, error)
+
+
+traces.failed.append(_tell)
 
 
 def _name(error: Exception) -> Exception | None:

@@ -393,6 +393,12 @@ def _typers(inner: SequenceRegion | None) -> dict[EagerTyper, bool]:
     return found
 
 
+def groups_of_program() -> list[str]:
+    """Return the groups of the regions around the program, also while Dynamo compiles a part."""
+    modes = function_modes_of_program()
+    return [mode.group_name for mode in modes if isinstance(mode, SequenceRegion)]
+
+
 def typers_of_program() -> list[EagerTyper]:
     """Return what types the program here, also while Dynamo compiles a part of it."""
     return list(_typers(None))

@@ -49,6 +49,9 @@ class Traces:
         self._names: list[tuple[Any, NameOf]] = []
         # Are called with the local variables of a frame that is about to be traced.
         self.before: list[Callable[[Mapping[str, Any]], None]] = []
+        # Are called with what is raised where a frame cannot be traced or compiled, its local
+        # variables, and the options of torch.compile.
+        self.failed: list[Callable[[Exception, Mapping[str, Any], Mapping[str, Any]], None]] = []
         self._thread: int | None = None
         # Contexts that are entered while Dynamo traces, and left when it has.
         self.around = ExitStack()
@@ -79,7 +82,13 @@ class Traces:
             with self.switched(name is not None):
                 return trace()
         except Exception as error:
-            named = None if name is None else name(error)
+            if name is None:
+                raise
+            named = name(error)
+            if not is_run_by_python(error, is_whole=arguments["one_graph"]):
+                for tell in self.failed:
+                    options = options_of_backend(arguments["compiler_fn"])
+                    tell(named or error, arguments["locals"], options)
             if named is None:
                 raise
             raise named.with_traceback(error.__traceback__) from None
@@ -114,12 +123,29 @@ traces = Traces(SymbolicLengths(), remembered)
 def innermost_backend(backend: Any) -> Any:
     """Return what the user passed to torch.compile as a backend, or named.
 
-    Around it are `torch._TorchCompileWrapper`, functions with `_torchdynamo_orig_backend`
+    A method stands for its function.
+    """
+    *_, innermost = _layers_of_backend(backend)
+    return getattr(innermost, "__func__", innermost)
+
+
+def options_of_backend(backend: Any) -> Mapping[str, Any]:
+    """Return the options that the user passed to torch.compile."""
+    layers = _layers_of_backend(backend)
+    wrapped = (one.kwargs for one in layers if isinstance(one, torch._TorchCompileWrapper))
+    return next(wrapped, {}).get("options") or {}
+
+
+def _layers_of_backend(backend: Any) -> Iterator[Any]:
+    """Yield a backend, and what it wraps.
+
+    Around the user's are `torch._TorchCompileWrapper`, functions with `_torchdynamo_orig_backend`
     (torch._dynamo.eval_frame), `functools.partial`, and within DDP the method `compile_fn` of a
     `DDPOptimizer` (torch._dynamo.backends.distributed), which knows its `backend_compile_fn`
-    (2.13-2.15). A method stands for its function.
+    (2.13-2.15).
     """
     while True:
+        yield backend
         if hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
         elif isinstance(backend, torch._TorchCompileWrapper):
@@ -129,7 +155,26 @@ def innermost_backend(backend: Any) -> Any:
         elif hasattr(getattr(backend, "__self__", None), "backend_compile_fn"):
             backend = backend.__self__.backend_compile_fn
         else:
-            return getattr(backend, "__func__", backend)
+            return
+
+
+def is_run_by_python(error: Exception, *, is_whole: bool) -> bool:
+    """Whether Dynamo lets Python run a frame that it could not trace, instead of raising the error.
+
+    `ConvertFrame` (torch._dynamo.convert_frame, 2.13-2.15) does so with frames that are skipped,
+    and without fullgraph=True with most of what it does not support.
+    """
+    from torch._dynamo.exc import (
+        SkipFrame,
+        UncapturedHigherOrderOpError,
+        Unsupported,
+        UserError,
+    )
+
+    if torch._dynamo.config.suppress_errors or isinstance(error, SkipFrame):
+        return True
+    is_raised = is_whole or isinstance(error, UncapturedHigherOrderOpError)
+    return isinstance(error, (Unsupported, UserError)) and not is_raised
 
 
 def _wrap_once(traces: Traces) -> None:

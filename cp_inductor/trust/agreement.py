@@ -213,7 +213,7 @@ def forget_agreements() -> None:
     _agreed_in.clear()
 
 
-def tell_refusal(group_name: str, error: CPError) -> None:
+def tell_refusal(group_name: str, error: Exception) -> None:
     """Let the other ranks know what this one refuses, because they may be waiting for it.
 
     If it alone refuses, the others give up. It begins anew with them at its next attention. Errors
@@ -226,7 +226,8 @@ def tell_refusal(group_name: str, error: CPError) -> None:
     told.add(group_name)
     group = agreed_of(group_name)
     if group is not None:
-        group.refuse(str(error))
+        first_line, name = str(error).partition("\n")[0], type(error).__name__
+        group.refuse(first_line if isinstance(error, CPError) else f"{name}: {first_line}")
 
 
 def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> None:

@@ -27,6 +27,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 import cp_inductor
 import cp_inductor.trust.log
 from cp_inductor.ops.attention import attention
+from cp_inductor.passes import pipeline
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.trust import agreement, claims
@@ -479,6 +480,53 @@ def test_what_a_rank_calls_after_a_refusal_of_its_own_is_not_taken_for_what_othe
     assert others[1].startswith("RanksDisagree: ")
     assert "expected an attn_mask over the whole sequence" in others[1]
     assert refusing[2:] == others[2:] == ["nothing"] * 2
+
+
+def fail_on_one(form: str) -> str:
+    """Let one rank fail where its graph is made, by no refusal; return what this one is told."""
+    mesh, tensors, is_odd = world_mesh(), make_qkv(8)[:3], dist.get_rank() == ODD
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if is_odd and form != "backend":
+            query = query + query[:, :, 99:][:, :, 0:1].select(2, 7)
+        return attend_causal(query, key, value)
+
+    around: Any = contextlib.nullcontext()
+    options: dict[str, Any] = {}
+    if form == "region":
+        around = cp_inductor.context_parallel(mesh, buffers=tensors, buffer_seq_dims=[2] * 3)
+    elif form == "DTensors":
+        tensors = on_mesh(tensors, mesh, Shard(2))
+    else:
+        tensors, options = (
+            [shard(t, dist.get_rank(), 2).contiguous() for t in tensors],
+            {"mesh": mesh},
+        )
+    call = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options=options)
+    crash = mock.patch.object(pipeline, "find_attention", side_effect=KeyError("a bug"))
+    with around, crash if is_odd and form == "backend" else contextlib.nullcontext():
+        try:
+            call(*tensors)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("form", ["region", "DTensors", "mesh", "backend"])
+@on_ranks(2, deadline_s=120)
+def test_who_alone_cannot_make_a_graph_tells_the_others(form: str) -> None:
+    """They would wait for it for half an hour. Its own error stays, and then all go on."""
+    for is_alone in (True, False, True):
+        started = time.monotonic()
+        told = fail_on_one(form) if is_alone else "nothing"
+        assert time.monotonic() - started < 60
+        if is_alone and dist.get_rank() == ODD:
+            assert "KeyError" in told if form == "backend" else "IndexError" in told, told
+        elif is_alone:
+            assert told.startswith("RanksDisagree: ") and "rank 1, which refuses to: " in told, told
+            assert "see the error on rank 1" in told
+        attend = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
+        attend(*on_mesh(make_qkv(12)[:3], world_mesh(), Shard(2)))
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ContextDecorator, ExitStack, contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from cp_inductor.errors import (
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.region.regions import SequenceRegion
 from cp_inductor.sequence.follow import version_of
-from cp_inductor.torch_private.context_parallel import order_of_balancer, torchs_load_balance
+from cp_inductor.torch_private.context_parallel import torchs_load_balance
 from cp_inductor.torch_private.modes import function_modes, run_uncompiled
 from cp_inductor.trust.agreement import note_batch
 
@@ -226,18 +226,12 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor
         _refuse("no_restore_buffers to be among buffers", "another tensor", "add it to buffers")
 
 
-class LoadBalancer(Protocol):
-    """The part of torch's private load balancers that is used here."""
-
-    def _generate_indices(self, restore: bool = False) -> Tensor | None: ...
-
-
 @torch.no_grad()
 def context_parallel_unshard(
     mesh: DeviceMesh,
     buffers: Sequence[Tensor],
     seq_dims: Sequence[int],
-    load_balancer: LoadBalancer | None = None,
+    load_balancer: object = None,
 ) -> list[Tensor]:
     """Gather sequences, such as logits, whole on every rank.
 
@@ -247,14 +241,13 @@ def context_parallel_unshard(
         mesh: 1-D, the ranks that share a sequence.
         buffers: this rank's shards. Shards of different ranks may differ in length.
         seq_dims: the sequence dim of each buffer.
-        load_balancer: torch's balancer that permuted the batch. If it permutes batch entries
-            differently, the batch must be dim 0. Without it, shards are in order.
+        load_balancer: None, because shards are in order here.
 
     Returns:
         One tensor per buffer, with tokens in order and without a gradient.
 
     Raises:
-        UnsupportedPlacement: torch may have permuted the tokens, or the balancer does not fit.
+        UnsupportedPlacement: torch may have permuted the tokens.
         InvalidArgument: there is no mesh of one axis; or not a dim for each buffer.
     """
     site = "context_parallel_unshard"
@@ -267,47 +260,23 @@ def context_parallel_unshard(
             remedy="pass the sequence dim of each buffer",
         )
     dims = [dim_of(*pair, site=site) for pair in zip(buffers, seq_dims, strict=True)]
-    if load_balancer is None:
-        refuse_permuted(
-            site,
-            remedy="pass the load_balancer= that permuted them, or call this inside"
-            " context_parallel; if they are in order, pass load_balancer=None to torch's"
-            " _context_parallel_shard",
+    if load_balancer is not None:
+        raise UnsupportedPlacement(
+            site=site,
+            expected="load_balancer=None: shards of this library are in order",
+            got=f"a {type(load_balancer).__name__}",
+            remedy="gather what torch has permuted by torch's own context_parallel_unshard",
         )
+    refuse_permuted(
+        site,
+        remedy="gather them by torch's own context_parallel_unshard, or call this inside"
+        " context_parallel; if they are in order, pass load_balancer=None to torch's"
+        " _context_parallel_shard",
+    )
     wholes = []
     for buffer, dim in zip(buffers, dims, strict=True):
         length = torch.tensor(buffer.shape[dim], device=buffer.device)
         dist.all_reduce(length, group=mesh.get_group())
         shape = (*buffer.shape[:dim], int(length), *buffer.shape[dim + 1 :])
-        whole = whole_tensor(wrap_shard(buffer, mesh, [Shard(dim)], shape))
-        if load_balancer is not None:
-            whole = _in_order(whole, dim, order_of_balancer(load_balancer))
-        wholes.append(whole)
+        wholes.append(whole_tensor(wrap_shard(buffer, mesh, [Shard(dim)], shape)))
     return wholes
-
-
-def _in_order(whole: Tensor, dim: int, order: Tensor | None) -> Tensor:
-    """Put tokens in order.
-
-    Args:
-        whole: what the ranks hold, concatenated.
-        dim: the sequence dim.
-        order: where each token is, (1, S) or (B, S); None if nothing was permuted.
-    """
-    if order is None:
-        return whole
-    order = order.to(whole.device)
-    is_alike = len(order) == 1
-    is_of_batch = dim != 0 and len(order) == len(whole)
-    if order.shape[1] != whole.shape[dim] or not (is_alike or is_of_batch):
-        raise UnsupportedPlacement(
-            site="context_parallel_unshard",
-            expected=f"the {len(order)} sequences of {order.shape[1]} tokens that the load"
-            " balancer permutes, with the batch in dim 0",
-            got=f"a tensor of shape {tuple(whole.shape)}, whose sequence is dim {dim}",
-            remedy="pass the balancer that permuted the batch",
-        )
-    if is_alike:
-        return whole.index_select(dim, order[0])
-    entries = [one.index_select(dim - 1, at) for one, at in zip(whole, order, strict=True)]
-    return torch.stack(entries)

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from cp_inductor.trust.processes import Fate, Process
 
@@ -151,7 +150,6 @@ class Record:
         since: when it came there, in seconds since 1970.
         is_waiting: whether it waits for events of other ranks, and will see why they give up.
         is_over: whether its program has ended.
-        gradients: of `unreduced`: numbers of gradients, when an optimizer is about to use them.
         trails: what it has come to in this epoch.
     """
 
@@ -162,7 +160,6 @@ class Record:
     since: float = field(default_factory=time.time)
     is_waiting: bool = False
     is_over: bool = False
-    gradients: tuple[Any, ...] = ()
     trails: dict[str, Trail] = field(default_factory=new_trails)
 
     def describe(self) -> str:

@@ -66,10 +66,15 @@ IMPLICITLY = (
 OF_INPUT = f"pass it as a DTensor; or {IMPLICITLY}"
 
 
-def trace_for(*backends: Callable[..., Any]) -> None:
-    """Have Dynamo trace for these backends of torch.compile as they need it, and name failures."""
+def trace_for(*backends: Callable[..., Any], is_run: bool = True) -> None:
+    """Have Dynamo trace for these backends of torch.compile as they need it, and name failures.
+
+    Args:
+        backends: functions.
+        is_run: what they return is run, so that other ranks may wait for it.
+    """
     for backend in backends:
-        traces.watch(backend, _name)
+        traces.watch(backend, _name, _tell if is_run else None)
 
 
 @contextmanager
@@ -105,9 +110,6 @@ def _tell(error: Exception, frame: Mapping[str, Any], options: Mapping[str, Any]
             names.update(str(leaf.device_mesh.get_group(axis).group_name) for axis in axes)
     for name in names:
         tell_refusal(name, error)
-
-
-traces.failed.append(_tell)
 
 
 def _name(error: Exception) -> Exception | None:

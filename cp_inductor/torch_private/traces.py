@@ -29,6 +29,7 @@ from cp_inductor.torch_private.shardings import forget_shardings, remembered
 from cp_inductor.torch_private.symbolic_dtensor import SymbolicLengths
 
 NameOf = Callable[[Exception], Exception | None]
+Tell = Callable[[Exception, Mapping[str, Any], Mapping[str, Any]], None]
 
 
 class State(Protocol):
@@ -46,12 +47,9 @@ class Traces:
 
     def __init__(self, *states: State) -> None:
         self._states = states
-        self._names: list[tuple[Any, NameOf]] = []
+        self._watched: list[tuple[Any, NameOf, Tell | None]] = []
         # Are called with the local variables of a frame that is about to be traced.
         self.before: list[Callable[[Mapping[str, Any]], None]] = []
-        # Are called with what is raised where a frame cannot be traced or compiled, its local
-        # variables, and the options of torch.compile.
-        self.failed: list[Callable[[Exception, Mapping[str, Any], Mapping[str, Any]], None]] = []
         self._thread: int | None = None
         # Contexts that are entered while Dynamo traces, and left when it has.
         self.around = ExitStack()
@@ -61,34 +59,34 @@ class Traces:
         """Whether Dynamo traces for one of them now, on this thread."""
         return self._thread == threading.get_ident()
 
-    def watch(self, backend: Callable[..., Any], name: NameOf) -> None:
+    def watch(self, backend: Callable[..., Any], name: NameOf, tell: Tell | None = None) -> None:
         """Watch what Dynamo traces for a backend from now on.
 
         Args:
             backend: of torch.compile.
             name: returns the error to raise for one of Dynamo's; None leaves it as it is.
+            tell: is called with what is raised for a frame that cannot be traced or compiled, its
+                local variables, and the options of torch.compile.
         """
-        self._names.append((backend, name))
+        self._watched.append((backend, name, tell))
         _wrap_once(self)
 
     def run(self, arguments: Mapping[str, Any], trace: Callable[[], Any]) -> Any:
         """Trace a frame; these are the arguments of `_compile`."""
-        innermost = innermost_backend(arguments["compiler_fn"])
-        name = next((name for known, name in self._names if known is innermost), None)
+        backend, frame = arguments["compiler_fn"], arguments["locals"]
+        innermost = innermost_backend(backend)
+        watched = (one[1:] for one in self._watched if one[0] is innermost)
+        name, tell = next(watched, (None, None))
         if name is not None:
             for prepare in self.before:
-                prepare(arguments["locals"])
+                prepare(frame)
         try:
             with self.switched(name is not None):
                 return trace()
         except Exception as error:
-            if name is None:
-                raise
-            named = name(error)
-            if not is_run_by_python(error, is_whole=arguments["one_graph"]):
-                for tell in self.failed:
-                    options = options_of_backend(arguments["compiler_fn"])
-                    tell(named or error, arguments["locals"], options)
+            named = None if name is None else name(error)
+            if tell is not None and not is_run_by_python(error, is_whole=arguments["one_graph"]):
+                tell(named or error, frame, options_of_backend(backend))
             if named is None:
                 raise
             raise named.with_traceback(error.__traceback__) from None

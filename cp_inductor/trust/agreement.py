@@ -226,8 +226,10 @@ def tell_refusal(group_name: str, error: Exception) -> None:
     told.add(group_name)
     group = agreed_of(group_name)
     if group is not None:
-        first_line, name = str(error).partition("\n")[0], type(error).__name__
-        group.refuse(first_line if isinstance(error, CPError) else f"{name}: {first_line}")
+        # Compilers add where they were, behind an empty line.
+        reason = " ".join(str(error).partition("\n\n")[0].split())
+        is_named = isinstance(error, CPError)
+        group.refuse(reason if is_named else f"{type(error).__name__}: {reason}")
 
 
 def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> None:

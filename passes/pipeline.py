@@ -370,9 +370,8 @@ def capture(gm: fx.GraphModule, settings: Settings) -> Capture:
         run_passes(Stage.FIND, this)
     except CPError as error:
         count("sites_refused")
-        if settings.check_agreement:
-            for name in {*groups_of_sequence(gm, settings.axis), *groups_of_program()}:
-                tell_refusal(name, error)
+        for name in {*groups_of_sequence(gm, settings.axis), *groups_of_program()}:
+            tell_refusal(name, error)
         raise
     if not this.sites:
         run_passes(Stage.REWRITE, this)

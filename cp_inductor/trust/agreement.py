@@ -199,6 +199,8 @@ def agreed_of(group_name: str) -> Agreed | None:
     Raises:
         ProcessGroupError: this process was forked from the one that has made its group.
     """
+    if not config.check_agreement:
+        return None
     _refuse_fork()
     group, ask = group_with_store(group_name)
     if group not in _agreed_in:
@@ -221,7 +223,7 @@ def tell_refusal(group_name: str, error: Exception) -> None:
     """
     told = vars(error).setdefault("_told", set())  # it may pass through here again
     is_of_others = isinstance(error, (RanksDisagree, ExchangeFailed, ProcessGroupError))
-    if is_of_others or group_name in told or not config.check_agreement:
+    if is_of_others or group_name in told:
         return
     told.add(group_name)
     group = agreed_of(group_name)
@@ -243,8 +245,7 @@ def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> Non
         RanksDisagree: another rank says something else, refuses to, or does not come in time.
         ProcessGroupError: the store does not answer.
     """
-    named = [agreed_of(name) for name in group_names] if config.check_agreement else []
-    left = [group for group in named if group is not None]
+    left = [group for name in group_names if (group := agreed_of(name)) is not None]
     try:
         entry = describe()
         while left:
@@ -268,7 +269,6 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
         or tensor.is_complex()
         or torch.compiler.is_compiling()
         or is_transformed(tensor)
-        or not config.check_agreement
     ):
         return
     group = agreed_of(group_name)
@@ -324,8 +324,8 @@ def agreed(
     """
     is_run = type(query) in (Tensor, nn.Parameter) and query.device.type != "meta"
     # What the batch decides is compared where the batch is planned.
-    is_run = is_run and config.check_agreement and not attention.is_per_batch
-    group = agreed_of(attention.group_name) if is_run else None
+    is_compared = is_run and not attention.is_per_batch
+    group = agreed_of(attention.group_name) if is_compared else None
     if group is None:
         yield
         return
@@ -337,8 +337,7 @@ def agreed(
     if tables:
         kind, has_seed = kind_of(attention, query.dtype), attention.dropout_p > 0
         group.note_tables(tables, kind, site, has_seed=has_seed)
-    with group.waiting(site):
-        yield
+    yield
     group.compare_tables()
 
 
@@ -348,8 +347,8 @@ def agree_on_tables(group_name: str, tables: Sequence[Tensor], rule: str) -> Non
     Raises:
         RanksDisagree: they are not the same on all ranks.
     """
-    group = agreed_of(group_name) if config.check_agreement else None
-    if group is None or not tables:
+    group = agreed_of(group_name) if tables else None
+    if group is None:
         return
     kind, site = f"batches under {rule}", f"the plan of a batch under {rule}"
     group.note_tables(tables, kind, site, has_seed=False)

@@ -332,13 +332,6 @@ class Log:
                 if not waiting or waited_s > PATIENCE_S:
                     return
 
-    def find_cause(self) -> Cause | None:
-        """Return why ranks are known to have gone different ways, after an exchange has failed."""
-        if self.cause is None:
-            with suppress(DistError, RuntimeError):
-                self.ask(self.compare, is_hopeless=self.gone)
-        return self.cause
-
     def _store_error(self, site: str, error: Exception) -> ProcessGroupError:
         """Return the error that says where the store was needed."""
         store: Any = self.root

@@ -414,20 +414,22 @@ class Log:
             self.ask(partial(self.read, self.others), limit_s)
         return self.gone()
 
-    def where(self) -> dict[int, str]:
-        """Return where other ranks are, or were last, and what became of them, by global rank."""
-        gone = self.look()
-        told = {self.ranks[at]: record.describe() for at, record in self.records.items()}
-        told.pop(self.ranks[self.rank], None)
-        return told | {
-            rank: f"{told[rank]}, {text}" if rank in told else text for rank, text in gone.items()
-        }
+    def where(self, positions: Sequence[int]) -> dict[int, str]:
+        """Say where ranks are, or were last, and what became of them, by global rank."""
+        self.look()
+        told = {}
+        for at in positions:
+            record = self.records.get(at)
+            fate = fate_of(record)
+            parts = [record.describe()] if record is not None else []
+            parts += [fate.text] if fate.is_known else []
+            if parts:
+                told[self.ranks[at]] = ", ".join(parts)
+        return told
 
     def _what_became_of(self, positions: Sequence[int]) -> str:
         """Say, in parentheses, what has become of ranks, as far as that is known."""
-        told = self.where()
-        ranks = [self.ranks[at] for at in positions if self.ranks[at] in told]
-        text = "; ".join(f"rank {rank}: {told[rank]}" for rank in ranks)
+        text = "; ".join(f"rank {rank}: {said}" for rank, said in self.where(positions).items())
         return f" ({text})" if text else ""
 
     # --- Beside the program ------------------------------------------------------------------
@@ -456,7 +458,7 @@ class Log:
             other.trails[ATTENTIONS].count < count or not other.inside for other in records.values()
         )
         if is_waiting and own.inside:
-            told = self.where() | {self.ranks[self.rank]: own.describe()}
+            told = self.where(self.others) | {self.ranks[self.rank]: own.describe()}
             nothing = "has come to no attention yet"
             lines = [f"  rank {rank}: {told.get(rank, nothing)}" for rank in self.ranks]
             title = f"cp_inductor: rank {self.ranks[self.rank]} waits for others of its group"

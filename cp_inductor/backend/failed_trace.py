@@ -36,6 +36,7 @@ from cp_inductor.dtensor.limits import (
 )
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
 from cp_inductor.graph.nodes import source_line
+from cp_inductor.modules.parallelize import BATCHES
 from cp_inductor.passes.attentions import SDPA
 from cp_inductor.region.regions import groups_of_program
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -101,9 +102,10 @@ def errors_unwrapped(gm: fx.GraphModule | None = None) -> Iterator[None]:
 
 def _tell(error: Exception, frame: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Let the ranks that share a sequence know that this one has no graph for what they may run."""
-    mesh, names = options.get("mesh"), set(groups_of_program())
-    if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
-        names.add(str(mesh.get_group().group_name))
+    batches = getattr(type(frame.get("self")), BATCHES, None)
+    meshes = options.get("mesh"), getattr(batches, "mesh", None)
+    names = set(groups_of_program())
+    names.update(str(m.get_group(0).group_name) for m in meshes if isinstance(m, DeviceMesh))
     for leaf in pytree.tree_leaves(dict(frame)):
         if isinstance(leaf, DTensor) and leaf.device_mesh.get_coordinate() is not None:
             axes = [at for at, p in enumerate(leaf.placements) if isinstance(p, Shard) and p.dim]

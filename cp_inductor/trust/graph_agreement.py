@@ -30,7 +30,6 @@ from cp_inductor.trust.agreement import (
     graph_called,
     note_batch,
     running,
-    waiting_in,
 )
 from cp_inductor.trust.claims import describe_attention, digest, kind_of
 from cp_inductor.trust.graph_fields import (
@@ -120,35 +119,32 @@ class AgreedGraph:
         """Run the graph inside, once all ranks are about to run the same; raises RanksDisagree."""
         for place, name in self.batches.items():
             note_batch(name, args[place])
-        for name in self.group_names:
-            group = agreed_of(name)
-            if group is not None:
-                self._agree(group, name, args)
-        with graph_called() as call:
-            with ExitStack() as around:
-                for name in self.group_names:
-                    around.enter_context(waiting_in(name, self.name))
-                yield
-            # In the order of the program: a rank's own graph may have another.
-            for number, drawn, site, name in sorted(call.draws, key=lambda draw: draw[0]):
+        with graph_called() as call, ExitStack() as around:
+            for name in self.group_names:
                 group = agreed_of(name)
                 if group is not None:
-                    numbers = {"its numbers": drawn}
-                    group.note(DRAWN, numbers, f"draw {number} at {site}", site, SEED_ALIKE)
-                    call.groups[group] = None
-            for group in call.groups:
-                group.compare_tables()
+                    self._agree(group, name, args)
+                    around.enter_context(group.waiting(self.name))
+            yield
+        # In the order of the program: a rank's own graph may have another.
+        for number, drawn, site, name in sorted(call.draws, key=lambda draw: draw[0]):
+            group = agreed_of(name)
+            if group is not None:
+                numbers = {"its numbers": drawn}
+                group.note(DRAWN, numbers, f"draw {number} at {site}", site, SEED_ALIKE)
+                call.groups[group] = None
+        for group in call.groups:
+            group.compare_tables()
 
     def _agree(self, group: Agreed, name: str, args: Sequence[Any]) -> None:
         has_grad = torch.is_grad_enabled()
+        entries = self.of_call(name, args, has_grad)
         run = f"{self.kind} {has_grad}"
         group.num_runs[run] += 1
-        is_turn = self.shards and group.num_runs[run] <= FIRST_RUNS
-        begins = describe_beginnings(self.shards, args) if is_turn else {}
-        entries = self.of_call(name, args, has_grad)
-        if begins:
-            entries = [replace(entries[0], begins=begins), *entries[1:]]
-        others = group.agree(entries)
+        begins: dict[str, str] = {}
+        if self.shards and group.num_runs[run] <= FIRST_RUNS:
+            begins = describe_beginnings(self.shards, args)
+        others = group.agree([replace(entries[0], begins=begins), *entries[1:]])
         if begins and len(others) == len(group.others) and group.rank == 0:
             warn_of_alike(begins, others)
 

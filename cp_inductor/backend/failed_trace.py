@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -104,14 +104,17 @@ def _tell(error: Exception, frame: Mapping[str, Any], options: Mapping[str, Any]
     """Let the ranks that share a sequence know that this one has no graph for what they may run."""
     batches = getattr(type(frame.get("self")), BATCHES, None)
     meshes = options.get("mesh"), getattr(batches, "mesh", None)
-    names = set(groups_of_program())
-    names.update(str(m.get_group(0).group_name) for m in meshes if isinstance(m, DeviceMesh))
-    for leaf in pytree.tree_leaves(dict(frame)):
-        if isinstance(leaf, DTensor) and leaf.device_mesh.get_coordinate() is not None:
-            axes = [at for at, p in enumerate(leaf.placements) if isinstance(p, Shard) and p.dim]
-            names.update(str(leaf.device_mesh.get_group(axis).group_name) for axis in axes)
-    for name in names:
-        tell_refusal(name, error)
+    with suppress(RuntimeError, KeyError, ValueError):  # a group is gone
+        names = set(groups_of_program())
+        names.update(str(m.get_group(0).group_name) for m in meshes if isinstance(m, DeviceMesh))
+        for leaf in pytree.tree_leaves(dict(frame)):
+            if isinstance(leaf, DTensor) and leaf.device_mesh.get_coordinate() is not None:
+                axes = [
+                    at for at, p in enumerate(leaf.placements) if isinstance(p, Shard) and p.dim
+                ]
+                names.update(str(leaf.device_mesh.get_group(axis).group_name) for axis in axes)
+        for name in names:
+            tell_refusal(name, error)
 
 
 def _name(error: Exception) -> Exception | None:

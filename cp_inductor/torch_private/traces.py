@@ -131,7 +131,8 @@ def options_of_backend(backend: Any) -> Mapping[str, Any]:
     """Return the options that the user passed to torch.compile."""
     layers = _layers_of_backend(backend)
     wrapped = (one.kwargs for one in layers if isinstance(one, torch._TorchCompileWrapper))
-    return next(wrapped, {}).get("options") or {}
+    options: Mapping[str, Any] | None = next(wrapped, {}).get("options")
+    return options or {}
 
 
 def _layers_of_backend(backend: Any) -> Iterator[Any]:

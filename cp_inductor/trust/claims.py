@@ -81,11 +81,9 @@ def describe_attention(
     }
     if isinstance(source, Recipe):
         said["plan"] = digest(repr(forward_plan(source).stages).encode())
-        wholes, held = (source.query_length, source.key_length), lengths
-    else:
-        wholes, held = lengths[:2], lengths[2:]
-    for name, length, number in zip(("queries", "keys"), wholes, held, strict=True):
-        said[name] = _describe_tokens(attention, length, number)
+        lengths = [source.query_length, source.key_length, *lengths]
+    for name, length, held in zip(("queries", "keys"), lengths[:2], lengths[2:], strict=True):
+        said[name] = _describe_tokens(attention, length, held)
     if has_grad is not None:
         said["gradients"] = "on" if has_grad else "off"
     return Entry("", said, PLANNED, kind=f"{kind_of(attention, dtype)} {has_grad}")

@@ -137,7 +137,8 @@ def watch_gradients(group_name: str, tensors: Sequence[Any]) -> None:
     plain = [one for one in tensors if type(one) is nn.Parameter and one.requires_grad]
     if plain and torch.is_grad_enabled():
         watch = watch or _watches.setdefault(group_name, _GradientWatch(group_name))
-        watch.noted.update(dict.fromkeys(plain))
+        for parameter in plain:
+            watch.noted[parameter] = None
 
 
 @on_reset

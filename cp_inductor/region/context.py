@@ -86,33 +86,21 @@ class context_parallel(ContextDecorator):  # noqa: N801
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            # The contexts over the mesh that this thread is in, innermost last.
-            outer = [
-                mode
-                for mode in function_modes()
-                if isinstance(mode, _BufferRegion) and mode.mesh == self.mesh
-            ]
-            # The places of the buffers that are still whole, each once.
-            seen = {id(buffer) for mode in outer for buffer in mode.buffers}
+            # The regions over the mesh that this thread is in, and what they have cut.
+            modes = [mode for mode in function_modes() if isinstance(mode, SequenceRegion)]
+            outer = [mode for mode in modes if mode.mesh == self.mesh]
+            cut = {id(buffer[0]): buffer for mode in outer for buffer in mode.buffers}
+            lengths = [length for mode in outer for length in mode.lengths]
             places = []
-            for place, buffer in enumerate(self.buffers):
-                if id(buffer) not in seen:
+            for place, (buffer, dim) in enumerate(zip(self.buffers, self.dims, strict=True)):
+                if id(buffer) not in cut:
                     places.append(place)
-                    seen.add(id(buffer))
-            known = [length for mode in outer for length in mode.lengths]
-            lengths = [self.buffers[place].shape[self.dims[place]] for place in places]
-            is_cut_here = bool(self.buffers) or any(mode.buffers for mode in outer)
-            if is_cut_here:
+                    lengths.append(buffer.shape[dim])
+                    cut[id(buffer)] = (buffer, dim, buffer.data)
+            if cut:
                 refuse_two_contexts(SITE)
-            region = _BufferRegion(
-                self.mesh,
-                (*known, *lengths),
-                self.buffers,
-                tokens=[(self.buffers[place], self.dims[place]) for place in places],
-                wholes=[(b, b.data) for b in map(self.buffers.__getitem__, places)],
-                outer=outer[-1] if outer else None,
-            )
-            is_permuted = not is_cut_here and may_be_permuted()
+            region = SequenceRegion(self.mesh, lengths, buffers=[*cut.values()])
+            is_permuted = not cut and may_be_permuted()
             stack.enter_context(torchs_load_balance(is_permuted))
             for place in places:
                 stack.enter_context(self._sharded(place))
@@ -158,25 +146,6 @@ class context_parallel(ContextDecorator):  # noqa: N801
 
 run_uncompiled(context_parallel.__enter__)
 run_uncompiled(context_parallel.__exit__)
-
-
-class _BufferRegion(SequenceRegion):
-    """A region that knows which buffers are sharded in it."""
-
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        lengths: Sequence[int],
-        buffers: Sequence[Tensor],
-        *,
-        tokens: Sequence[tuple[Tensor, int]],
-        wholes: Sequence[tuple[Tensor, Tensor]],
-        outer: _BufferRegion | None,
-    ) -> None:
-        if outer is not None:
-            tokens, wholes = (*outer.tokens, *tokens), (*outer.wholes, *wholes)
-        super().__init__(mesh, lengths, tokens=tokens, wholes=wholes)
-        self.buffers = tuple(buffers)
 
 
 def _put(buffer: Tensor, data: Tensor) -> None:

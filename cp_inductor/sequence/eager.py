@@ -105,17 +105,9 @@ class EagerTyper(Typer):
     Args:
         group_name: of the ranks that share the sequence.
         is_even: whether all ranks have as many tokens as this one, given how many it has.
-        buffers: shards, each with its sequence dim.
-        wholes: shards, each with the whole tensor that it was cut from.
     """
 
-    def __init__(
-        self,
-        group_name: str,
-        is_even: Callable[[int], bool],
-        buffers: Sequence[tuple[Tensor, int]] = (),
-        wholes: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> None:
+    def __init__(self, group_name: str, is_even: Callable[[int], bool]) -> None:
         super().__init__(is_even)
         self.group_name = group_name
         self.name = ""
@@ -124,21 +116,13 @@ class EagerTyper(Typer):
         self.wholes = Wholes()
         self.declared: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self.kept: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
-        self.declare(buffers, wholes)
 
-    def declare(
-        self,
-        buffers: Sequence[tuple[Tensor, int]],
-        wholes: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> None:
-        """Take tensors for this rank's shards."""
-        self.has_buffers |= bool(buffers)
-        for buffer, dim in buffers:
-            self.types[buffer] = self.shards(buffer, dim)
-            self.declared[buffer] = None
-            for shard, whole in wholes:
-                if shard is buffer:
-                    self.wholes.declare(shard, whole, shard.shape[dim])
+    def declare(self, shard: Tensor, dim: int, whole: Tensor) -> None:
+        """Take a tensor for this rank's shard of a whole one."""
+        self.has_buffers = True
+        self.types[shard] = self.shards(shard, dim)
+        self.declared[shard] = None
+        self.wholes.declare(shard, whole, shard.shape[dim])
 
     def locate(self) -> str:
         """Return the function and the place where the program calls it."""

@@ -27,7 +27,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -136,37 +137,37 @@ class Agreed(Log):
 _agreed_in: WeakKeyDictionary[dist.ProcessGroup, Agreed | None] = WeakKeyDictionary()
 
 
-@dataclass(slots=True)
-class GraphCall:
-    """A call of a compiled graph whose attentions were compared, so that ops in it need not be.
+class Draw(NamedTuple):
+    """What a graph has drawn for all ranks of a group: as which of its draws, and how it begins."""
 
-    Attributes:
-        groups: those in which tables were noted in it.
-        draws: what it has drawn, behind its number in the program, and with its site and group.
-    """
-
-    groups: dict[Agreed, None] = field(default_factory=dict)
-    draws: list[tuple[int, Tensor, str, str]] = field(default_factory=list)
+    number: int
+    drawn: Tensor
+    site: str
+    group_name: str
 
 
 class _Running(threading.local):
-    """The call that this thread is in; None in eager code, and in a backward."""
+    """What the compiled graph has drawn that this thread is in.
 
-    call: GraphCall | None = None
+    It is None in eager code, and in a backward. The attentions of a graph were compared before it
+    runs, so that ops in it need not be.
+    """
+
+    draws: list[Draw] | None = None
 
 
 running = _Running()
 
 
 @contextmanager
-def graph_called() -> Iterator[GraphCall]:
-    """Run a compiled graph inside; see `GraphCall`."""
-    before, call = running.call, GraphCall()
-    running.call = call
+def graph_called() -> Iterator[list[Draw]]:
+    """Run a compiled graph inside, whose attentions were compared; yield what it draws."""
+    before, draws = running.draws, list[Draw]()
+    running.draws = draws
     try:
-        yield call
+        yield draws
     finally:
-        running.call = before
+        running.draws = before
 
 
 # The default group of the process that forked this one, if any. Its groups do not work here.
@@ -330,7 +331,7 @@ def agreed(
         yield
         return
     sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
-    if has_grad is not None or running.call is None:
+    if has_grad is not None or running.draws is None:
         entry = describe_attention(attention, query.dtype, sizes, has_grad=has_grad)
         group.agree([replace(entry, site=site)])
     tables = [extras[place] for place in tables_to_note(attention)]

@@ -25,6 +25,7 @@ from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.trust.agreement import (
     Agreed,
+    Draw,
     agreed_of,
     beginning_of,
     graph_called,
@@ -119,22 +120,22 @@ class AgreedGraph:
         """Run the graph inside, once all ranks are about to run the same; raises RanksDisagree."""
         for place, name in self.batches.items():
             note_batch(name, args[place])
-        with graph_called() as call, ExitStack() as around:
+        with graph_called() as draws, ExitStack() as around:
             for name in self.group_names:
                 group = agreed_of(name)
                 if group is not None:
                     self._agree(group, name, args)
                     around.enter_context(group.waiting(self.name))
             yield
-        # In the order of the program: a rank's own graph may have another.
-        for number, drawn, site, name in sorted(call.draws, key=lambda draw: draw[0]):
+        for draw in sorted(draws, key=lambda draw: draw.number):
+            group = agreed_of(draw.group_name)
+            if group is not None:
+                kind, numbers = f"draw {draw.number} at {draw.site}", {"its numbers": draw.drawn}
+                group.note(DRAWN, numbers, kind, draw.site, SEED_ALIKE)
+        for name in dict.fromkeys((*self.group_names, *(draw.group_name for draw in draws))):
             group = agreed_of(name)
             if group is not None:
-                numbers = {"its numbers": drawn}
-                group.note(DRAWN, numbers, f"draw {number} at {site}", site, SEED_ALIKE)
-                call.groups[group] = None
-        for group in call.groups:
-            group.compare_tables()
+                group.compare_tables()
 
     def _agree(self, group: Agreed, name: str, args: Sequence[Any]) -> None:
         has_grad = torch.is_grad_enabled()
@@ -213,11 +214,10 @@ def note_tables(
         group_name: of the ranks.
     """
     is_captured = token.is_cuda and torch.cuda.is_current_stream_capturing()
-    call = running.call
-    group = agreed_of(group_name) if call is not None and not is_captured else None
-    if call is not None and group is not None:
+    is_compared = running.draws is not None and not is_captured
+    group = agreed_of(group_name) if is_compared else None
+    if group is not None:
         group.note_tables(tables, kind, site, has_seed=has_seed)
-        call.groups[group] = None
 
 
 @note_tables.register_fake
@@ -238,8 +238,8 @@ def note_draw(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
     noted = drawn.clone()
     is_captured = drawn.is_cuda and torch.cuda.is_current_stream_capturing()
     # In a backward it is computed again, and was compared.
-    if running.call is not None and not is_captured:
-        running.call.draws.append((number, beginning_of(noted).clone(), site, group_name))
+    if running.draws is not None and not is_captured:
+        running.draws.append(Draw(number, beginning_of(noted).clone(), site, group_name))
     return noted
 
 

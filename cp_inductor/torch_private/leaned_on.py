@@ -104,12 +104,12 @@ _NAMES = {
     "torch._dynamo.backends.common": "aot_autograd",
     "torch._dynamo.backends.distributed": "DDPOptimizer.__init__(backend_compile_fn)",
     "torch._dynamo.compiled_autograd": "compiled_autograd_enabled",
-    "torch._dynamo.config": "automatic_dynamic_local_pgo",
-    "torch._dynamo.convert_frame": "_compile(compiler_fn,skip) compile_lock",
+    "torch._dynamo.config": "automatic_dynamic_local_pgo suppress_errors",
+    "torch._dynamo.convert_frame": "_compile(compiler_fn,locals,one_graph,skip) compile_lock",
     "torch._dynamo.device_interface": "DeviceInterface device_interfaces",
     "torch._dynamo.exc": """
-        InternalTorchDynamoError ShortenTraceback ShortenTraceback.remove_dynamo_frames
-        TorchDynamoException TorchRuntimeError""",
+        InternalTorchDynamoError ShortenTraceback ShortenTraceback.remove_dynamo_frames SkipFrame
+        TorchDynamoException TorchRuntimeError UncapturedHigherOrderOpError Unsupported UserError""",
     "torch._dynamo.guards": "GuardBuilder.EQUALS_MATCH(guard)",
     "torch._dynamo.output_graph": "DynamoTracerOutput",
     "torch._dynamo.source": "AttrSource(base,member) GetItemSource(base,index)",

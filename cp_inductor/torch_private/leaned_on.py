@@ -109,7 +109,8 @@ _NAMES = {
     "torch._dynamo.device_interface": "DeviceInterface device_interfaces",
     "torch._dynamo.exc": """
         InternalTorchDynamoError ShortenTraceback ShortenTraceback.remove_dynamo_frames SkipFrame
-        TorchDynamoException TorchRuntimeError UncapturedHigherOrderOpError Unsupported UserError""",
+        TorchDynamoException TorchRuntimeError UncapturedHigherOrderOpError Unsupported
+        UserError""",
     "torch._dynamo.guards": "GuardBuilder.EQUALS_MATCH(guard)",
     "torch._dynamo.output_graph": "DynamoTracerOutput",
     "torch._dynamo.source": "AttrSource(base,member) GetItemSource(base,index)",

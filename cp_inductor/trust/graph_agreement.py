@@ -87,7 +87,7 @@ class AgreedGraph:
             its program, see `describe_program`. It is compared, and how many attentions there are,
             and in which order.
         shards: the plain inputs that are shards: by place, their name and sequence dim.
-        batches: those that every rank has whole: by place, the name of the group.
+        batches: those that every rank has whole, if plain: by place, the name of the group.
     """
 
     planned: Sequence[Planned]

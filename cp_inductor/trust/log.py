@@ -358,7 +358,7 @@ class Log:
             self.store = PrefixStore(str(self.incarnation), self.store)
         epoch, told = self._pickled()
         if told != self.written:
-            self.store.set(str(self.rank), told)
+            self.store.set(str(self.rank), told)  # type: ignore[arg-type]  # stubs know str alone
             self.written = told
         self._read_cause(epoch)
         return self.read(positions)

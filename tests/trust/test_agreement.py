@@ -516,13 +516,13 @@ def fail_on_one(form: str) -> str:
 @on_ranks(2, deadline_s=120)
 def test_who_alone_cannot_make_a_graph_tells_the_others(form: str) -> None:
     """They would wait for it for half an hour. Its own error stays, and then all go on."""
-    for is_alone in (True, False, True):
+    for _ in range(2):
         started = time.monotonic()
-        told = fail_on_one(form) if is_alone else "nothing"
+        told = fail_on_one(form)
         assert time.monotonic() - started < 60
-        if is_alone and dist.get_rank() == ODD:
+        if dist.get_rank() == ODD:
             assert "KeyError" in told if form == "backend" else "IndexError" in told, told
-        elif is_alone:
+        else:
             assert told.startswith("RanksDisagree: ") and "rank 1, which refuses to: " in told, told
             assert "see the error on rank 1" in told
         attend = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)

@@ -163,12 +163,7 @@ def is_run_by_python(error: Exception, *, is_whole: bool) -> bool:
     `ConvertFrame` (torch._dynamo.convert_frame, 2.13-2.15) does so with frames that are skipped,
     and without fullgraph=True with most of what it does not support.
     """
-    from torch._dynamo.exc import (
-        SkipFrame,
-        UncapturedHigherOrderOpError,
-        Unsupported,
-        UserError,
-    )
+    from torch._dynamo.exc import SkipFrame, UncapturedHigherOrderOpError, Unsupported, UserError
 
     if torch._dynamo.config.suppress_errors or isinstance(error, SkipFrame):
         return True

@@ -31,6 +31,7 @@ from cp_inductor.trust.agreement import (
     graph_called,
     note_batch,
     running,
+    tell_refusal,
 )
 from cp_inductor.trust.claims import describe_attention, digest, kind_of
 from cp_inductor.trust.graph_fields import (
@@ -126,7 +127,12 @@ class AgreedGraph:
                 if group is not None:
                     self._agree(group, name, args)
                     around.enter_context(group.waiting(self.name))
-            yield
+            try:
+                yield
+            except Exception as error:
+                for name in self.group_names:
+                    tell_refusal(name, error)
+                raise
         for draw in sorted(draws, key=lambda draw: draw.number):
             group = agreed_of(draw.group_name)
             if group is not None:

@@ -529,6 +529,30 @@ def test_who_alone_cannot_make_a_graph_tells_the_others(form: str) -> None:
         attend(*on_mesh(make_qkv(12)[:3], world_mesh(), Shard(2)))
 
 
+@on_ranks(2, deadline_s=120)
+def test_who_alone_fails_in_a_graph_is_named_at_the_next_attention() -> None:
+    """An index of one rank is out of range, behind the exchanges."""
+    mesh, is_odd = world_mesh(), dist.get_rank() == ODD
+    shards = [shard(t, dist.get_rank(), 2).contiguous() for t in make_qkv(8)[:3]]
+    ids = torch.arange(4)[None] + 99 * is_odd
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+        out = attend_causal(query, key, value)
+        return out[:1, 0] + F.embedding(ids + (0 * out[0, 0, :, 0]).long(), torch.ones(9, 20))
+
+    options = {"mesh": mesh}
+    call = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options=options)
+    tensors = on_mesh(make_qkv(12)[:3], mesh, Shard(2))
+    if is_odd:
+        with pytest.raises(IndexError):
+            call(*shards, ids)
+    else:
+        call(*shards, ids)
+        message = refusal_of(lambda: attend_causal(*tensors))
+        assert "rank 1, which refuses to: IndexError: index out of range" in message
+    attend_causal(*tensors)
+
+
 @on_ranks(2)
 def test_switched_off() -> None:
     scale = 0.5 if dist.get_rank() == ODD else None

@@ -65,7 +65,7 @@ from cp_inductor.passes.translate_policy import translate_policy
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.passes.whole_scalars import whole_scalars
 from cp_inductor.region.marks import regions_of, remove_marks
-from cp_inductor.region.regions import typers_of_program
+from cp_inductor.region.regions import groups_of_program, typers_of_program
 from cp_inductor.torch_private.dynamo import (
     guard_whole_lengths,
     relate_local_lengths,
@@ -367,10 +367,8 @@ def capture(gm: fx.GraphModule, settings: Settings) -> Capture:
         run_passes(Stage.FIND, this)
     except CPError as error:
         count("sites_refused")
-        if settings.check_agreement:
-            around = [typer.group_name for typer in typers_of_program()]
-            for name in {*groups_of_sequence(gm, settings.axis), *around}:
-                tell_refusal(name, error)
+        for name in {*groups_of_sequence(gm, settings.axis), *groups_of_program()}:
+            tell_refusal(name, error)
         raise
     if not this.sites:
         run_passes(Stage.REWRITE, this)

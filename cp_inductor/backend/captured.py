@@ -28,7 +28,6 @@ from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.settings import Settings
 from cp_inductor.region.modes import note_compiled
 from cp_inductor.torch_private.dynamo import is_capturing_whole
-from cp_inductor.trust.agreement import graph_called
 from cp_inductor.trust.graph_agreement import AgreedGraph, Planned
 from cp_inductor.trust.graph_fields import batches_of, describe_program
 from cp_inductor.trust.unreduced import watch_gradients
@@ -112,7 +111,7 @@ class Captured:
                 args = tuple(self.inputs(args))
             for name in group_names:
                 watch_gradients(name, args)
-            with graph_called(), self.agree(args):
+            with self.agree(args):
                 return call(*args)
 
         return run if self.types is None else self.types.typed(run, self.kept)

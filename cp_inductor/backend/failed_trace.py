@@ -13,13 +13,15 @@ left as they are.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
@@ -34,7 +36,9 @@ from cp_inductor.dtensor.limits import (
 )
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
 from cp_inductor.graph.nodes import source_line
+from cp_inductor.modules.parallelize import BATCHES
 from cp_inductor.passes.attentions import SDPA
+from cp_inductor.region.regions import groups_of_program
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dynamo import (
     FailedTrace,
@@ -53,6 +57,7 @@ from cp_inductor.torch_private.leaned_on import (
 )
 from cp_inductor.torch_private.modes import is_transformed, name_of_function
 from cp_inductor.torch_private.traces import traces
+from cp_inductor.trust.agreement import tell_refusal
 
 OF_WEIGHT = "call cp_inductor.parallelize(model, mesh) first, which reads weights as DTensors"
 IMPLICITLY = (
@@ -62,10 +67,15 @@ IMPLICITLY = (
 OF_INPUT = f"pass it as a DTensor; or {IMPLICITLY}"
 
 
-def trace_for(*backends: Callable[..., Any]) -> None:
-    """Have Dynamo trace for these backends of torch.compile as they need it, and name failures."""
+def trace_for(*backends: Callable[..., Any], is_run: bool = True) -> None:
+    """Have Dynamo trace for these backends of torch.compile as they need it, and name failures.
+
+    Args:
+        backends: functions.
+        is_run: what they return is run, so that other ranks may wait for it.
+    """
     for backend in backends:
-        traces.watch(backend, _name)
+        traces.watch(backend, _name, _tell if is_run else None)
 
 
 @contextmanager
@@ -88,6 +98,23 @@ def errors_unwrapped(gm: fx.GraphModule | None = None) -> Iterator[None]:
                 with errors_unwrapped():
                     _check_sizes(node, f"{node.name} ({source_line(node)})")
         raise
+
+
+def _tell(error: Exception, frame: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Let the ranks that share a sequence know that this one has no graph for what they may run."""
+    batches = getattr(type(frame.get("self")), BATCHES, None)
+    meshes = options.get("mesh"), getattr(batches, "mesh", None)
+    with suppress(RuntimeError, KeyError, ValueError):  # a group is gone
+        names = set(groups_of_program())
+        names.update(str(m.get_group(0).group_name) for m in meshes if isinstance(m, DeviceMesh))
+        for leaf in pytree.tree_leaves(dict(frame)):
+            if isinstance(leaf, DTensor) and leaf.device_mesh.get_coordinate() is not None:
+                axes = [
+                    at for at, p in enumerate(leaf.placements) if isinstance(p, Shard) and p.dim
+                ]
+                names.update(str(leaf.device_mesh.get_group(axis).group_name) for axis in axes)
+        for name in names:
+            tell_refusal(name, error)
 
 
 def _name(error: Exception) -> Exception | None:

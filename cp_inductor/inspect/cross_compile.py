@@ -223,7 +223,7 @@ def _give_and_stop(
     return stop
 
 
-trace_for(_give_and_stop)
+trace_for(_give_and_stop, is_run=False)
 
 
 def _fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:

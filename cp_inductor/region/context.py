@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ContextDecorator, ExitStack, contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from cp_inductor.errors import (
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.region.regions import SequenceRegion
 from cp_inductor.sequence.follow import version_of
-from cp_inductor.torch_private.context_parallel import order_of_balancer, torchs_load_balance
+from cp_inductor.torch_private.context_parallel import torchs_load_balance
 from cp_inductor.torch_private.modes import function_modes, run_uncompiled
 from cp_inductor.trust.agreement import note_batch
 
@@ -86,33 +86,21 @@ class context_parallel(ContextDecorator):  # noqa: N801
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            # The contexts over the mesh that this thread is in, innermost last.
-            outer = [
-                mode
-                for mode in function_modes()
-                if isinstance(mode, _BufferRegion) and mode.mesh == self.mesh
-            ]
-            # The places of the buffers that are still whole, each once.
-            seen = {id(buffer) for mode in outer for buffer in mode.buffers}
+            # The regions over the mesh that this thread is in, and what they have cut.
+            modes = [mode for mode in function_modes() if isinstance(mode, SequenceRegion)]
+            outer = [mode for mode in modes if mode.mesh == self.mesh]
+            cut = {id(buffer[0]): buffer for mode in outer for buffer in mode.buffers}
+            lengths = [length for mode in outer for length in mode.lengths]
             places = []
-            for place, buffer in enumerate(self.buffers):
-                if id(buffer) not in seen:
+            for place, (buffer, dim) in enumerate(zip(self.buffers, self.dims, strict=True)):
+                if id(buffer) not in cut:
                     places.append(place)
-                    seen.add(id(buffer))
-            known = [length for mode in outer for length in mode.lengths]
-            lengths = [self.buffers[place].shape[self.dims[place]] for place in places]
-            is_cut_here = bool(self.buffers) or any(mode.buffers for mode in outer)
-            if is_cut_here:
+                    lengths.append(buffer.shape[dim])
+                    cut[id(buffer)] = (buffer, dim, buffer.data)
+            if cut:
                 refuse_two_contexts(SITE)
-            region = _BufferRegion(
-                self.mesh,
-                (*known, *lengths),
-                self.buffers,
-                tokens=[(self.buffers[place], self.dims[place]) for place in places],
-                wholes=[(b, b.data) for b in map(self.buffers.__getitem__, places)],
-                outer=outer[-1] if outer else None,
-            )
-            is_permuted = not is_cut_here and may_be_permuted()
+            region = SequenceRegion(self.mesh, lengths, buffers=[*cut.values()])
+            is_permuted = not cut and may_be_permuted()
             stack.enter_context(torchs_load_balance(is_permuted))
             for place in places:
                 stack.enter_context(self._sharded(place))
@@ -158,25 +146,6 @@ class context_parallel(ContextDecorator):  # noqa: N801
 
 run_uncompiled(context_parallel.__enter__)
 run_uncompiled(context_parallel.__exit__)
-
-
-class _BufferRegion(SequenceRegion):
-    """A region that knows which buffers are sharded in it."""
-
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        lengths: Sequence[int],
-        buffers: Sequence[Tensor],
-        *,
-        tokens: Sequence[tuple[Tensor, int]],
-        wholes: Sequence[tuple[Tensor, Tensor]],
-        outer: _BufferRegion | None,
-    ) -> None:
-        if outer is not None:
-            tokens, wholes = (*outer.tokens, *tokens), (*outer.wholes, *wholes)
-        super().__init__(mesh, lengths, tokens=tokens, wholes=wholes)
-        self.buffers = tuple(buffers)
 
 
 def _put(buffer: Tensor, data: Tensor) -> None:
@@ -226,18 +195,12 @@ def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor
         _refuse("no_restore_buffers to be among buffers", "another tensor", "add it to buffers")
 
 
-class LoadBalancer(Protocol):
-    """The part of torch's private load balancers that is used here."""
-
-    def _generate_indices(self, restore: bool = False) -> Tensor | None: ...
-
-
 @torch.no_grad()
 def context_parallel_unshard(
     mesh: DeviceMesh,
     buffers: Sequence[Tensor],
     seq_dims: Sequence[int],
-    load_balancer: LoadBalancer | None = None,
+    load_balancer: object = None,
 ) -> list[Tensor]:
     """Gather sequences, such as logits, whole on every rank.
 
@@ -247,14 +210,13 @@ def context_parallel_unshard(
         mesh: 1-D, the ranks that share a sequence.
         buffers: this rank's shards. Shards of different ranks may differ in length.
         seq_dims: the sequence dim of each buffer.
-        load_balancer: torch's balancer that permuted the batch. If it permutes batch entries
-            differently, the batch must be dim 0. Without it, shards are in order.
+        load_balancer: None, because shards are in order here.
 
     Returns:
         One tensor per buffer, with tokens in order and without a gradient.
 
     Raises:
-        UnsupportedPlacement: torch may have permuted the tokens, or the balancer does not fit.
+        UnsupportedPlacement: torch may have permuted the tokens.
         InvalidArgument: there is no mesh of one axis; or not a dim for each buffer.
     """
     site = "context_parallel_unshard"
@@ -267,47 +229,23 @@ def context_parallel_unshard(
             remedy="pass the sequence dim of each buffer",
         )
     dims = [dim_of(*pair, site=site) for pair in zip(buffers, seq_dims, strict=True)]
-    if load_balancer is None:
-        refuse_permuted(
-            site,
-            remedy="pass the load_balancer= that permuted them, or call this inside"
-            " context_parallel; if they are in order, pass load_balancer=None to torch's"
-            " _context_parallel_shard",
+    if load_balancer is not None:
+        raise UnsupportedPlacement(
+            site=site,
+            expected="load_balancer=None: shards of this library are in order",
+            got=f"a {type(load_balancer).__name__}",
+            remedy="gather what torch has permuted by torch's own context_parallel_unshard",
         )
+    refuse_permuted(
+        site,
+        remedy="gather them by torch's own context_parallel_unshard, or call this inside"
+        " context_parallel; if they are in order, pass load_balancer=None to torch's"
+        " _context_parallel_shard",
+    )
     wholes = []
     for buffer, dim in zip(buffers, dims, strict=True):
         length = torch.tensor(buffer.shape[dim], device=buffer.device)
         dist.all_reduce(length, group=mesh.get_group())
         shape = (*buffer.shape[:dim], int(length), *buffer.shape[dim + 1 :])
-        whole = whole_tensor(wrap_shard(buffer, mesh, [Shard(dim)], shape))
-        if load_balancer is not None:
-            whole = _in_order(whole, dim, order_of_balancer(load_balancer))
-        wholes.append(whole)
+        wholes.append(whole_tensor(wrap_shard(buffer, mesh, [Shard(dim)], shape)))
     return wholes
-
-
-def _in_order(whole: Tensor, dim: int, order: Tensor | None) -> Tensor:
-    """Put tokens in order.
-
-    Args:
-        whole: what the ranks hold, concatenated.
-        dim: the sequence dim.
-        order: where each token is, (1, S) or (B, S); None if nothing was permuted.
-    """
-    if order is None:
-        return whole
-    order = order.to(whole.device)
-    is_alike = len(order) == 1
-    is_of_batch = dim != 0 and len(order) == len(whole)
-    if order.shape[1] != whole.shape[dim] or not (is_alike or is_of_batch):
-        raise UnsupportedPlacement(
-            site="context_parallel_unshard",
-            expected=f"the {len(order)} sequences of {order.shape[1]} tokens that the load"
-            " balancer permutes, with the batch in dim 0",
-            got=f"a tensor of shape {tuple(whole.shape)}, whose sequence is dim {dim}",
-            remedy="pass the balancer that permuted the batch",
-        )
-    if is_alike:
-        return whole.index_select(dim, order[0])
-    entries = [one.index_select(dim - 1, at) for one, at in zip(whole, order, strict=True)]
-    return torch.stack(entries)

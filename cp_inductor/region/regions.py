@@ -86,8 +86,7 @@ class SequenceRegion(RegionMode):
     Args:
         mesh: 1-D.
         lengths: of whole sequences, if known. A length that does not divide by the ranks must be.
-        tokens: shards that were cut for the region, each with its sequence dim.
-        wholes: of those shards, each the whole of which it was cut.
+        buffers: shards that were cut for the region, each with its sequence dim and its whole.
     """
 
     def __init__(
@@ -95,8 +94,7 @@ class SequenceRegion(RegionMode):
         mesh: DeviceMesh,
         lengths: Sequence[int] = (),
         *,
-        tokens: Sequence[tuple[Tensor, int]] = (),
-        wholes: Sequence[tuple[Tensor, Tensor]] = (),
+        buffers: Sequence[tuple[Tensor, int, Tensor]] = (),
         is_copy: bool = False,
     ) -> None:
         super().__init__()
@@ -106,7 +104,7 @@ class SequenceRegion(RegionMode):
         self.whole_of_shard = _whole_lengths(mesh, lengths)
         self.group_name, self.rank = str(mesh.get_group().group_name), mesh.get_local_rank()
         # What is not attention is typed in eager; a compile types its graph.
-        self.tokens, self.wholes = tuple(tokens), tuple(wholes)
+        self.buffers = tuple(buffers)
         self.typer: EagerTyper | None = None
         # Dynamo (2.13 to 2.15) does not let a mode enter itself while it is asked.
         self.copy: SequenceRegion = self
@@ -165,7 +163,8 @@ class SequenceRegion(RegionMode):
             outer = [m for m in modes if m is not self and self._is_alike(m)]
             self.typer = outer[0].typing() if outer else EagerTyper(self.group_name, self._is_even)
             self.copy.typer = self.typer
-            self.typer.declare(self.tokens, self.wholes)
+            for buffer in self.buffers:
+                self.typer.declare(*buffer)
         return self.typer
 
     def _is_alike(self, mode: object) -> bool:
@@ -391,6 +390,12 @@ def _typers(inner: SequenceRegion | None) -> dict[EagerTyper, bool]:
             is_inner = inner is not None and inner.group_name == region.group_name
             found[region.typing()] = is_inner
     return found
+
+
+def groups_of_program() -> list[str]:
+    """Return the groups of the regions around the program, also while Dynamo compiles a part."""
+    modes = function_modes_of_program()
+    return [mode.group_name for mode in modes if isinstance(mode, SequenceRegion)]
 
 
 def typers_of_program() -> list[EagerTyper]:

@@ -17,7 +17,6 @@ that nothing else (Dynamo, backwards, hooks of other libraries) meets it.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
@@ -106,17 +105,9 @@ class EagerTyper(Typer):
     Args:
         group_name: of the ranks that share the sequence.
         is_even: whether all ranks have as many tokens as this one, given how many it has.
-        buffers: shards, each with its sequence dim.
-        wholes: shards, each with the whole tensor that it was cut from.
     """
 
-    def __init__(
-        self,
-        group_name: str,
-        is_even: Callable[[int], bool],
-        buffers: Sequence[tuple[Tensor, int]] = (),
-        wholes: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> None:
+    def __init__(self, group_name: str, is_even: Callable[[int], bool]) -> None:
         super().__init__(is_even)
         self.group_name = group_name
         self.name = ""
@@ -125,21 +116,13 @@ class EagerTyper(Typer):
         self.wholes = Wholes()
         self.declared: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self.kept: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
-        self.declare(buffers, wholes)
 
-    def declare(
-        self,
-        buffers: Sequence[tuple[Tensor, int]],
-        wholes: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> None:
-        """Take tensors for this rank's shards."""
-        self.has_buffers |= bool(buffers)
-        for buffer, dim in buffers:
-            self.types[buffer] = self.shards(buffer, dim)
-            self.declared[buffer] = None
-            for shard, whole in wholes:
-                if shard is buffer:
-                    self.wholes.declare(shard, whole, shard.shape[dim])
+    def declare(self, shard: Tensor, dim: int, whole: Tensor) -> None:
+        """Take a tensor for this rank's shard of a whole one."""
+        self.has_buffers = True
+        self.types[shard] = self.shards(shard, dim)
+        self.declared[shard] = None
+        self.wholes.declare(shard, whole, shard.shape[dim])
 
     def locate(self) -> str:
         """Return the function and the place where the program calls it."""
@@ -212,8 +195,6 @@ class EagerTyper(Typer):
                 with self.running():
                     return func(*args, **kwargs)
         elif func in _READING:
-            if func in (Tensor.untyped_storage, Tensor.storage) and not _is_memory_read():
-                return func(*args, **kwargs)
             return self._read(func, args, kwargs, leaves)
         elif func == _SET_DATA and all(map(_is_plain, leaves)):
             self.type_of(args[0])  # notes that the program keeps it
@@ -550,26 +531,6 @@ def _is_of_a_module(tensor: Tensor) -> bool:
                 return True
         frame = frame.f_back
     return False
-
-
-# The rest of torch asks for a storage to tell views apart, or to make a fake tensor.
-_SAVING = frozenset(
-    function.__code__.co_filename
-    for function in (Tensor.__reduce_ex__, torch.save, torch.UntypedStorage.__reduce__)
-)
-_TORCH, _PACKAGE = (
-    os.path.dirname(path) + os.sep
-    for path in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
-)
-
-
-def _is_memory_read() -> bool:
-    """Whether who asks for a storage reads it: the program itself, or `torch.save` for it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    name = frame.f_code.co_filename if frame is not None else ""
-    return not name.startswith(_TORCH) or name in _SAVING
 
 
 def _is_plain(tensor: Tensor) -> bool:

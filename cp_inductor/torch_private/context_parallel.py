@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.torch_private.leaned_on import TORCHS_ATTENTION
@@ -74,16 +73,3 @@ def torchs_load_balance(is_balanced: bool) -> Iterator[None]:
         yield
     finally:
         options.enable_load_balance = before
-
-
-def order_of_balancer(load_balancer: Any) -> Tensor | None:
-    """Return the place of each token of a sequence in the shards that a balancer has permuted.
-
-    `_LoadBalancer._generate_indices` (torch.distributed.tensor.experimental._context_parallel, read
-    in 2.13).
-
-    Returns:
-        (1, S), or (B, S) if the permutation differs between batch entries; None if no token moves.
-    """
-    indices: Tensor | None = load_balancer._generate_indices(restore=True)
-    return indices

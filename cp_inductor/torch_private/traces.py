@@ -29,6 +29,7 @@ from cp_inductor.torch_private.shardings import forget_shardings, remembered
 from cp_inductor.torch_private.symbolic_dtensor import SymbolicLengths
 
 NameOf = Callable[[Exception], Exception | None]
+Tell = Callable[[Exception, Mapping[str, Any], Mapping[str, Any]], None]
 
 
 class Traces:
@@ -36,7 +37,7 @@ class Traces:
 
     def __init__(self) -> None:
         self._symbolic_lengths = SymbolicLengths()
-        self._names: list[tuple[Any, NameOf]] = []
+        self._watched: list[tuple[Any, NameOf, Tell | None]] = []
         # Are called with the local variables of a frame that is about to be traced.
         self.before: list[Callable[[Mapping[str, Any]], None]] = []
         self._thread: int | None = None
@@ -48,28 +49,34 @@ class Traces:
         """Whether Dynamo traces for one of them now, on this thread."""
         return self._thread == threading.get_ident()
 
-    def watch(self, backend: Callable[..., Any], name: NameOf) -> None:
+    def watch(self, backend: Callable[..., Any], name: NameOf, tell: Tell | None = None) -> None:
         """Watch what Dynamo traces for a backend from now on.
 
         Args:
             backend: of torch.compile.
             name: returns the error to raise for one of Dynamo's; None leaves it as it is.
+            tell: is called with what is raised for a frame that cannot be traced or compiled, its
+                local variables, and the options of torch.compile.
         """
-        self._names.append((backend, name))
+        self._watched.append((backend, name, tell))
         _wrap_once(self)
 
     def run(self, arguments: Mapping[str, Any], trace: Callable[[], Any]) -> Any:
         """Trace a frame; these are the arguments of `_compile`."""
-        innermost = innermost_backend(arguments["compiler_fn"])
-        name = next((name for known, name in self._names if known is innermost), None)
+        backend, frame = arguments["compiler_fn"], arguments["locals"]
+        innermost = innermost_backend(backend)
+        watched = (one[1:] for one in self._watched if one[0] is innermost)
+        name, tell = next(watched, (None, None))
         if name is not None:
             for prepare in self.before:
-                prepare(arguments["locals"])
+                prepare(frame)
         try:
             with self.switched(name is not None):
                 return trace()
         except Exception as error:
             named = None if name is None else name(error)
+            if tell is not None and not is_run_by_python(error, is_whole=arguments["one_graph"]):
+                tell(named or error, frame, options_of_backend(backend))
             if named is None:
                 raise
             raise named.with_traceback(error.__traceback__) from None
@@ -104,12 +111,30 @@ traces = Traces()
 def innermost_backend(backend: Any) -> Any:
     """Return what the user passed to torch.compile as a backend, or named.
 
-    Around it are `torch._TorchCompileWrapper`, functions with `_torchdynamo_orig_backend`
+    A method stands for its function.
+    """
+    *_, innermost = _layers_of_backend(backend)
+    return getattr(innermost, "__func__", innermost)
+
+
+def options_of_backend(backend: Any) -> Mapping[str, Any]:
+    """Return the options that the user passed to torch.compile."""
+    layers = _layers_of_backend(backend)
+    wrapped = (one.kwargs for one in layers if isinstance(one, torch._TorchCompileWrapper))
+    options: Mapping[str, Any] | None = next(wrapped, {}).get("options")
+    return options or {}
+
+
+def _layers_of_backend(backend: Any) -> Iterator[Any]:
+    """Yield a backend, and what it wraps.
+
+    Around the user's are `torch._TorchCompileWrapper`, functions with `_torchdynamo_orig_backend`
     (torch._dynamo.eval_frame), `functools.partial`, and within DDP the method `compile_fn` of a
     `DDPOptimizer` (torch._dynamo.backends.distributed), which knows its `backend_compile_fn`
-    (2.13-2.15). A method stands for its function.
+    (2.13-2.15).
     """
     while True:
+        yield backend
         if hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
         elif isinstance(backend, torch._TorchCompileWrapper):
@@ -119,7 +144,21 @@ def innermost_backend(backend: Any) -> Any:
         elif hasattr(getattr(backend, "__self__", None), "backend_compile_fn"):
             backend = backend.__self__.backend_compile_fn
         else:
-            return getattr(backend, "__func__", backend)
+            return
+
+
+def is_run_by_python(error: Exception, *, is_whole: bool) -> bool:
+    """Whether Dynamo lets Python run a frame that it could not trace, instead of raising the error.
+
+    `ConvertFrame` (torch._dynamo.convert_frame, 2.13-2.15) does so with frames that are skipped,
+    and without fullgraph=True with most of what it does not support.
+    """
+    from torch._dynamo.exc import SkipFrame, UncapturedHigherOrderOpError, Unsupported, UserError
+
+    if torch._dynamo.config.suppress_errors or isinstance(error, SkipFrame):
+        return True
+    is_raised = is_whole or isinstance(error, UncapturedHigherOrderOpError)
+    return isinstance(error, (Unsupported, UserError)) and not is_raised
 
 
 def _wrap_once(traces: Traces) -> None:

@@ -27,7 +27,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -89,21 +90,15 @@ class Agreed(Log):
             What the other ranks have said of the first, as far as they were waited for.
         """
         self.rejoin(entries[0].site)
-        is_new, is_changed = False, bool(entries[0].begins)
-        for entry in entries:
-            kind = entry.kind, SPEAKS_FOR_GRAPH in entry.fields
-            last = self.last.get(kind)
-            if last is None or (last.fields is not entry.fields and last.fields != entry.fields):
-                is_changed = True
-                is_new |= last is None or last.causes != entry.causes
-            self.last[kind] = entry
+        kinds = [(entry.kind, SPEAKS_FOR_GRAPH in entry.fields) for entry in entries]
+        pairs = [(entry, self.last.get(kind)) for entry, kind in zip(entries, kinds, strict=True)]
+        changed = [(entry, last) for entry, last in pairs if last is None or last.is_other(entry)]
+        is_new = any(last is None or last.causes != entry.causes for entry, last in changed)
         is_early = self.record.trails[ATTENTIONS].count < FIRST_EVENTS
-        waiting = self.others if is_changed else self.next * is_early
-        try:
-            return self.come(entries, waiting, is_new=is_new)
-        except BaseException:
-            self.last.clear()
-            raise
+        waiting = self.others if changed or entries[0].begins else self.next * is_early
+        others = self.come(entries, waiting, is_new=is_new)
+        self.last.update(zip(kinds, entries, strict=True))
+        return others
 
     def note_tables(
         self, tables: Sequence[Tensor], kind: str, site: str, *, has_seed: bool
@@ -135,47 +130,44 @@ class Agreed(Log):
         """Compare what was noted."""
         noted, self.noted = self.noted, []
         if noted:
-            self.come(noted, self.others, TABLES, is_whole=True)
+            self.come(noted, self.others, TABLES)
 
 
 # What ranks have said outlives every compile. None stands for a group with nothing to compare.
 _agreed_in: WeakKeyDictionary[dist.ProcessGroup, Agreed | None] = WeakKeyDictionary()
 
 
-@dataclass(slots=True)
-class GraphCall:
-    """A call of a compiled graph.
+class Draw(NamedTuple):
+    """What a graph has drawn for all ranks of a group: as which of its draws, and how it begins."""
 
-    Attributes:
-        has_grad: whether gradients were on, which ops in it cannot see; None outside of a graph.
-        is_compared: whether its attentions were, so that ops in it need not be.
-        groups: those in which tables were noted in it.
-        draws: what it has drawn, behind its number in the program, and with its site and group.
-    """
-
-    has_grad: bool | None = None
-    is_compared: bool = False
-    groups: dict[Agreed, None] = field(default_factory=dict)
-    draws: list[tuple[int, Tensor, str, str]] = field(default_factory=list)
+    number: int
+    drawn: Tensor
+    site: str
+    group_name: str
 
 
 class _Running(threading.local):
-    """The call that this thread is in; one of no graph in eager, and in a backward."""
+    """What the compiled graph has drawn that this thread is in.
 
-    call = GraphCall()
+    It is None in eager code, and in a backward. The attentions of a graph were compared before it
+    runs, so that ops in it need not be.
+    """
+
+    draws: list[Draw] | None = None
 
 
 running = _Running()
 
 
 @contextmanager
-def graph_called(*, is_compared: bool = False) -> Iterator[GraphCall]:
-    """Run a compiled graph inside; see `GraphCall`."""
-    before, running.call = running.call, GraphCall(torch.is_grad_enabled(), is_compared)
+def graph_called() -> Iterator[list[Draw]]:
+    """Run a compiled graph inside, whose attentions were compared; yield what it draws."""
+    before, draws = running.draws, list[Draw]()
+    running.draws = draws
     try:
-        yield running.call
+        yield draws
     finally:
-        running.call = before
+        running.draws = before
 
 
 # The default group of the process that forked this one, if any. Its groups do not work here.
@@ -208,6 +200,8 @@ def agreed_of(group_name: str) -> Agreed | None:
     Raises:
         ProcessGroupError: this process was forked from the one that has made its group.
     """
+    if not config.check_agreement:
+        return None
     _refuse_fork()
     group, ask = group_with_store(group_name)
     if group not in _agreed_in:
@@ -222,7 +216,7 @@ def forget_agreements() -> None:
     _agreed_in.clear()
 
 
-def tell_refusal(group_name: str, error: CPError) -> None:
+def tell_refusal(group_name: str, error: Exception) -> None:
     """Let the other ranks know what this one refuses, because they may be waiting for it.
 
     If it alone refuses, the others give up. It begins anew with them at its next attention. Errors
@@ -230,12 +224,15 @@ def tell_refusal(group_name: str, error: CPError) -> None:
     """
     told = vars(error).setdefault("_told", set())  # it may pass through here again
     is_of_others = isinstance(error, (RanksDisagree, ExchangeFailed, ProcessGroupError))
-    if is_of_others or group_name in told or not config.check_agreement:
+    if is_of_others or group_name in told:
         return
     told.add(group_name)
     group = agreed_of(group_name)
     if group is not None:
-        group.refuse(str(error))
+        # Compilers add where they were, behind an empty line.
+        reason = " ".join(str(error).partition("\n\n")[0].split())
+        is_named = isinstance(error, CPError)
+        group.refuse(reason if is_named else f"{type(error).__name__}: {reason}")
 
 
 def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> None:
@@ -249,8 +246,7 @@ def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> Non
         RanksDisagree: another rank says something else, refuses to, or does not come in time.
         ProcessGroupError: the store does not answer.
     """
-    named = [agreed_of(name) for name in group_names] if config.check_agreement else []
-    left = [group for group in named if group is not None]
+    left = [group for name in group_names if (group := agreed_of(name)) is not None]
     try:
         entry = describe()
         while left:
@@ -274,7 +270,6 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
         or tensor.is_complex()
         or torch.compiler.is_compiling()
         or is_transformed(tensor)
-        or not config.check_agreement
     ):
         return
     group = agreed_of(group_name)
@@ -284,12 +279,11 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
     flat = tensor.detach().reshape(-1)
     flat = flat[:: 1 + flat.numel() // MOST_OF_BATCH].contiguous()
     first = ", ".join(map(str, flat[:4].tolist()))
-    numbers = f"{shape} numbers with {first}, ..., digest {describe_table(flat).split()[-1]}"
+    numbers = f"{shape} numbers with {first}, ..., digest {digest_of(flat)}"
     group.rejoin("a batch")
     number = group.record.trails[BATCHES].count + 1
-    fields = {"what": "a batch", f"batch {number}": numbers.removesuffix(",")}
-    group.add(BATCHES, [Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)])
-    group.record.trails[BATCHES].run_on()
+    fields = {"what": "a batch", f"batch {number}": numbers}
+    group.come([Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)], (), BATCHES)
 
 
 @contextmanager
@@ -324,29 +318,27 @@ def agreed(
         query, key: (B, H, S, D), (B, G, T, D), this rank's shards.
         extras: what it reads beside them.
         site: for errors.
-        has_grad: whether gradients are on; None in an op, which knows it of the graph around it.
+        has_grad: whether gradients are on; None in an op, which does not know it.
 
     Raises:
         RanksDisagree: they are not.
     """
     is_run = type(query) in (Tensor, nn.Parameter) and query.device.type != "meta"
     # What the batch decides is compared where the batch is planned.
-    is_run = is_run and config.check_agreement and not attention.is_per_batch
-    group = agreed_of(attention.group_name) if is_run else None
+    is_compared = is_run and not attention.is_per_batch
+    group = agreed_of(attention.group_name) if is_compared else None
     if group is None:
         yield
         return
     sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
-    if has_grad is not None or not running.call.is_compared:
-        has_grad = running.call.has_grad if has_grad is None else has_grad
+    if has_grad is not None or running.draws is None:
         entry = describe_attention(attention, query.dtype, sizes, has_grad=has_grad)
         group.agree([replace(entry, site=site)])
     tables = [extras[place] for place in tables_to_note(attention)]
     if tables:
         kind, has_seed = kind_of(attention, query.dtype), attention.dropout_p > 0
         group.note_tables(tables, kind, site, has_seed=has_seed)
-    with group.waiting(site):
-        yield
+    yield
     group.compare_tables()
 
 
@@ -356,8 +348,8 @@ def agree_on_tables(group_name: str, tables: Sequence[Tensor], rule: str) -> Non
     Raises:
         RanksDisagree: they are not the same on all ranks.
     """
-    group = agreed_of(group_name) if config.check_agreement else None
-    if group is None or not tables:
+    group = agreed_of(group_name) if tables else None
+    if group is None:
         return
     kind, site = f"batches under {rule}", f"the plan of a batch under {rule}"
     group.note_tables(tables, kind, site, has_seed=False)
@@ -375,10 +367,14 @@ def beginning_of(tensor: Tensor) -> Tensor:
 
 def describe_table(table: Tensor) -> str:
     """Say what a table holds: a number as it is, or a digest of all bits."""
-    # To copy it waits for a collective that still has to bring it.
-    table = table.detach().clone(memory_format=torch.contiguous_format).cpu()
     if table.ndim == 0:
-        return str(table.item())
-    data = table.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return str(table.detach().clone().item())
     shape = "x".join(map(str, table.shape))
-    return f"{str(table.dtype).removeprefix('torch.')} of {shape}, digest {digest(data)},"
+    return f"{str(table.dtype).removeprefix('torch.')} of {shape}, digest {digest_of(table)},"
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Return a digest of all bits of a tensor."""
+    # To copy it waits for a collective that still has to bring it.
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format).cpu()
+    return digest(copy.reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -12,6 +12,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -95,31 +96,26 @@ class Asking(threading.Thread):
         if threading.current_thread() is self:
             return call()
         limit = self.limit_s if limit_s is None else limit_s
-        answers: list[Answer] = []
-        errors: list[BaseException] = []
-        is_over = threading.Event()
+        answer = Future[Answer]()
 
-        def answer() -> None:
+        def fill() -> None:
             try:
-                answers.append(call())
+                answer.set_result(call())
             except BaseException as error:
-                errors.append(error)
-            is_over.set()
+                answer.set_exception(error)
 
         if not self.is_silent:
-            self.questions.put(answer)
+            self.questions.put(fill)
             deadline = time.monotonic() + limit
-            while not is_over.wait(min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
+            while not wait([answer], min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))).done:
                 if time.monotonic() >= deadline:
                     self.is_silent = limit_s is None
                     break
                 if is_hopeless():
                     break
-        if errors:
-            raise errors[0]
-        if not answers:
+        if not answer.done():
             raise StoreSilent(f"no answer for {limit:g} s")
-        return answers[0]
+        return answer.result()
 
 
 _threads: WeakSet[Asking] = WeakSet()

@@ -1,7 +1,7 @@
 """How a rank describes an attention that it is about to run, for the other ranks.
 
     describe_attention(attention, float32, (1, 128, 128))
-      =>  Entry(fields: mask = causal, query heads = 8, ..., queries = 128 on each rank, ...)
+      =>  Entry(fields: mask = causal, num_heads = 8, ..., queries = 128 on each rank, ...)
 
 The kind of an attention tells it from the others of a model by all but its sizes: heads, dtype,
 mask, scale and so on. Two ranks run the same attention if all fields are equal.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.language import is_of_pairs
-from cp_inductor.plan import Grid, Recipe, forward_plan
+from cp_inductor.plan import Recipe, forward_plan
+from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.run.attention import Attention
 from cp_inductor.source import source_hash
 from cp_inductor.torch_private.groups import group_of
@@ -34,7 +35,15 @@ NUM_KEPT = 1024
 NUM_DIGITS = 12
 
 # What follows from the other fields.
-PLANNED = ("plan", "stages", "chunks", "strategy")
+PLANNED = ("plan", "stages", "chunks", "strategy", "late")
+
+HEADS = ("num_heads", "num_kv_heads", "head_dim")
+
+# What a claim says in other words, or what differs between ranks.
+SAID_APART = {
+    *("rule", "query_length", "key_length", "itemsize"),
+    *("source", "rank", "world_size", "group_name"),
+}
 
 
 @lru_cache(maxsize=NUM_KEPT)
@@ -58,66 +67,50 @@ def describe_attention(
         has_grad: whether gradients are on; None where nobody knows it.
     """
     batch, *lengths = sizes
-    if attention.is_per_batch:
-        of_plan = {
-            "queries": _tokens_of_batch(attention, *lengths[::2]),
-            "keys": _tokens_of_batch(attention, *lengths[1::2]),
-            "stages": str(attention.source.stages),
-            "nodes": attention.nodes or "none",
-        }
-    else:
-        recipe = attention.recipe
-        heads = (recipe.num_heads, recipe.num_kv_heads, recipe.head_dim)
-        of_plan = {
-            "queries": _tokens(recipe, attention.rank, lengths[0], of_keys=False),
-            "keys": _tokens(recipe, attention.rank, lengths[1], of_keys=True),
-            "strategy": recipe.strategy,
-            "stages": str(recipe.stages),
-            "stages kept": str(recipe.keep),
-            "chunks": str(recipe.chunks),
-            "plan": digest(repr(forward_plan(recipe).stages).encode()),
-        }
-    names = ("query heads", "key-value heads", "head dim")
-    fields = {
+    source = attention.source
+    said = {
         "what": "an attention planned once per batch" if attention.is_per_batch else "an attention",
-        "mask": attention.source.rule,
-        **dict(zip(names, map(str, heads), strict=True)),
+        "mask": source.rule,
         "dtype": str(dtype).removeprefix("torch."),
-        "scale": "1 / sqrt(head dim)" if attention.scale is None else repr(attention.scale),
-        "kernel": attention.kernel,
-        "kernel options": attention.kernel_options or "none",
-        "dropout_p": repr(attention.dropout_p),
-        "bias with a gradient": "yes" if attention.has_bias else "no",
-        **of_plan,
+        **_values_of(attention),
+        **_values_of(source),
+        **dict(zip(HEADS, map(str, heads), strict=False)),
         "batch entries": UNKNOWN if batch is None else str(batch),
-        **_versions(),
+        "torch": str(torch.__version__),
+        "source of cp_inductor": source_hash()[:NUM_DIGITS],
     }
+    if isinstance(source, Recipe):
+        said["plan"] = digest(repr(forward_plan(source).stages).encode())
+        lengths = [source.query_length, source.key_length, *lengths]
+    for name, length, held in zip(("queries", "keys"), lengths[:2], lengths[2:], strict=True):
+        said[name] = _describe_tokens(attention, length, held)
     if has_grad is not None:
-        fields["gradients"] = "on" if has_grad else "off"
-    return Entry("", fields, PLANNED, kind=f"{kind_of(attention, dtype)} {has_grad}")
+        said["gradients"] = "on" if has_grad else "off"
+    return Entry("", said, PLANNED, kind=f"{kind_of(attention, dtype)} {has_grad}")
 
 
-def _tokens_of_batch(attention: Attention, length: int | None, held: int | None) -> str:
+def _values_of(this: Any) -> dict[str, str]:
+    """Return what an attention, or the source of its plan, says of itself, by name."""
+    named = {field.name: getattr(this, field.name) for field in fields(this)}
+    return {n: str(value) or "none" for n, value in named.items() if n not in SAID_APART}
+
+
+def _describe_tokens(attention: Attention, length: int | None, held: int | None) -> str:
     """Say how many tokens a sequence has, and how many this rank has if they are not its part."""
-    if length is None or held is None:
+    if isinstance(attention.source, Recipe):
+        rank, world_size = attention.rank, attention.source.world_size
+        if held is None:
+            return UNKNOWN
+        if length is not None and length % world_size == 0:
+            # Whatever length the plan was made for: all ranks hold as many.
+            return f"{held} on each rank"
+    elif length is None or held is None:
         return UNKNOWN if length is None else f"{length} in all"
-    group = group_of(attention.group_name)
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    grid = Grid(world_size, 1, length, length)
-    return _compare_held(held, length, grid.local_length(rank, of_keys=False), rank)
-
-
-def _tokens(recipe: Recipe, rank: int, held: int | None, *, of_keys: bool) -> str:
-    if held is None:
-        return UNKNOWN
-    length = recipe.key_length if of_keys else recipe.query_length
-    if length % recipe.world_size == 0:
-        # Whatever length the plan was made for: all ranks hold as many.
-        return f"{held} on each rank"
-    return _compare_held(held, length, recipe.grid.local_length(rank, of_keys=of_keys), rank)
-
-
-def _compare_held(held: int, length: int, planned: int, rank: int) -> str:
+    else:
+        group = group_of(attention.group_name)
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    assert length is not None and held is not None
+    planned = shard_lengths(length, world_size)[rank]
     if held == planned:
         return f"{length} in all"
     return f"{held} where the plan of {length} has {planned}, at position {rank},"
@@ -125,27 +118,13 @@ def _compare_held(held: int, length: int, planned: int, rank: int) -> str:
 
 def kind_of(attention: Attention, dtype: torch.dtype) -> str:
     """Say of what kind an attention is: all that tells it from others of a model but its sizes."""
-    of_recipe: tuple[Any, ...] = ()
-    if not attention.is_per_batch:
-        recipe = attention.recipe
-        is_cross = recipe.query_length != recipe.key_length
-        of_recipe = (is_cross, recipe.num_heads, recipe.num_kv_heads, recipe.head_dim)
+    source, heads = attention.source, tuple[Any, ...]()
+    if isinstance(source, Recipe):
+        is_cross = source.query_length != source.key_length
+        heads = (is_cross, source.num_heads, source.num_kv_heads, source.head_dim)
     # A mask may be written with lengths.
-    rule = re.sub(r"\d+", "#", attention.source.rule)
-    rest = (
-        dtype,
-        attention.scale,
-        attention.kernel,
-        attention.dropout_p,
-        attention.has_bias,
-        attention.kernel_options,
-    )
-    return repr((rule, of_recipe, *rest))
-
-
-@lru_cache(maxsize=1)
-def _versions() -> Mapping[str, str]:
-    return {"torch": str(torch.__version__), "source of cp_inductor": source_hash()[:NUM_DIGITS]}
+    rule = re.sub(r"\d+", "#", source.rule)
+    return repr((rule, heads, dtype, *_values_of(attention).values()))
 
 
 def digest(text: bytes) -> str:

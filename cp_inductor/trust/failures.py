@@ -87,7 +87,7 @@ def failure(
         waited_s: for how long this rank was in the forward or backward.
     """
     log = log_of(group_name)
-    fates = {} if log is None or log.find_cause() else _ask(log, f"{step}, {site}")
+    fates = {} if log is None else _ask(log, f"{step}, {site}")
     if log is not None and log.cause is not None:  # others may have seen it meanwhile
         return log.give_up(site)
     gone = [rank for rank, fate in fates.items() if fate.is_missing and fate.is_known]
@@ -111,7 +111,15 @@ def failure(
 
 
 def _ask(log: Log, step: str) -> dict[int, Fate]:
-    """Tell that a step has failed here; return what is known of others, by global rank."""
+    """Tell that a step has failed here, unless ranks are known to have gone different ways.
+
+    Returns:
+        What is known of others, by global rank.
+    """
+    with suppress(RuntimeError):  # the store may be that of a rank that has ended
+        log.ask(log.compare, is_hopeless=log.gone)
+    if log.cause is not None:
+        return {}
     log.record.failed, limit_s = step, PATIENCE_S
     for waited_s in rounds():
         # The store may be that of the rank that has stopped; processes can still be seen.

@@ -25,12 +25,13 @@ from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.trust.agreement import (
     Agreed,
+    Draw,
     agreed_of,
     beginning_of,
     graph_called,
     note_batch,
     running,
-    waiting_in,
+    tell_refusal,
 )
 from cp_inductor.trust.claims import describe_attention, digest, kind_of
 from cp_inductor.trust.graph_fields import (
@@ -87,7 +88,7 @@ class AgreedGraph:
             its program, see `describe_program`. It is compared, and how many attentions there are,
             and in which order.
         shards: the plain inputs that are shards: by place, their name and sequence dim.
-        batches: those that every rank has whole: by place, the name of the group.
+        batches: those that every rank has whole, if plain: by place, the name of the group.
     """
 
     planned: Sequence[Planned]
@@ -120,35 +121,37 @@ class AgreedGraph:
         """Run the graph inside, once all ranks are about to run the same; raises RanksDisagree."""
         for place, name in self.batches.items():
             note_batch(name, args[place])
-        for name in self.group_names:
-            group = agreed_of(name)
-            if group is not None:
-                self._agree(group, name, args)
-        with graph_called(is_compared=True) as call:
-            with ExitStack() as around:
-                for name in self.group_names:
-                    around.enter_context(waiting_in(name, self.name))
-                yield
-            # In the order of the program: a rank's own graph may have another.
-            for number, drawn, site, name in sorted(call.draws, key=lambda draw: draw[0]):
+        with graph_called() as draws, ExitStack() as around:
+            for name in self.group_names:
                 group = agreed_of(name)
                 if group is not None:
-                    numbers = {"its numbers": drawn}
-                    group.note(DRAWN, numbers, f"draw {number} at {site}", site, SEED_ALIKE)
-                    call.groups[group] = None
-            for group in call.groups:
+                    self._agree(group, name, args)
+                    around.enter_context(group.waiting(self.name))
+            try:
+                yield
+            except Exception as error:
+                for name in self.group_names:
+                    tell_refusal(name, error)
+                raise
+        for draw in sorted(draws, key=lambda draw: draw.number):
+            group = agreed_of(draw.group_name)
+            if group is not None:
+                kind, numbers = f"draw {draw.number} at {draw.site}", {"its numbers": draw.drawn}
+                group.note(DRAWN, numbers, kind, draw.site, SEED_ALIKE)
+        for name in dict.fromkeys((*self.group_names, *(draw.group_name for draw in draws))):
+            group = agreed_of(name)
+            if group is not None:
                 group.compare_tables()
 
     def _agree(self, group: Agreed, name: str, args: Sequence[Any]) -> None:
         has_grad = torch.is_grad_enabled()
+        entries = self.of_call(name, args, has_grad)
         run = f"{self.kind} {has_grad}"
         group.num_runs[run] += 1
-        is_turn = self.shards and group.num_runs[run] <= FIRST_RUNS
-        begins = describe_beginnings(self.shards, args) if is_turn else {}
-        entries = self.of_call(name, args, has_grad)
-        if begins:
-            entries = [replace(entries[0], begins=begins), *entries[1:]]
-        others = group.agree(entries)
+        begins: dict[str, str] = {}
+        if self.shards and group.num_runs[run] <= FIRST_RUNS:
+            begins = describe_beginnings(self.shards, args)
+        others = group.agree([replace(entries[0], begins=begins), *entries[1:]])
         if begins and len(others) == len(group.others) and group.rank == 0:
             warn_of_alike(begins, others)
 
@@ -217,10 +220,10 @@ def note_tables(
         group_name: of the ranks.
     """
     is_captured = token.is_cuda and torch.cuda.is_current_stream_capturing()
-    group = agreed_of(group_name) if running.call.is_compared and not is_captured else None
+    is_compared = running.draws is not None and not is_captured
+    group = agreed_of(group_name) if is_compared else None
     if group is not None:
         group.note_tables(tables, kind, site, has_seed=has_seed)
-        running.call.groups[group] = None
 
 
 @note_tables.register_fake
@@ -241,8 +244,8 @@ def note_draw(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
     noted = drawn.clone()
     is_captured = drawn.is_cuda and torch.cuda.is_current_stream_capturing()
     # In a backward it is computed again, and was compared.
-    if running.call.is_compared and not is_captured:
-        running.call.draws.append((number, beginning_of(noted).clone(), site, group_name))
+    if running.draws is not None and not is_captured:
+        running.draws.append(Draw(number, beginning_of(noted).clone(), site, group_name))
     return noted
 
 

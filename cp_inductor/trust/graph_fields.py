@@ -126,7 +126,7 @@ def describe_program(gm: fx.GraphModule) -> dict[str, str]:
 
 
 def batches_of(gm: fx.GraphModule) -> dict[int, str]:
-    """Return which plain tensors of a batch every rank has whole, by place: the name of the group.
+    """Return which arguments every rank has whole, if plain, by place: the name of the group.
 
     Args:
         gm: from Dynamo. If it makes DTensors of plain inputs, all are whole.
@@ -137,11 +137,7 @@ def batches_of(gm: fx.GraphModule) -> dict[int, str]:
     name = str(made.device_mesh.get_group(0).group_name)
     given = {node for node, source, _ in graph_inputs(gm.graph) if is_argument(source)}
     inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
-    return {place: name for place, node in inputs if node in given and not _is_dtensor(node)}
-
-
-def _is_dtensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("example_value"), DTensor)
+    return {place: name for place, node in inputs if node in given}
 
 
 def _made_whole(gm: fx.GraphModule) -> dict[fx.Node, DTensor]:

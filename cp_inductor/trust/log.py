@@ -19,7 +19,8 @@ A rank that had refused was told its error before: it begins anew without anothe
 
 Ranks may come to different numbers of events at a time: one rank may run a graph as a whole that
 another runs in two parts. So a rank waits only until all others have come to the first of its
-events. Whichever of two ranks comes to an event later compares it. Neither runs it before that.
+events, or to all of its tables. Whichever of two ranks comes to an event later compares it. Neither
+runs it before that.
 
 Assumes: ranks that run the same program come to the same events in the same order.
 """
@@ -27,6 +28,7 @@ Assumes: ranks that run the same program come to the same events in the same ord
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 import threading
 import time
@@ -41,10 +43,11 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from cp_inductor.errors import CPError, ProcessGroupError, RanksDisagree
 from cp_inductor.trust.asking import LOOK_EVERY_S, Asking
 from cp_inductor.trust.cause import REMEDY, WHY_ABSENT, Cause, name_difference
-from cp_inductor.trust.processes import Fate, describe_process
+from cp_inductor.trust.processes import Fate, Process
 from cp_inductor.trust.record import (
     ATTENTIONS,
     REFUSAL,
+    TABLES,
     Entry,
     Record,
     fate_of,
@@ -94,11 +97,11 @@ class Log:
         self.others = [at for at in range(len(ranks)) if at != rank]
         self.next = [(rank + 1) % len(ranks)]
         self.root, self.store = store, PrefixStore("cp_inductor", store)
-        self.record = Record(describe_process())
+        self.record = Record(Process.own())
         self.records: dict[int, Record] = {}  # of others, as they were read last
         self.last: dict[Any, Entry] = {}  # what was agreed last in this epoch, by kinds
         self.lock = threading.Lock()
-        self.is_told, self.written, self.incarnation = False, "", -1
+        self.written, self.incarnation = b"", -1
         self.causes: dict[int, Cause] = {}  # by epoch
         self.has_refused = False  # and it is not known what the others have made of it
         self.look_every_s = max(LOOK_EVERY_S, INTERVAL_PER_RANK_S * len(ranks))
@@ -123,7 +126,6 @@ class Log:
         name: str = ATTENTIONS,
         *,
         is_new: bool = True,
-        is_whole: bool = False,
     ) -> list[Entry]:
         """Come to events, the first of them now.
 
@@ -133,7 +135,6 @@ class Log:
             name: of the trail.
             is_new: what is not new is sure to be run: if a rank has ended, an exchange will fail,
                 and that error will say why.
-            is_whole: wait until the others have come to all events, not only to the first.
 
         Returns:
             What the others have come to that were waited for.
@@ -148,35 +149,32 @@ class Log:
             raise self.give_up(site)
         trail = self.record.trails[name]
         first = trail.count + 1
-        self.add(name, entries)
-        if not waiting:
-            trail.run_on()
-            return []
+        with self.lock:
+            for entry in entries:
+                trail.add(entry)
+            if not waiting:
+                trail.run_on()
+                return []
         try:
-            needed = trail.count if is_whole else first
-            with self.waiting(site, is_settling=True):
-                records = self._settle(name, needed, site, waiting, is_new=is_new)
+            needed = trail.count if name == TABLES else first
+            records = self._settle(name, needed, site, waiting, is_new=is_new)
         except CPError:
             raise
         except BaseException:  # interrupted by hand: it will come again
             with self.lock:
                 trail.take_back(len(entries))
             raise
-        trail.settle()
+        with self.lock:
+            trail.settle()
         told = [record.trails[name].entry_at(first) for record in records.values()]
         return [entry for entry in told if entry is not None]
-
-    def add(self, name: str, entries: Sequence[Entry]) -> None:
-        """Note events, without comparing anything now."""
-        with self.lock:
-            for entry in entries:
-                self.record.trails[name].add(entry)
-            self.is_told = False
 
     def refuse(self, reason: str) -> None:
         """Let the others know that this rank refuses what may be their next attention."""
         self.rejoin("a refusal")
-        self.add(ATTENTIONS, [Entry(reason, {"what": REFUSAL}, kind=REFUSAL)])
+        with self.lock:
+            refusal = Entry(reason, {"what": REFUSAL}, kind=REFUSAL)
+            self.record.trails[ATTENTIONS].add(refusal)
         self.has_refused = True
         with suppress(DistError, RuntimeError):  # the refusal is raised in any case
             self.ask(self.exchange)
@@ -187,8 +185,8 @@ class Log:
         If they give up, this rank begins anew with them.
         """
         if self.has_refused:
-            count = self.record.trails[ATTENTIONS].count
-            with suppress(CPError), self.waiting(site, is_settling=True):
+            with suppress(CPError):
+                count = self.record.trails[ATTENTIONS].count
                 self._settle(ATTENTIONS, count, site, self.others, is_new=True)
             self.has_refused = False
 
@@ -196,13 +194,12 @@ class Log:
     def waiting(self, where: str, *, is_settling: bool = False) -> Iterator[None]:
         """Say where this rank is, while it waits for others inside."""
         record, before = self.record, (self.record.inside, self.record.is_waiting)
-        record.inside, record.is_waiting = where, is_settling
-        record.since, self.is_told = time.time(), False
+        record.inside, record.is_waiting, record.since = where, is_settling, time.time()
         try:
             yield
         finally:
             record.inside, record.is_waiting = before
-            record.since, self.is_told = time.time(), False
+            record.since = time.time()
 
     # --- Waiting and comparing ---------------------------------------------------------------
 
@@ -215,19 +212,33 @@ class Log:
             Their records, by position. If it is not new, and a process has ended or the store does
             not answer, nothing is compared: the exchange fails with an error that says so.
         """
-        epoch, limit_s, look_at_s = self.record.epoch, self.timeout_s, self.look_every_s
+        try:
+            with self.waiting(site, is_settling=True):
+                records, cause = self._wait(name, needed, waiting, site, is_new=is_new)
+                if cause is not None:
+                    self.ask(partial(self._decide, cause, self.record.epoch))
+                    raise self.give_up(site)
+                return records
+        except DistError as error:
+            raise self._store_error(site, error) from error
+
+    def _wait(
+        self, name: str, needed: int, waiting: Sequence[int], site: str, *, is_new: bool
+    ) -> tuple[dict[int, Record], Cause | None]:
+        """Wait until other ranks have come to an event; return their records, and what is wrong."""
+        limit_s, look_at_s = self.timeout_s, self.look_every_s
         ask = self.ask if is_new else partial(self.ask, is_hopeless=self.gone)
         records, missing = dict[int, Record](), list[int]()
         difference: tuple[str, int] | None = None
         for waited_s in rounds():
             try:
                 records |= ask(partial(self.exchange, waiting))
-            except DistError as error:
+            except DistError:
                 if is_new:
-                    raise self._store_error(site, error) from error
-                return records
+                    raise
+                return records, None
             if self.cause is not None:
-                raise self.give_up(site)
+                return records, self.cause
             if difference is None:
                 difference = self._difference(records.values())
                 if difference is not None:  # the error names what all have
@@ -238,22 +249,14 @@ class Log:
             if not missing and waited_s > look_at_s:
                 gone = self.look()
                 if gone and not is_new and difference is None:
-                    return records
+                    return records, None
                 missing = [at for at in waiting if self.ranks[at] in gone]
                 look_at_s = waited_s + self.look_every_s
             if missing or not waiting or waited_s > limit_s:
                 break
         if difference is not None:
-            cause = self._cause_of_difference(*difference, records)
-        elif waiting:
-            cause = self._cause_of_absence(missing or waiting, site)
-        else:
-            return records
-        try:
-            self.ask(partial(self._decide, cause, epoch))
-        except DistError as error:
-            raise self._store_error(site, error) from error
-        raise self.give_up(site)
+            return records, self._cause_of_difference(*difference, records)
+        return records, self._cause_of_absence(missing or waiting, site) if waiting else None
 
     def _count(self, name: str, record: Record | None) -> int:
         """Return to how many events of this epoch another rank has come."""
@@ -317,7 +320,6 @@ class Log:
         with self.lock:
             self.record.epoch, self.record.trails = self.record.epoch + 1, new_trails()
             self.last = {}
-            self.is_told = False
         waiting = [at for at in cause.seen_by if at != self.rank and self.record.is_waiting]
         with suppress(DistError, RuntimeError):
             for waited_s in rounds():
@@ -329,13 +331,6 @@ class Log:
                 ]
                 if not waiting or waited_s > PATIENCE_S:
                     return
-
-    def find_cause(self) -> Cause | None:
-        """Return why ranks are known to have gone different ways, after an exchange has failed."""
-        if self.cause is None:
-            with suppress(DistError, RuntimeError):
-                self.ask(self.compare, is_hopeless=self.gone)
-        return self.cause
 
     def _store_error(self, site: str, error: Exception) -> ProcessGroupError:
         """Return the error that says where the store was needed."""
@@ -361,21 +356,25 @@ class Log:
             # of the first group have joined before any rank of the second does.
             self.incarnation = (self.store.add("joined", 1) - 1) // len(self.ranks)
             self.store = PrefixStore(str(self.incarnation), self.store)
-        with self.lock:
-            epoch, text, self.is_told = self.record.epoch, self.record.format(), True
-        if text != self.written:
-            self.store.set(str(self.rank), text)
-            self.written = text
+        epoch, told = self._pickled()
+        if told != self.written:
+            self.store.set(str(self.rank), told)  # type: ignore[arg-type]  # stubs know str alone
+            self.written = told
         self._read_cause(epoch)
         return self.read(positions)
+
+    def _pickled(self) -> tuple[int, bytes]:
+        """Return what is to be told, and of which epoch it is."""
+        with self.lock:
+            return self.record.epoch, pickle.dumps(self.record)
 
     def read(self, positions: Sequence[int]) -> dict[int, Record]:
         """Return the records of some ranks, by position, but of those that have told nothing."""
         keys = {at: str(at) for at in positions}
         if not self.store.check(list(keys.values())):
             keys = {at: key for at, key in keys.items() if self.store.check([key])}
-        texts = self.store.multi_get(list(keys.values())) if keys else []
-        records = {at: Record.parse(text) for at, text in zip(keys, texts, strict=True)}
+        told = self.store.multi_get(list(keys.values())) if keys else []
+        records = dict(zip(keys, map(pickle.loads, told), strict=True))
         self.records = {**self.records, **records}
         return records
 
@@ -415,20 +414,22 @@ class Log:
             self.ask(partial(self.read, self.others), limit_s)
         return self.gone()
 
-    def where(self) -> dict[int, str]:
-        """Return where other ranks are, or were last, and what became of them, by global rank."""
-        gone = self.look()
-        told = {self.ranks[at]: record.describe() for at, record in self.records.items()}
-        told.pop(self.ranks[self.rank], None)
-        return told | {
-            rank: f"{told[rank]}, {text}" if rank in told else text for rank, text in gone.items()
-        }
+    def where(self, positions: Sequence[int]) -> dict[int, str]:
+        """Say where ranks are, or were last, and what became of them, by global rank."""
+        self.look()
+        told = {}
+        for at in positions:
+            record = self.records.get(at)
+            fate = fate_of(record)
+            parts = [record.describe()] if record is not None else []
+            parts += [fate.text] if fate.is_known else []
+            if parts:
+                told[self.ranks[at]] = ", ".join(parts)
+        return told
 
     def _what_became_of(self, positions: Sequence[int]) -> str:
         """Say, in parentheses, what has become of ranks, as far as that is known."""
-        told = self.where()
-        ranks = [self.ranks[at] for at in positions if self.ranks[at] in told]
-        text = "; ".join(f"rank {rank}: {told[rank]}" for rank in ranks)
+        text = "; ".join(f"rank {rank}: {said}" for rank, said in self.where(positions).items())
         return f" ({text})" if text else ""
 
     # --- Beside the program ------------------------------------------------------------------
@@ -436,7 +437,7 @@ class Log:
     def compare_beside(self) -> None:
         """Compare, and print where all ranks are if this one has waited for long."""
         record = self.record
-        if record.inside or not self.is_told:
+        if record.inside or self._pickled()[1] != self.written:
             self.compare()
         if not record.inside or record.since != self.reported:
             self.reported, self.report_after_s = record.since, REPORT_AFTER_S
@@ -457,7 +458,7 @@ class Log:
             other.trails[ATTENTIONS].count < count or not other.inside for other in records.values()
         )
         if is_waiting and own.inside:
-            told = self.where() | {self.ranks[self.rank]: own.describe()}
+            told = self.where(self.others) | {self.ranks[self.rank]: own.describe()}
             nothing = "has come to no attention yet"
             lines = [f"  rank {rank}: {told.get(rank, nothing)}" for rank in self.ranks]
             title = f"cp_inductor: rank {self.ranks[self.rank]} waits for others of its group"

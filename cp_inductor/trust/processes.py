@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from contextlib import suppress
@@ -18,35 +17,39 @@ class Fate:
 
     Attributes:
         text: for people.
-        is_missing: whether it was missing in an exchange that failed, as far as can be known.
         is_known: whether asking again would tell nothing more.
+        is_missing: whether it was missing in an exchange that failed, as far as can be known.
     """
 
     text: str
-    is_missing: bool
-    is_known: bool
+    is_known: bool = False
+    is_missing: bool = True
 
 
-def describe_process() -> str:
-    """Describe this process for `look_at`."""
-    pid = os.getpid()
-    return json.dumps({"where": _machine(), "pid": pid, "began": _status_of(pid)[1]})
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process: its machine, its number there, and when it began; "" if that is not known."""
 
+    machine: str
+    pid: int
+    began: str
 
-def look_at(process: str | None) -> Fate:
-    """Say how another rank's process is, if that can be seen from here."""
-    if process is None:
-        return Fate("it has not said what it is, nor that it failed", True, False)
-    told = json.loads(process)
-    if told["where"] != _machine() or not told["began"]:
-        where = told["where"].split()[0]
-        return Fate(f"process {told['pid']} on {where} has not said that it failed", True, False)
-    state, began = _status_of(told["pid"])
-    if began != told["began"] or state in "ZX":
-        return Fate(f"its process {told['pid']} has ended", True, True)
-    if state in "Tt":
-        return Fate(f"its process {told['pid']} is stopped", True, True)
-    return Fate(f"its process {told['pid']} runs, and has not said that it failed", True, False)
+    @staticmethod
+    def own() -> Process:
+        """Return this process."""
+        return Process(_machine(), os.getpid(), _status_of(os.getpid())[1])
+
+    def look(self) -> Fate:
+        """Say how it is, if that can be seen from here."""
+        if self.machine != _machine() or not self.began:
+            where = self.machine.split()[0]
+            return Fate(f"process {self.pid} on {where} has not said that it failed")
+        state, began = _status_of(self.pid)
+        if began != self.began or state in "ZX":
+            return Fate(f"its process {self.pid} has ended", is_known=True)
+        if state in "Tt":
+            return Fate(f"its process {self.pid} is stopped", is_known=True)
+        return Fate(f"its process {self.pid} runs, and has not said that it failed")
 
 
 @cache

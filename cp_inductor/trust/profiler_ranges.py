@@ -13,12 +13,13 @@ GPU, which are no ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.graph.collectives import STARTS, WAIT
 from cp_inductor.tiles.tile_ops import TILE_OPS
@@ -40,12 +41,15 @@ class _Watch(OpWatcher):
     def __init__(self, name_of: NameOf) -> None:
         super().__init__()
         self.name_of = name_of
-        self.flying: list[tuple[Tensor, str]] = []
+        # What arrives, until it is waited for, and how the wait is called.
+        self.waits: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
 
     def call(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op; within a range if it is an exchange or a tile."""
+        """Run an op; within a range if it is an exchange, a wait for one, or a tile."""
         if op is WAIT:
-            return self._wait(args, kwargs)
+            title = self.waits.pop(args[0], "")
+            with torch.profiler.record_function(title) if title else nullcontext():
+                return op(*args, **kwargs)
         is_start = op in STARTS
         name = self.name_of(op) if is_start or op in TILE_OPS else None
         if name is None:
@@ -55,16 +59,8 @@ class _Watch(OpWatcher):
         with torch.profiler.record_function(title):
             result = op(*args, **kwargs)
         if is_start:
-            self.flying.append((result, f"{attention}, wait for exchange {number}"))
+            self.waits[result] = f"{attention}, wait for exchange {number}"
         return result
-
-    def _wait(self, args: Any, kwargs: Any) -> Any:
-        place = next((i for i, (sent, _) in enumerate(self.flying) if sent is args[0]), None)
-        if place is None:
-            return WAIT(*args, **kwargs)
-        _, title = self.flying.pop(place)
-        with torch.profiler.record_function(title):
-            return WAIT(*args, **kwargs)
 
 
 def count_ops(site: str, direction: str) -> NameOf:

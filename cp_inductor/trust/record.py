@@ -5,19 +5,19 @@
 
 The digest after an event covers all events before it. So two trails part at the first event whose
 digests differ, or whose fields do.
+
+A record is told pickled, as torchrun tells its state through the same kind of store.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from cp_inductor.trust.processes import Fate, look_at
+from cp_inductor.trust.processes import Fate, Process
 
 # So many events are told by their digests, and so many that nobody waits for in full. No rank is
 # further ahead of another.
@@ -39,8 +39,7 @@ class Entry:
             leaves out is not compared between them. Every entry has the field "what".
         consequences: names of fields that follow from others. The error names them only if no
             other field differs.
-        remedy: what to do if ranks have different values; empty for an attention. The other ranks
-            are not told, because their entries have remedies of their own.
+        remedy: what to do if ranks have different values; empty for an attention.
         kind: what the digest of the trail covers.
         begins: what inputs begin with, by name, where it is to differ between ranks.
     """
@@ -51,6 +50,10 @@ class Entry:
     remedy: str = ""
     kind: str = ""
     begins: Mapping[str, str] = field(default_factory=dict)
+
+    def is_other(self, entry: Entry) -> bool:
+        """Whether an entry says anything else; most entries share their fields with the last."""
+        return self.fields is not entry.fields and self.fields != entry.fields
 
     def differs(self, other: Entry) -> bool:
         """Whether any field that both have is unequal."""
@@ -68,14 +71,12 @@ class Entry:
 
 
 class Trail:
-    """The events of one sort that a rank has come to, counted from 1."""
+    """The events of one sort that a rank has come to, counted from 1; the last ones in full."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.settled = 0
         self.digests: deque[str] = deque(maxlen=MOST_TOLD)
         self.entries: deque[Entry] = deque(maxlen=MOST_TOLD)
-        # Events up to the settlement before last are not told in full.
-        self.settled = self.num_dropped = 0
 
     def add(self, entry: Entry) -> None:
         """Add an event."""
@@ -92,36 +93,19 @@ class Trail:
 
     def settle(self) -> None:
         """Note that all events were compared: others may still have to compare the last few."""
-        self.num_dropped, self.settled = self.settled, self.count
+        self._keep(self.count - self.settled)
+        self.settled = self.count
 
     def run_on(self) -> None:
         """Note that nobody waits for what was added."""
-        self.num_dropped = max(self.num_dropped, self.count - MOST_IN_FULL)
+        self._keep(MOST_IN_FULL)
 
-    def told(self) -> dict[str, Any]:
-        """Return what others are told. What entries have in common is told once."""
-        entries = list(self.entries)[max(0, self.num_dropped - self.count + len(self.entries)) :]
-        texts: dict[Any, int] = {}
-        events = []
-        for entry in entries:
-            text = (tuple(entry.fields.items()), entry.consequences, tuple(entry.begins.items()))
-            events.append((entry.site, texts.setdefault(text, len(texts))))
-        told = {"count": self.count, "digests": list(self.digests)}
-        return {**told, "events": events, "texts": list(texts)}
-
-    @staticmethod
-    def parse(told: Mapping[str, Any]) -> Trail:
-        """Return the trail of another rank."""
-        trail = Trail()
-        trail.count = told["count"]
-        trail.digests.extend(told["digests"])
-        for site, number in told["events"]:
-            fields, names, begins = told["texts"][number]
-            trail.entries.append(Entry(site, dict(fields), tuple(names), begins=dict(begins)))
-        return trail
+    def _keep(self, count: int) -> None:
+        while len(self.entries) > count:
+            self.entries.popleft()
 
     def entry_at(self, number: int) -> Entry | None:
-        """Return an event; None if it is not there, or was not told in full."""
+        """Return an event; None if it is not there in full."""
         at = number - self.count - 1
         return self.entries[at] if -len(self.entries) <= at < 0 else None
 
@@ -159,7 +143,7 @@ class Record:
     """What a rank tells the others.
 
     Attributes:
-        process: which process it is; see `processes`.
+        process: which process it is.
         epoch: how often its group has begun anew, after an error that all ranks have raised.
         failed: which exchange has failed; "" if none has.
         inside: the attention or graph that it is in; "" if in none.
@@ -169,7 +153,7 @@ class Record:
         trails: what it has come to in this epoch.
     """
 
-    process: str
+    process: Process
     epoch: int = 0
     failed: str = ""
     inside: str = ""
@@ -177,21 +161,6 @@ class Record:
     is_waiting: bool = False
     is_over: bool = False
     trails: dict[str, Trail] = field(default_factory=new_trails)
-
-    def format(self) -> str:
-        """Return the text that is told."""
-        told = {name: getattr(self, name) for name in self.__slots__}
-        trails = {name: trail.told() for name, trail in self.trails.items() if trail.count}
-        return json.dumps({**told, "trails": trails})
-
-    @staticmethod
-    def parse(text: bytes) -> Record:
-        """Return the record that `format` wrote."""
-        told: dict[str, Any] = json.loads(text)
-        trails = told.pop("trails")
-        record = Record(**told)
-        record.trails |= {name: Trail.parse(trail) for name, trail in trails.items()}
-        return record
 
     def describe(self) -> str:
         """Describe where the rank is, for people."""
@@ -207,9 +176,11 @@ class Record:
 
 def fate_of(record: Record | None) -> Fate:
     """Say what has become of a rank, given what it told last."""
-    if record is not None and record.failed:
-        return Fate(f"it failed as well, in {record.failed}", False, True)
-    return look_at(None if record is None else record.process)
+    if record is None:
+        return Fate("it has not said what it is, nor that it failed")
+    if record.failed:
+        return Fate(f"it failed as well, in {record.failed}", is_known=True, is_missing=False)
+    return record.process.look()
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

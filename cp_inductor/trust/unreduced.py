@@ -20,10 +20,9 @@ import gc
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import DistError
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor import config
 from cp_inductor.errors import SequenceWarning
@@ -58,14 +58,15 @@ class _GradientWatch:
 
     def __init__(self, group_name: str) -> None:
         self.group_name = group_name
-        self.noted: dict[int, ref[Tensor]] = {}
+        self.noted: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self.compared: list[Tensor] = []
         self.text, self.num_tries, self.is_over = "", 0, False
         self.handle: Any = register_optimizer_step_pre_hook(self._look)
 
     def end(self) -> None:
         """Look no more."""
-        self.is_over, self.noted, self.compared = True, {}, []
+        self.is_over, self.compared = True, []
+        self.noted.clear()
 
     def remove(self) -> None:
         """Remove the hook, but not from within it: an optimizer is iterating over all hooks."""
@@ -109,16 +110,12 @@ class _GradientWatch:
     def _sample(self, optimizer: Optimizer) -> bool:
         """Note numbers of an optimizer's parameters, and of their gradients, if it has any."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.compared = [p for p in held if self._is_noted(p) and _is_readable(p.grad)]
+        self.compared = [p for p in held if p in self.noted and _is_readable(p.grad)]
         samples = [(list(p.shape), _sample(p), _sample(p.grad)) for p in self.compared]
         # Before there is a gradient there is nothing to compare.
         if any(math.isfinite(grad[0]) and grad[0] > 0 for _, _, grad in samples):
             self.text = json.dumps(samples)
         return bool(self.text)
-
-    def _is_noted(self, parameter: Tensor) -> bool:
-        noted = self.noted.get(id(parameter))
-        return noted is not None and noted() is parameter
 
 
 _watches: dict[str, _GradientWatch] = {}
@@ -140,7 +137,8 @@ def watch_gradients(group_name: str, tensors: Sequence[Any]) -> None:
     plain = [one for one in tensors if type(one) is nn.Parameter and one.requires_grad]
     if plain and torch.is_grad_enabled():
         watch = watch or _watches.setdefault(group_name, _GradientWatch(group_name))
-        watch.noted.update((id(one), ref(one)) for one in plain)
+        for parameter in plain:
+            watch.noted[parameter] = None
 
 
 @on_reset

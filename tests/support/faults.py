@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import re
 import signal
 import socket
 import sys
@@ -410,7 +411,8 @@ def verdict(case: Case, fault_at: float, outcomes: list[Outcome]) -> str:
         if one.exit_code != 0:
             return f"rank {rank} ends with {one.exit_code} after {one.error}"
         is_named = (one.error == "ExchangeFailed" and one.missing == (case.odd,)) or (
-            one.error == "RanksDisagree" and f"nothing from rank {case.odd}" in one.text
+            one.error == "RanksDisagree"
+            and re.search(rf"nothing from rank {case.odd}|rank {case.odd}, which refuses", one.text)
         )
         if not is_named:
             return f"rank {rank} is not told: {one.error or 'ran to the end'}"

@@ -15,7 +15,7 @@ summed over them, as README says. What becomes of a program is one of:
 
     RIGHT       as on one process
     REFUSED     every rank raises a CPError, for the same cause
-    ERROR       every rank raises another error
+    ERROR       every rank raises another error, or is told of that of another rank
     WRONG       something differs, whether a warning said so or not
     MIXED       ranks differ: one raises, another does not, or waits for it
     HANG        ranks did not end in time, or a process died
@@ -616,6 +616,8 @@ def join(verdicts: Sequence[Verdict]) -> Verdict:
         return (wrong or verdicts)[0]
     # Ranks that could go on are told what another one refuses.
     own = [verdict for verdict in verdicts if "RanksDisagree" not in verdict.why] or verdicts
+    if {verdict.kind for verdict in own} == {"ERROR"} and kinds == {"ERROR", "REFUSED"}:
+        return own[0]
     if kinds == {"REFUSED"} and all(names_same_cause(own[0].why, other.why) for other in own):
         return own[0]
     return Verdict("MIXED", " | ".join(str(verdict)[:200] for verdict in verdicts))

@@ -27,6 +27,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 import cp_inductor
 import cp_inductor.trust.log
 from cp_inductor.ops.attention import attention
+from cp_inductor.passes import pipeline
 from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.trust import agreement, claims
@@ -79,13 +80,13 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "mask": ({"rule": "full"}, "mask: causal on ranks 0 and 2, full on rank 1"),
     "strategy": ({"strategy": "blocks"}, "strategy: rows on ranks 0 and 2, blocks on rank 1"),
     "stages": ({"stages": 1}, "stages: 2 on ranks 0 and 2, 1 on rank 1"),
-    "kept": ({"keep": 1}, "stages kept: 0 on ranks 0 and 2, 1 on rank 1"),
-    "heads": ({"num_heads": 2}, "query heads: 4 on ranks 0 and 2, 2 on rank 1"),
+    "kept": ({"keep": 1}, "keep: 0 on ranks 0 and 2, 1 on rank 1"),
+    "heads": ({"num_heads": 2}, "num_heads: 4 on ranks 0 and 2, 2 on rank 1"),
     "length": (
         {"query_length": 75, "key_length": 75},
         "queries: 24 on each rank on ranks 0 and 2, 25 on each rank on rank 1; keys: 24 on each",
     ),
-    "scale": ({"scale": 0.5}, "scale: 1 / sqrt(head dim) on ranks 0 and 2, 0.5 on rank 1"),
+    "scale": ({"scale": 0.5}, "scale: None on ranks 0 and 2, 0.5 on rank 1"),
     "dtype": ({"dtype": torch.bfloat16}, "dtype: float32 on ranks 0 and 2, bfloat16 on rank 1"),
     "batch": ({"batch": 1}, "batch entries: 2 on ranks 0 and 2, 1 on rank 1"),
     "kernel": ({"kernel": "flash_cuda"}, "kernel: flash_cpu on ranks 0 and 2, flash_cuda on rank"),
@@ -100,8 +101,8 @@ def call_op(mesh: DeviceMesh, head_dim: int, *, has_grad: bool = False, **given:
     batch, dtype = given.pop("batch", 2), given.pop("dtype", torch.float32)
     scale, kernel = given.pop("scale", None), given.pop("kernel", "flash_cpu")
     dropout_p = given.pop("dropout_p", 0.0)
-    versions = {"source": "source of cp_inductor", "torch": "torch"}
-    pretended = {versions[name]: given.pop(name) for name in versions if name in given}
+    source_hash = mock.Mock(return_value=given.pop("source", claims.source_hash()))
+    version = given.pop("torch", torch.__version__)
     recipe = replace(RECIPE, head_dim=head_dim, itemsize=dtype.itemsize, **given)
     recipe = resolve(recipe, site="a test")
     sizes = {"num_heads": recipe.num_heads, "num_kv_heads": 2, "head_dim": head_dim}
@@ -109,9 +110,9 @@ def call_op(mesh: DeviceMesh, head_dim: int, *, has_grad: bool = False, **given:
     rank = dist.get_rank()
     local = [shard(t, rank, WORLD).contiguous().requires_grad_(has_grad) for t in tensors]
     extras = [torch.tensor(7)] if dropout_p else []
-    claimed = {**claims._versions(), **pretended}
     claims.describe_attention.cache_clear()
-    with mock.patch.object(claims, "_versions", return_value=claimed):
+    pretended = mock.patch.multiple(claims, source_hash=source_hash)
+    with pretended, mock.patch.object(torch, "__version__", version):
         name = mesh.get_group().group_name
         how = (rank, scale, kernel, name, dropout_p, False)
         out = attention(*local, extras, recipe.format(), *how)[0]
@@ -318,7 +319,7 @@ def test_models_that_differ() -> None:
     told("attentions: 2 on rank 0, 1 on rank 1", attend_causal if is_odd else two_layers)
     told(causal_or_full, full_then_causal if is_odd else causal_then_full)
     kept = {"strategy": "rows", "keep_bytes": int(is_odd) << 20}
-    told("stages kept: 0 on rank 0, 2 on rank 1", attend_causal, **kept)
+    told("keep: 0 on rank 0, 2 on rank 1", attend_causal, **kept)
     # The plans are the same, and yet the order of exchanges may not be.
     rows = {"strategy": "rows", "stages": 1}
     machine = {**rows, "machine": "cpu:tcp" if is_odd else ""}
@@ -385,7 +386,7 @@ def test_who_was_interrupted_compares_again() -> None:
         ):
             F.scaled_dot_product_attention(*tensors, scale=scale)
     message = refusal_of(lambda: F.scaled_dot_product_attention(*tensors, scale=scale))
-    assert "scale: 1 / sqrt(head dim) on rank 0, 0.5 on rank 1" in message
+    assert "scale: None on rank 0, 0.5 on rank 1" in message
     assert refusal_of(lambda: F.scaled_dot_product_attention(*tensors)) == "nothing"
 
 
@@ -479,6 +480,77 @@ def test_what_a_rank_calls_after_a_refusal_of_its_own_is_not_taken_for_what_othe
     assert others[1].startswith("RanksDisagree: ")
     assert "expected an attn_mask over the whole sequence" in others[1]
     assert refusing[2:] == others[2:] == ["nothing"] * 2
+
+
+def fail_on_one(form: str) -> str:
+    """Let one rank fail where its graph is made, by no refusal; return what this one is told."""
+    mesh, tensors, is_odd = world_mesh(), make_qkv(8)[:3], dist.get_rank() == ODD
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if is_odd and form != "backend":
+            query = query + query[:, :, 99:][:, :, 0:1].select(2, 7)
+        return attend_causal(query, key, value)
+
+    around: Any = contextlib.nullcontext()
+    options: dict[str, Any] = {}
+    if form == "region":
+        around = cp_inductor.context_parallel(mesh, buffers=tensors, buffer_seq_dims=[2] * 3)
+    elif form == "DTensors":
+        tensors = on_mesh(tensors, mesh, Shard(2))
+    else:
+        tensors, options = (
+            [shard(t, dist.get_rank(), 2).contiguous() for t in tensors],
+            {"mesh": mesh},
+        )
+    call = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options=options)
+    crash = mock.patch.object(pipeline, "find_attention", side_effect=KeyError("a bug"))
+    with around, crash if is_odd and form == "backend" else contextlib.nullcontext():
+        try:
+            call(*tensors)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("form", ["region", "DTensors", "mesh", "backend"])
+@on_ranks(2, deadline_s=120)
+def test_who_alone_cannot_make_a_graph_tells_the_others(form: str) -> None:
+    """They would wait for it for half an hour. Its own error stays, and then all go on."""
+    for _ in range(2):
+        started = time.monotonic()
+        told = fail_on_one(form)
+        assert time.monotonic() - started < 60
+        if dist.get_rank() == ODD:
+            assert "KeyError" in told if form == "backend" else "IndexError" in told, told
+        else:
+            assert told.startswith("RanksDisagree: ") and "rank 1, which refuses to: " in told, told
+            assert "see the error on rank 1" in told
+        attend = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
+        attend(*on_mesh(make_qkv(12)[:3], world_mesh(), Shard(2)))
+
+
+@on_ranks(2, deadline_s=120)
+def test_who_alone_fails_in_a_graph_is_named_at_the_next_attention() -> None:
+    """An index of one rank is out of range, behind the exchanges."""
+    mesh, is_odd = world_mesh(), dist.get_rank() == ODD
+    shards = [shard(t, dist.get_rank(), 2).contiguous() for t in make_qkv(8)[:3]]
+    ids = torch.arange(4)[None] + 99 * is_odd
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+        out = attend_causal(query, key, value)
+        return out[:1, 0] + F.embedding(ids + (0 * out[0, 0, :, 0]).long(), torch.ones(9, 20))
+
+    options = {"mesh": mesh}
+    call = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options=options)
+    tensors = on_mesh(make_qkv(12)[:3], mesh, Shard(2))
+    if is_odd:
+        with pytest.raises(IndexError):
+            call(*shards, ids)
+    else:
+        call(*shards, ids)
+        message = refusal_of(lambda: attend_causal(*tensors))
+        assert "rank 1, which refuses to: IndexError: index out of range" in message
+    attend_causal(*tensors)
 
 
 @on_ranks(2)

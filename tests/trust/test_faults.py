@@ -73,7 +73,7 @@ IN_EVERY_RUN = [
     Case(EAGER, "stop", "backward"),
     Case(AOT, "kill", "forward"),
     Case(AOT, "kill", "backward"),
-    Case(AOT, "kill", "compile", step=0),
+    *(Case(AOT, fault, "compile", step=0) for fault in ("kill", "fail")),
     Case(AOT, "fail", "backward"),
     *(Case(AOT, "kill", at, debugging="recorder") for at in ("forward", "backward")),
     Case(AOT, "kill", "backward", odd=0, store="first"),
@@ -103,6 +103,8 @@ def expected_of(case: Case) -> tuple[str, ...]:
         # Nothing is known of the rank that holds it, but where it is.
         store = "expected the store of the process group, localhost:", "rank 0"
         return "ProcessGroupError", *store, "got no answer for 4 s" * (case.fault == "stop")
+    if case.at == "compile" and case.fault == "fail":
+        return "RanksDisagree", "rank 1, which refuses to: ", "the model of this rank is broken"
     if case.at == "compile":
         # No exchange has begun: the others wait for this rank to say what it will run.
         return "RanksDisagree", "nothing from rank 1"

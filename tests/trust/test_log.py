@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import threading
@@ -50,7 +49,7 @@ def run(*programs: Callable[[], object]) -> list[object]:
 def say_all(log: Log, batches: list[list[Entry]], *, is_whole: bool = False) -> None:
     for batch in batches:
         name = TABLES if is_whole else ATTENTIONS
-        log.come(batch, log.others, name, is_whole=is_whole)
+        log.come(batch, log.others, name)
 
 
 def say(group: Sequence[Log], *said: list[list[Entry]], is_whole: bool = False) -> list[object]:
@@ -110,8 +109,7 @@ def test_what_became_of_who_does_not_come_is_named_at_once() -> None:
     ended = subprocess.Popen(["true"])
     group = [Log(store, rank, ranks, 60) for rank in range(4)]
     group[1].record.failed = "exchange 1 of 2 of its backward, attention (model.py:41)"
-    process = group[2].record.process
-    group[2].record.process = process.replace(str(os.getpid()), str(ended.pid))
+    group[2].record.process = replace(group[2].record.process, pid=ended.pid)
     ended.wait()
     for log in group:
         log.ask(log.exchange)
@@ -154,7 +152,7 @@ def test_a_store_that_is_gone() -> None:
     where = f"expected the store of the process group, 127.0.0.1:{server.port}, to answer"
     log = Log(client, 1, RANKS, 20)
     ended = subprocess.Popen(["true"])
-    process = log.record.process.replace(str(os.getpid()), str(ended.pid))
+    process = replace(log.record.process, pid=ended.pid)
     log.records[0] = replace(log.record, process=process)
     ended.wait()
     del server
@@ -194,7 +192,7 @@ def test_what_all_have_said_costs_no_waiting() -> None:
     """A rank that comes last finds all there, and does not sleep."""
     first, second, third = logs(dist.HashStore())
     for log in (first, second):
-        log.add(ATTENTIONS, [entry()])
+        log.come([entry()], ())
         log.ask(log.exchange)
     with mock.patch.object(cp_inductor.trust.log.time, "sleep", side_effect=AssertionError):
         say_all(third, [[entry()]])

@@ -24,6 +24,7 @@ from functools import cached_property
 import numpy as np
 import sympy
 from sympy import Expr
+from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 from sympy.printing.str import StrPrinter
 
@@ -44,7 +45,6 @@ from cp_inductor.mask.language import (
     number_of,
     table,
     tables_of,
-    without,
 )
 
 
@@ -154,13 +154,16 @@ class Rule:
     @property
     def computed_with(self) -> set[sympy.Symbol]:
         """The indices that the rule computes with, rather than only read a table at them."""
-        plain = {function: sympy.Integer(0) for function in self.reads}
-        found = set().union(*(without(part, plain).free_symbols for part in self.parts)) - {SCORE}
-        for function in plain:
-            found |= {
-                s for index in function.args if not index.is_Symbol for s in index.free_symbols
-            }
-        return found
+
+        def computed_in(expression: Expr) -> set[sympy.Symbol]:
+            if isinstance(expression, AppliedUndef):
+                computed = (index for index in expression.args if not index.is_Symbol)
+                return set().union(*(index.free_symbols for index in computed))
+            if expression.is_Symbol:
+                return {expression}
+            return set().union(*map(computed_in, expression.args))
+
+        return set().union(*map(computed_in, self.parts)) - {SCORE}
 
     @property
     def knows_heads(self) -> bool:

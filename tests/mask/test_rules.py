@@ -402,6 +402,21 @@ def test_what_becomes_of_scores(text: str) -> None:
         assert float(high - low) / (2 * step) == pytest.approx(slope, rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("text", "computed_with"),
+    [
+        ("True;x0(h)*(k-q)", {QUERY, KEY}),
+        ("True;x0(k)*h", {HEAD}),
+        ("Eq(h*t0(b,k),1);s*x1(b)", {HEAD}),
+        ("True;x0(h+1,b)", {HEAD}),
+        ("Eq(t0(b,q)-t0(b,k),0)", set()),
+    ],
+)
+def test_what_a_rule_computes_with(text: str, computed_with: set[sympy.Symbol]) -> None:
+    """A factor that is read from a table may be 0, but need not be."""
+    assert Rule.parse(text).computed_with == computed_with
+
+
 @pytest.mark.parametrize("text", ["s<=0", "k-q<=0;s<=0", "k-q<=0;Power(q,k)", "k-q<=0;Tanh(s,s)"])
 def test_what_is_no_score(text: str) -> None:
     with pytest.raises(InvalidText):

@@ -48,7 +48,7 @@ from cp_inductor.torch_private.dtensor import (
     without_handler,
 )
 from cp_inductor.torch_private.modes import run_uncompiled
-from cp_inductor.torch_private.symbolic_dtensor import is_whole_slice
+from cp_inductor.torch_private.symbolic_dtensor import has_symbols_as_strides, is_whole_slice
 from cp_inductor.torch_private.traces import traces
 from cp_inductor.torch_private.tracing import is_compiled, is_fake, memory_of, tensors_in
 
@@ -118,13 +118,13 @@ def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         return aten.alias.default(of)
     with _mode_of(of):
         try:
-            views = without_handler(op, args, kwargs)
+            views = _as_dtensor(op, args, kwargs)
         except (RuntimeError, ValueError):
             if op is not aten.view.default:
                 raise
             # DTensor has other strides than its local tensor, of which this is no view: a copy.
             copied = aten.clone.default(of, memory_format=torch.contiguous_format)
-            views = without_handler(op, (copied, *args[1:]), kwargs)
+            views = _as_dtensor(op, (copied, *args[1:]), kwargs)
     if not is_fake(local_of(of)) and not is_compiled(local_of(of)):
         for made in views if isinstance(views, (tuple, list)) else (views,):
             is_copy = memory_of(local_of(made)) != memory_of(local_of(of))
@@ -137,7 +137,13 @@ def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _view_of_all(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with _mode_of(args[0]):
-        return without_handler(op, args, kwargs)
+        return _as_dtensor(op, args, kwargs)
+
+
+def _as_dtensor(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a view as DTensor does, also of x[:, 0] where the tokens of x are a symbol."""
+    run = dispatch_as_dtensor if has_symbols_as_strides(args[0]) else without_handler
+    return run(op, args, kwargs)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ finds the two gathers equal, and starts one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +25,18 @@ PAD = torch.ops.aten.constant_pad_nd.default
 
 def merge_starts(graph: fx.Graph) -> None:
     """Merge equal collectives, what pads their inputs, and their waits; in place."""
+    merge_equal(
+        graph,
+        lambda node: (
+            node.target in (PAD, WAIT) or (is_collective(node) and node.target not in STARTS)
+        ),
+    )
+
+
+def merge_equal(graph: fx.Graph, is_wanted: Callable[[fx.Node], bool]) -> None:
+    """Keep the first of the wanted nodes that call the same of the same, or of equal sizes."""
     first: dict[Any, fx.Node] = {}
-    for node in [*graph.nodes]:
-        if node.target not in (PAD, WAIT) and (not is_collective(node) or node.target in STARTS):
-            continue
+    for node in filter(is_wanted, list(graph.nodes)):
         words = torch.utils._pytree.tree_map(_word, (node.args, node.kwargs))
         known = first.setdefault((node.target, repr(words)), node)
         if known is not node:

@@ -129,9 +129,8 @@ def is_whole_slice(bound: Mapping[str, Any], sizes: Sequence[int | SymInt]) -> b
         sizes: of the tensor.
     """
     size, start, end = sizes[bound["dim"]], bound["start"], bound["end"]
-    if not isinstance(size, SymInt) or bound["step"] != 1:
-        return False
-    if not (start is None or statically_known_true(start == 0)):
+    is_other = not isinstance(size, SymInt) or bound["step"] != 1
+    if is_other or not (start is None or statically_known_true(start == 0)):
         return False
     if end is None or (isinstance(end, int) and end == NO_END):
         return True

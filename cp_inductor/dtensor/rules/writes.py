@@ -118,13 +118,13 @@ def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         return aten.alias.default(of)
     with _mode_of(of):
         try:
-            views = _as_dtensor(op, args, kwargs)
+            views = _view_of_all(op, args, kwargs)
         except (RuntimeError, ValueError):
             if op is not aten.view.default:
                 raise
             # DTensor has other strides than its local tensor, of which this is no view: a copy.
             copied = aten.clone.default(of, memory_format=torch.contiguous_format)
-            views = _as_dtensor(op, (copied, *args[1:]), kwargs)
+            views = _view_of_all(op, (copied, *args[1:]), kwargs)
     if not is_fake(local_of(of)) and not is_compiled(local_of(of)):
         for made in views if isinstance(views, (tuple, list)) else (views,):
             is_copy = memory_of(local_of(made)) != memory_of(local_of(of))
@@ -136,14 +136,10 @@ def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _view_of_all(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with _mode_of(args[0]):
-        return _as_dtensor(op, args, kwargs)
-
-
-def _as_dtensor(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make a view as DTensor does, also of x[:, 0] where the tokens of x are a symbol."""
     run = dispatch_as_dtensor if has_symbols_as_strides(args[0]) else without_handler
-    return run(op, args, kwargs)
+    with _mode_of(args[0]):
+        return run(op, args, kwargs)
 
 
 @contextmanager
@@ -171,9 +167,7 @@ def _write(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         return _trace(op, args, kwargs, written)
     for tensor in written:
         _check(op, tensor)
-    parts = [
-        tensor for tensor in filter(is_partial, written) if holds_sequences(tensor.device_mesh)
-    ]
+    parts = [x for x in filter(is_partial, written) if holds_sequences(x.device_mesh)]
     if parts and not _takes_parts(op, args, kwargs):
         return run_on_whole(op, args, kwargs)
     return without_handler(op, args, kwargs)

@@ -35,13 +35,13 @@ from cp_inductor.ops.attention import (
     run_forward,
 )
 from cp_inductor.passes.insert_call import free_name, insert_graph
-from cp_inductor.passes.merge_starts import merge_equal
 from cp_inductor.passes.nodes import (
     BYTES_KEY,
     EXCHANGE_KEY,
     TILE_KEY,
     TILES_KEY,
     computes_numbers,
+    merge_equal,
 )
 from cp_inductor.passes.share_pieces import share_pieces
 from cp_inductor.plan import backward_plan, forward_plan

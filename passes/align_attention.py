@@ -33,10 +33,9 @@ from cp_inductor.dtensor.axis import attention_placements, is_sequence_sharded
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
 from cp_inductor.graph.nodes import graphs_of
-from cp_inductor.passes.attentions import CAPTURED
+from cp_inductor.passes.attentions import CAPTURED, calls_to
 from cp_inductor.passes.insert_call import insert_call
 from cp_inductor.region.flex_calls import FLEX
-from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.torch_private.tracing import fake_mode_of
@@ -52,17 +51,14 @@ def align_attention(gm: fx.GraphModule, *, has_axis: bool) -> None:
         gm: from Dynamo.
         has_axis: whether a user named the mesh axis on which plain tensors are shards.
     """
-    for graph in graphs_of(gm):
-        for node in list(graph.nodes):
-            if node.op == "call_function" and node.target in CAPTURED and not is_left_alone(node):
-                is_flex = node.target is FLEX
-                call: dict[str, Any] = (
-                    dict(zip(SIDES, node.args, strict=False))
-                    if is_flex
-                    else bind_arguments(OP, node.args, node.kwargs)
-                )
-                if all(isinstance(call[side], fx.Node) for side in SIDES):
-                    _align(node, call, has_axis)
+    for node in calls_to(graphs_of(gm), CAPTURED):
+        call: dict[str, Any] = (
+            dict(zip(SIDES, node.args, strict=False))
+            if node.target is FLEX
+            else bind_arguments(OP, node.args, node.kwargs)
+        )
+        if all(isinstance(call[side], fx.Node) for side in SIDES):
+            _align(node, call, has_axis)
     gm.recompile()
 
 

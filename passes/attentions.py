@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.mask.reader.lengths import as_number
 from cp_inductor.region.flex_calls import FLEX
+from cp_inductor.region.marks import is_left_alone
 from cp_inductor.region.modes import OPAQUE_ATTENTION
 from cp_inductor.torch_private.arguments import bind_arguments
 
@@ -65,6 +66,16 @@ def has_masks(gm: fx.GraphModule) -> bool:
 def _calls_in(gm: fx.GraphModule) -> Iterator[fx.Node]:
     for graph in graphs_of(gm):
         yield from (node for node in graph.nodes if node.op == "call_function")
+
+
+def calls_to(graphs: Iterable[fx.Graph], functions: Container[Any]) -> list[fx.Node]:
+    """Return the calls of some functions, but for those that a region leaves alone."""
+    return [
+        node
+        for graph in graphs
+        for node in graph.nodes
+        if node.op == "call_function" and node.target in functions and not is_left_alone(node)
+    ]
 
 
 def bind_sdpa(node: fx.Node, site: str) -> dict[str, Any]:

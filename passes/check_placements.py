@@ -13,6 +13,7 @@ Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from torch import fx, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -20,8 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from cp_inductor.errors import SequenceWarning
 from cp_inductor.graph.nodes import graphs_of, name_of
 from cp_inductor.graph.subgraphs import Calls, calls_of, method_of, source_of
-from cp_inductor.passes.attentions import CAPTURED
-from cp_inductor.region.marks import is_left_alone
+from cp_inductor.passes.attentions import CAPTURED, calls_to
 
 # Who writes these says so himself.
 ON_PURPOSE = frozenset(
@@ -32,15 +32,12 @@ ON_PURPOSE = frozenset(
 def check_placements(gm: fx.GraphModule) -> None:
     """Warn of every attention that an earlier op keeps from being sharded."""
     calls = calls_of(gm)
-    for graph in graphs_of(gm):
-        for node in graph.nodes:
-            if node.op != "call_function" or node.target not in CAPTURED or is_left_alone(node):
-                continue
-            query = node.args[0] if node.args else node.kwargs["query"]
-            for axis, placement in enumerate(_placements(query)):
-                op = _first_loss(query, axis, calls) if isinstance(placement, Replicate) else None
-                if op is not None:
-                    _warn(node, op, axis)
+    for node in calls_to(graphs_of(gm), CAPTURED):
+        query: Any = node.args[0] if node.args else node.kwargs["query"]
+        for axis, placement in enumerate(_placements(query)):
+            op = _first_loss(query, axis, calls) if isinstance(placement, Replicate) else None
+            if op is not None:
+                _warn(node, op, axis)
 
 
 def _placements(node: object) -> tuple[object, ...]:

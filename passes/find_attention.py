@@ -50,15 +50,17 @@ from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.reader.trace import Trace
 from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.attentions import (
+    ATTENTIONS,
     CAPTURED,
     KERNELS_OF_SDPA,
     bind_sdpa,
+    calls_to,
 )
 from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_mask
 from cp_inductor.passes.sites import Site, Verdict
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
-from cp_inductor.region.marks import is_left_alone, region_of_query, regions_of
+from cp_inductor.region.marks import region_of_query, regions_of
 from cp_inductor.region.modes import OPAQUE_ATTENTION
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.tiles.dims import SEQUENCE_DIM
@@ -134,12 +136,7 @@ def find_attention(
     Yields:
         The verdict is a site to rewrite, the error that refuses it, or None if it is not sharded.
     """
-    nodes = [
-        node
-        for graph in graphs_of(gm)
-        for node in graph.nodes
-        if node.op == "call_function" and not is_left_alone(node)
-    ]
+    nodes = calls_to(graphs_of(gm), ATTENTIONS)
     calls = calls_of(gm)
     masks = _Masks(calls, FlexMasks(calls))
     regions = regions_of(gm)

@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import name_of
+from cp_inductor.passes.attentions import calls_to
 from cp_inductor.passes.insert_call import insert_graph
-from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.tracing import trace_pre_dispatch
 
 
@@ -42,14 +42,8 @@ def inline_multi_head(graphs: Iterable[fx.Graph], of_shards: Container[fx.Graph]
     Raises:
         UnsupportedAttention: a call on shards returns attention weights, for which it uses no SDPA.
     """
-    calls = [
-        node
-        for graph in graphs
-        for node in graph.nodes
-        if node.target is F.multi_head_attention_forward and not is_left_alone(node)
-    ]
     wanted = []
-    for node in calls:
+    for node in calls_to(graphs, {F.multi_head_attention_forward}):
         needs_weights = node.kwargs.get("need_weights", True)
         if any(isinstance(arg.meta["example_value"], DTensor) for arg in node.all_input_nodes):
             wanted += [] if needs_weights else [node]

@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor, Shard
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import name_of
+from cp_inductor.passes.attentions import calls_to
 from cp_inductor.passes.insert_call import free_name, insert_call
 from cp_inductor.region.flex_calls import FLEX, LSE, OF_VARLEN, OUT
-from cp_inductor.region.marks import is_left_alone
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.varlen import VARLEN_OPS, varlen_op
 
@@ -55,9 +55,7 @@ def inline_varlen(graphs: Iterable[fx.Graph]) -> None:
     """
     calls = [
         (node, bind_arguments(varlen_op(), node.args, node.kwargs))
-        for graph in graphs
-        for node in graph.nodes
-        if node.op == "call_function" and node.target in VARLEN_OPS and not is_left_alone(node)
+        for node in calls_to(graphs, VARLEN_OPS)
     ]
     calls = [(node, call) for node, call in calls if _is_sharded(call["query"])]
     for node, call in calls:

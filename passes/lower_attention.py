@@ -41,6 +41,7 @@ from cp_inductor.passes.nodes import (
     TILE_KEY,
     TILES_KEY,
     computes_numbers,
+    merge_equal,
 )
 from cp_inductor.passes.share_pieces import share_pieces
 from cp_inductor.plan import backward_plan, forward_plan
@@ -99,7 +100,8 @@ def lower_attention(
         for node in nodes:
             _lower(node, decompositions, traced, is_repeated=counts[_key(node)] > 1)
         if nodes:
-            _share_numbers(module.graph)
+            # Layers that read the same tables compute the same numbers of them; tokens differ.
+            merge_equal(module.graph, lambda node: IS_OURS in node.meta and computes_numbers(node))
             module.graph.lint()
             module.recompile()
         num_lowered += len(nodes)
@@ -238,29 +240,6 @@ def _layouts(inputs: Sequence[fx.Node]) -> tuple[Any, ...]:
         which = node if is_integer else inputs.index(node)
         found.append((layout, value.dtype, value.device, which))
     return tuple(found)
-
-
-def _share_numbers(graph: fx.Graph) -> None:
-    """Keep one of what is computed alike from the same numbers, such as the tables of all layers.
-
-    Numbers are sizes, integers and conditions. They are few, and layers that read the same tables
-    compute the same of them; tokens differ.
-    """
-    first: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
-        if not (node.meta.get(IS_OURS, False) and computes_numbers(node)):
-            continue
-        key = (node.target, *_as_key((node.args, node.kwargs)))
-        same = first.setdefault(key, node)
-        if same is not node:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
-
-
-def _as_key(value: Any) -> Any:
-    if isinstance(value, dict):
-        return tuple((name, _as_key(item)) for name, item in value.items())
-    return tuple(map(_as_key, value)) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
 def _inline(traced: fx.GraphModule, node: fx.Node, inputs: Sequence[fx.Node]) -> list[fx.Node]:

@@ -11,30 +11,20 @@ finds the two gathers equal, and starts one.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import SymInt, fx
+from torch import fx
 
 from cp_inductor.graph.collectives import STARTS, WAIT, is_collective
-from cp_inductor.torch_private.sizes import size_expression
+from cp_inductor.passes.nodes import merge_equal
 
 PAD = torch.ops.aten.constant_pad_nd.default
 
 
 def merge_starts(graph: fx.Graph) -> None:
     """Merge equal collectives, what pads their inputs, and their waits; in place."""
-    first: dict[Any, fx.Node] = {}
-    for node in [*graph.nodes]:
-        if node.target not in (PAD, WAIT) and (not is_collective(node) or node.target in STARTS):
-            continue
-        words = torch.utils._pytree.tree_map(_word, (node.args, node.kwargs))
-        known = first.setdefault((node.target, repr(words)), node)
-        if known is not node:
-            node.replace_all_uses_with(known)
-            graph.erase_node(node)
-
-
-def _word(argument: Any) -> Any:
-    value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
-    return size_expression(value) if isinstance(value, SymInt) else argument
+    merge_equal(
+        graph,
+        lambda node: (
+            node.target in (PAD, WAIT) or (is_collective(node) and node.target not in STARTS)
+        ),
+    )

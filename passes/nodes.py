@@ -1,15 +1,17 @@
-"""Classify nodes of a lowered graph: heavy compute, starts with their bytes, views, numbers."""
+"""Classify nodes of a lowered graph: heavy compute, views, numbers; and merge equal ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from cp_inductor.graph.collectives import is_collective
 from cp_inductor.tiles.tile_ops import TILE_OPS
+from cp_inductor.torch_private.sizes import size_expression
 
 # In the meta of a start: what the rank moves that moves most in this exchange, in bytes.
 BYTES_KEY = "cp_inductor_bytes"
@@ -61,3 +63,19 @@ def computes_numbers(node: fx.Node) -> bool:
             for one in (values if isinstance(values, (list, tuple)) else [values])
         )
     )
+
+
+def merge_equal(graph: fx.Graph, is_wanted: Callable[[fx.Node], bool]) -> None:
+    """Keep the first of the wanted nodes that call the same of the same, or of equal sizes."""
+    first: dict[Any, fx.Node] = {}
+    for node in filter(is_wanted, list(graph.nodes)):
+        words = torch.utils._pytree.tree_map(_word, (node.args, node.kwargs))
+        known = first.setdefault((node.target, repr(words)), node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            graph.erase_node(node)
+
+
+def _word(argument: Any) -> Any:
+    value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+    return size_expression(value) if isinstance(value, SymInt) else argument

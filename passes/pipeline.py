@@ -50,9 +50,9 @@ from cp_inductor.passes.pin_order import number_nodes, pin_order
 from cp_inductor.passes.relax_views import relax_views
 from cp_inductor.passes.replay_writes import replay_writes
 from cp_inductor.passes.report import (
-    GraphLog,
     count,
     count_ops,
+    graph_logged,
     report_schedule,
     report_site,
     say_nothing_found,
@@ -376,7 +376,7 @@ def capture(gm: fx.GraphModule, settings: Settings) -> Capture:
     count("sites_found", len(this.sites))
     for site in this.sites:
         report_site(site)
-    with GraphLog(gm, "dynamo"):
+    with graph_logged(gm, "dynamo"):
         run_passes(Stage.REWRITE, this)
     count("sites_rewritten", len(this.sites))
     return this
@@ -398,10 +398,9 @@ def judge(gm: fx.GraphModule, settings: Settings) -> list[tuple[str, Verdict]]:
 
 def lower(this: Lowering) -> None:
     """Lower the captured attentions of a graph from AOTAutograd, and schedule their exchanges."""
-    with GraphLog(this.gm, this.kind) as graph_log:
+    with graph_logged(this.gm, this.kind):
         run_passes(Stage.LOWER, this)
         if not this.is_scheduled:
-            graph_log.cancel()
             say_nothing_found()
             return
         run_passes(Stage.SCHEDULE, this)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -131,31 +133,18 @@ def say_nothing_found() -> None:
     log.info("no attention over a sharded sequence in this graph; it is left as it is")
 
 
-class GraphLog:
-    """Log a graph before and after a change, to the logger and as artifacts of TORCH_TRACE."""
+@contextmanager
+def graph_logged(gm: fx.GraphModule, kind: str) -> Iterator[None]:
+    """Log a graph before and after a change, to the logger and as artifacts of TORCH_TRACE.
 
-    def __init__(self, gm: fx.GraphModule, kind: str) -> None:
-        self.gm, self.kind, self.is_cancelled = gm, kind, False
-
-    def __enter__(self) -> GraphLog:
-        """Keep the graph as text."""
-        self.before = self._text()
-        return self
-
-    def cancel(self) -> None:
-        """Log nothing, because nothing was changed."""
-        self.is_cancelled = True
-
-    def __exit__(self, error: object, *_: object) -> None:
-        """Log the graph, unless the change failed or was none."""
-        if error is not None or self.is_cancelled:
-            return
-        for moment, text in (("before", self.before), ("after", self._text())):
-            name = f"cp_inductor_{self.kind}_graph_{moment}"
-            log.debug("%s\n%s", name, text)
-            metadata: Any = partial(dict, name=name, encoding="string")
-            trace_structured("artifact", metadata, payload_fn=partial(str, text))
-
-    def _text(self) -> str:
-        text: str = self.gm.print_readable(print_output=False, include_stride=True)
-        return text
+    Nothing is logged if the change fails, or was none.
+    """
+    print_graph = partial(gm.print_readable, print_output=False, include_stride=True)
+    before = print_graph()
+    yield
+    after = print_graph()
+    for moment, text in (("before", before), ("after", after)) if before != after else ():
+        name = f"cp_inductor_{kind}_graph_{moment}"
+        log.debug("%s\n%s", name, text)
+        metadata: Any = partial(dict, name=name, encoding="string")
+        trace_structured("artifact", metadata, payload_fn=partial(str, text))

@@ -17,13 +17,13 @@ A piece returns tensors that have memory of their own; views of them are made ag
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from operator import getitem
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from cp_inductor.graph.collectives import is_collective
 from cp_inductor.passes.insert_call import free_name
@@ -76,22 +76,17 @@ def _cut(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
     piece, name = _piece_of(gm, nodes, given, results), free_name(gm, "piece")
     setattr(gm, name, piece)
 
-    at = nodes[-1]
-    with graph.inserting_after(at):
-        at = attribute = graph.get_attr(name)
-    with graph.inserting_after(at):
-        at = call = graph.call_function(INVOKE_SUBGRAPH, (attribute, name, *given))
-    call.meta["val"] = tuple(node.meta["val"] for node in results)
-    call.meta[TILES_KEY] = tuple(node for node in piece.graph.nodes if node.target in TILE_OPS)
     behind: dict[fx.Node, fx.Node] = {}
-    for place, node in enumerate(results):
-        with graph.inserting_after(at):
-            at = behind[node] = graph.call_function(getitem, (call, place))
-        at.meta = dict(node.meta)
-    for node in (view for views in views_of.values() for view in reversed(views)):
-        if node not in behind:
-            with graph.inserting_after(at):
-                at = behind[node] = graph.node_copy(node, lambda one: behind.get(one, one))
+    with graph.inserting_before(nodes[-1].next):
+        call = graph.call_function(INVOKE_SUBGRAPH, (graph.get_attr(name), name, *given))
+        call.meta["val"] = tuple(node.meta["val"] for node in results)
+        call.meta[TILES_KEY] = tuple(node for node in piece.graph.nodes if node.target in TILE_OPS)
+        for place, node in enumerate(results):
+            behind[node] = graph.call_function(getitem, (call, place))
+            behind[node].meta = dict(node.meta)
+        for node in (view for views in views_of.values() for view in reversed(views)):
+            if node not in behind:
+                behind[node] = graph.node_copy(node, lambda source: behind.get(source, source))
     copies = set(behind.values())
     for node in leaving:
         node.replace_all_uses_with(
@@ -116,10 +111,8 @@ def _sizes_read(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node] | No
     Returns:
         None if one of them is nowhere a size, but only a part of sizes.
     """
-    symbols: set[sympy.Symbol] = set()
-    for node in nodes:
-        for size in chain.from_iterable(map(_sizes, (node, *node.all_input_nodes))):
-            symbols |= size_expression(size).free_symbols
+    read = (source for node in nodes for source in (node, *node.all_input_nodes))
+    symbols = free_symbols([node.meta.get("val") for node in read])
     found: dict[sympy.Symbol, fx.Node] = {}
     last, inside = nodes[-1], set(nodes)
     for node in graph.nodes:
@@ -139,14 +132,6 @@ def _sizes_read(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node] | No
     if not symbols.issubset(found):
         return None
     return [found[symbol] for symbol in sorted(symbols, key=str)]
-
-
-def _sizes(node: fx.Node) -> list[torch.SymInt]:
-    value = node.meta.get("val")
-    sizes: list[Any] = []
-    for part in value if isinstance(value, (tuple, list)) else (value,):
-        sizes += (*part.shape, *part.stride()) if isinstance(part, Tensor) else (part,)
-    return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
 def _piece_of(

@@ -1,21 +1,21 @@
-"""Parse expressions of indices from text, without evaluating Python.
+"""Read expressions of indices from text by Python's parser, without evaluating Python.
 
     "(k - q <= 0) & (q - k - 127 <= 0)"      =>  sympy.And(sympy.Le(...), sympy.Le(...))
     "__import__('os')"                       =>  InvalidText
 
 Masks come from command lines and from recipes in programs that others have saved, so the text is
-not trusted. It may contain numbers, the names and functions of a `Grammar`, and Python's operators
-with Python's precedence. Its size is bounded, too, so that every text is parsed or refused quickly:
-characters, words, nesting, relations, digits, and the number of terms that products and powers
-would have if they were multiplied out.
+not trusted. Of Python's expressions it may contain numbers, operators, and the names and functions
+below; every other node of the tree is refused. Its size is bounded, too, so that every text is read
+or refused quickly: characters, nodes, nesting, relations, digits, and the number of terms that
+products and powers would have if they were multiplied out.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -23,14 +23,16 @@ from sympy import Expr
 from sympy.logic.boolalg import Boolean
 
 from cp_inductor.errors import InvalidText
+from cp_inductor.mask.language import FUNCTIONS, INDICES, SCORE, Power, Step, table
 
 # A rule that is read from a graph has at most about 2,500 operations, and 64 relations.
 MAX_CHARACTERS = 1 << 16
-MAX_WORDS = 1 << 14
+MAX_NODES = 1 << 15
 MAX_CALLS = 2048
 # Sympy compares these with each other: relations, and the arguments of Min and Max.
 MAX_RELATIONS = 256
-MAX_DEPTH = 32
+# What stands in parentheses is up to three levels: a function of a product of a sum.
+MAX_DEPTH = 96
 MAX_DIGITS = 20
 MAX_EXPONENT = 64
 MAX_FACTORS = 8
@@ -41,74 +43,67 @@ MAX_TERMS = 1024
 # Enough for every rule: indices have 63 bits, and are multiplied once.
 MAX_BITS = 256
 
-_WORD = re.compile(
-    r"\s*(?:(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
-    r"|(?P<name>[A-Za-z_]\w*)"
-    r"|(?P<sign>\*\*|//|<=|>=|==|!=|[-+*/%<>&|^~(),]))",
-    re.ASCII,
-)
+# Python's parser would skip comments, and read strings.
+_CHARACTERS = re.compile(r"[\w .,()<>=!&|^~+\-*/%]*", re.ASCII)
 
-# Python's precedence, from the operators that bind least to those that bind most.
-_LEVELS = (
-    ("or",),
-    ("and",),
-    ("not",),
-    ("<=", "<", ">=", ">", "==", "!="),
-    ("|",),
-    ("^",),
-    ("&",),
-    ("+", "-"),
-    ("*", "/", "//", "%"),
-    ("**",),
-)
-_LEVEL = {sign: level for level, signs in enumerate(_LEVELS) for sign in signs}
-_NOT, _RELATION, _SUM, _POWER = (_LEVEL[sign] for sign in ("not", "<=", "+", "**"))
-_RELATIONS: Mapping[str, Callable[..., Any]] = {
-    "<=": sympy.Le,
-    "<": sympy.Lt,
-    ">=": sympy.Ge,
-    ">": sympy.Gt,
-    "==": sympy.Eq,
-    "!=": sympy.Ne,
+
+def _step(x: Expr, at: Expr) -> Expr:
+    if not isinstance(at, sympy.Integer):
+        raise ValueError(f"{at}, expected an integer")
+    return Step(x, at)
+
+
+def _mod(x: Expr, divisor: Expr) -> Expr:
+    if not isinstance(divisor, sympy.Integer) or divisor <= 0:
+        raise ValueError(f"{divisor}, expected a positive integer")
+    return sympy.Mod(x, divisor)
+
+
+def _power(base: Expr, exponent: Expr) -> Expr:
+    if not (base.is_Number or exponent.is_Number):
+        raise ValueError(f"{base} and {exponent}, of which one must be a number")
+    return Power(base, exponent)
+
+
+# Name => (arguments -> expression, the least and the greatest number of arguments). These, the
+# operators and Piecewise are all that `Rule.format` writes, and that `evaluate` understands.
+_FUNCTIONS: Mapping[str, tuple[Callable[..., Any], int, int]] = {
+    "Eq": (sympy.Eq, 2, 2),
+    "Ne": (sympy.Ne, 2, 2),
+    "Min": (sympy.Min, 2, 8),
+    "Max": (sympy.Max, 2, 8),
+    "floor": (sympy.floor, 1, 1),
+    "Mod": (_mod, 2, 2),
+    "Step": (_step, 2, 2),
+    **{function.__name__: (function, 1, 1) for function in FUNCTIONS if function is not Power},
+    "Power": (_power, 2, 2),
+}
+_COMPARING = ("Eq", "Ne", "Min", "Max")
+_VALUES: Mapping[str, Any] = {"oo": sympy.oo, **{str(index): index for index in INDICES}}
+_TABLE = re.compile("[tx](0|[1-9][0-9]{0,3})", re.ASCII)
+
+_RELATIONS: Mapping[type[ast.cmpop], Callable[..., Any]] = {
+    ast.LtE: sympy.Le,
+    ast.Lt: sympy.Lt,
+    ast.GtE: sympy.Ge,
+    ast.Gt: sympy.Gt,
+    ast.Eq: sympy.Eq,
+    ast.NotEq: sympy.Ne,
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A function that a text may call.
+def parse(text: str, *, of_scores: bool = False) -> Any:
+    """Return the expression that a text stands for.
 
-    Attributes:
-        build: arguments -> expression; raises ValueError if it does not accept the arguments.
-        num_arguments: the least and the greatest number of arguments.
-        compares: sympy compares the arguments with each other, so they count as relations.
+    Args:
+        text: an expression of the indices b, h, q and k, as Python writes it.
+        of_scores: it may compute with the score s as well.
+
+    Raises:
+        InvalidText: the text contains anything else, or is too large.
     """
-
-    build: Callable[..., Any]
-    num_arguments: tuple[int, int]
-    compares: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """The names that a text may contain.
-
-    Attributes:
-        values: constants and indices by name.
-        functions: by name.
-        tables: the pattern of the names of run-time tables, and name -> function.
-    """
-
-    values: Mapping[str, Any]
-    functions: Mapping[str, Function]
-    tables: tuple[re.Pattern[str], Callable[[str], Function]]
-
-    def parse(self, text: str) -> Any:
-        """Return the expression that a text stands for.
-
-        Raises:
-            InvalidText: the text is not in the grammar, or too large.
-        """
-        return _Reader(self, text).read()
+    values = {**_VALUES, str(SCORE): SCORE} if of_scores else _VALUES
+    return _Reader(text, values).read()
 
 
 def check_text(text: object, most: int, *, site: str) -> None:
@@ -133,20 +128,29 @@ def shortened(text: str, most: int = 60) -> str:
 
 
 class _Reader:
-    """A recursive-descent parser of one text, which counts what it has read."""
+    """Reads the tree of one text, and counts what it has read."""
 
-    def __init__(self, grammar: Grammar, text: str) -> None:
-        self.grammar, self.text = grammar, text
-        self.words = self._split()
-        self.at = self.depth = self.num_relations = self.num_calls = self.num_terms = 0
+    def __init__(self, text: str, values: Mapping[str, Any]) -> None:
+        self.text, self.values = " ".join(text.split()), values
+        self.depth = self.num_relations = self.num_calls = self.num_terms = 0
         # By expression: how many terms it would have, multiplied out. Others have one.
         self.terms: dict[Any, int] = {}
 
     def read(self) -> Any:
-        value = self._expression()
-        if self.at < len(self.words):
-            raise self._error(f"{self.words[self.at]!r} where the expression was at its end")
-        return value
+        if len(self.text) > MAX_CHARACTERS:
+            raise self._error(f"{len(self.text)} characters, more than {MAX_CHARACTERS}")
+        rest = _CHARACTERS.sub("", self.text, count=1)
+        if rest:
+            raise self._error(shortened(rest, 20))
+        try:
+            tree = ast.parse(self.text, mode="eval").body
+        except SyntaxError as error:
+            raise self._error(error.msg if self.text else "the end of the text") from None
+        except (RecursionError, MemoryError):
+            raise self._error("more than Python's parser can hold") from None
+        if sum(1 for _ in ast.walk(tree)) > MAX_NODES:
+            raise self._error(f"more than {MAX_NODES} nodes")
+        return self._value(tree)
 
     def _error(self, got: str) -> InvalidText:
         return InvalidText(
@@ -155,234 +159,152 @@ class _Reader:
             " such as '(k - q <= 0) & (q - k - 127 <= 0)'",
             got=got,
             remedy=f"write it with numbers, + - * / // % **, comparisons, & | ~ and"
-            f" {', '.join(self.grammar.functions)}",
+            f" {', '.join(_FUNCTIONS)}",
         )
 
-    def _split(self) -> list[str]:
-        if len(self.text) > MAX_CHARACTERS:
-            raise self._error(f"{len(self.text)} characters, more than {MAX_CHARACTERS}")
-        words, at, end = [], 0, len(self.text.rstrip())
-        while at < end:
-            match = _WORD.match(self.text, at)
-            if match is None:
-                raise self._error(f"{shortened(self.text[at:].lstrip(), 20)}")
-            words.append(match.group().strip())
-            at = match.end()
-        if len(words) > MAX_WORDS:
-            raise self._error(f"{len(words)} words, more than {MAX_WORDS}")
-        return words
-
-    # --- Words ----------------------------------------------------------------------------------
-
-    @property
-    def _next(self) -> str:
-        return self.words[self.at] if self.at < len(self.words) else ""
-
-    def _take(self) -> str:
-        word = self._next
-        self.at += 1
-        return word
-
-    def _expect(self, word: str) -> None:
-        if self._next != word:
-            got = repr(self._next) if self._next else "the end"
-            raise self._error(f"{got} where {word!r} was to come")
-        self._take()
-
-    # --- Expressions ----------------------------------------------------------------------------
-
-    def _expression(self, lowest: int = 0) -> Any:
-        """Read operands, and the operators between them that bind at least as `lowest`."""
-        value = self._operand()
-        while (level := _LEVEL.get(self._next, -1)) >= lowest and level != _NOT:
-            # Join a chain a + b + c at once: making a sum term by term takes quadratic time.
-            signs, operands = [], [value]
-            while _LEVEL.get(self._next) == level:
-                signs.append(self._take())
-                operands.append(self._expression(level + 1))
-            value = self._join(level, signs, operands)
-        return value
-
-    def _operand(self) -> Any:
+    def _value(self, node: ast.expr) -> Any:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise self._error(f"more than {MAX_DEPTH} levels, one within the other")
-        word = self._take()
-        match word:
-            case "(":
-                value = self._expression()
-                self._expect(")")
-            case "+" | "-":
-                inner = self._number_of(self._expression(_POWER), word)
-                value = self._made(inner if word == "+" else -inner, self._terms_of(inner))
-            case "~" | "not":
-                value = sympy.Not(
-                    self._truth_of(self._expression(_NOT + 1 if word == "not" else _POWER), word)
-                )
+        value: Any = None
+        match node:
+            case ast.Constant(value=int() | float() as number):
+                if abs(number) >= (math.inf if isinstance(number, float) else 10**MAX_DIGITS):
+                    raise self._error(f"the number {shortened(str(number), 20)}")
+                value = self._made(sympy.sympify(number), 1)
+            case ast.Name(id=name):
+                value = self.values.get(name)
+                if value is None:
+                    raise self._error(f"the name {shortened(name, 20)}, which is no value")
+            case ast.Call(func=ast.Name(id="Piecewise"), args=cases, keywords=[]):
+                value = self._made(sympy.Piecewise(*self._cases(cases)), 1)
+            case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
+                value = self._made(self._call(name, arguments), 1)
+            case ast.Compare(left=left, ops=ops, comparators=others):
+                value = self._compare([left, *others], ops)
+            case ast.UnaryOp(op=ast.Not() | ast.Invert(), operand=inner):
+                value = sympy.Not(self._truth(inner))
+            case ast.BoolOp(op=op, values=parts):
+                join = sympy.And if isinstance(op, ast.And) else sympy.Or
+                value = join(*map(self._truth, parts))
+            case ast.BinOp(op=ast.BitAnd() | ast.BitOr() as op):
+                join = sympy.And if isinstance(op, ast.BitAnd) else sympy.Or
+                value = join(*(self._truth(part) for _, part in _chain(node, type(op))))
+            case ast.UnaryOp(op=ast.UAdd() | ast.USub() as op, operand=inner):
+                number = self._number(inner)
+                signed = -number if isinstance(op, ast.USub) else number
+                value = self._made(signed, self._terms_of(number))
+            case ast.BinOp(op=ast.Add() | ast.Sub()):
+                links = [(op, self._number(part)) for op, part in _chain(node, ast.Add, ast.Sub)]
+                parts = [-part if isinstance(op, ast.Sub) else part for op, part in links]
+                value = self._made(sympy.Add(*parts), sum(self._terms_of(n) for _, n in links))
+            case ast.BinOp(op=ast.Mult() | ast.Div() | ast.FloorDiv() | ast.Mod()):
+                value = self._product(_chain(node, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod))
+            case ast.BinOp(op=ast.Pow(), left=base, right=exponent):
+                value = self._power(self._number(base), self._number(exponent))
             case _:
-                value = self._atom(word)
+                raise self._error(self._said(node))
         self.depth -= 1
         return value
 
-    def _atom(self, word: str) -> Any:
-        if word[:1].isdigit() or word[:1] == ".":
-            return self._number(word)
-        if word in self.grammar.values:
-            return self.grammar.values[word]
-        pattern, make_table = self.grammar.tables
-        if word == "Piecewise":
-            return self._piecewise()
-        if pattern.fullmatch(word):
-            return self._call(word, make_table(word))
-        if word in self.grammar.functions:
-            return self._call(word, self.grammar.functions[word])
-        if word.isidentifier() and word not in _LEVEL:
-            raise self._error(f"the name {shortened(word, 20)}, which it does not know")
-        raise self._error(f"{word!r} where a value was to come" if word else "the end of the text")
-
-    def _number(self, word: str) -> Expr:
-        if word.isdigit():
-            if len(word) > MAX_DIGITS:
-                raise self._error(f"a number of {len(word)} digits, more than {MAX_DIGITS}")
-            return sympy.Integer(int(word))
-        value = float(word)
-        if len(word) > 2 * MAX_DIGITS or not math.isfinite(value):
-            raise self._error(f"the number {shortened(word, 20)}")
-        return sympy.Float(value)
-
-    def _call(self, name: str, function: Function) -> Any:
-        arguments = self._arguments(name)
-        least, most = function.num_arguments
+    def _call(self, name: str, arguments: Sequence[ast.expr]) -> Any:
+        if _TABLE.fullmatch(name):
+            function, least, most = table(int(name[1:]), is_integer=name[0] == "t"), 1, 4
+        elif name in _FUNCTIONS:
+            function, least, most = _FUNCTIONS[name]
+        else:
+            raise self._error(f"the name {shortened(name, 20)}, which is no function")
         if not least <= len(arguments) <= most:
             wanted = str(least) if least == most else f"{least} to {most}"
             raise self._error(f"{name} of {len(arguments)} arguments, where it has {wanted}")
         self.num_calls += 1
         if self.num_calls > MAX_CALLS:
             raise self._error(f"more than {MAX_CALLS} functions and tables")
-        if function.compares:
+        if name in _COMPARING:
             self._count_relations(len(arguments) - 1)
+        numbers = [self._number(argument) for argument in arguments]
         try:
-            value = function.build(*(self._number_of(argument, name) for argument in arguments))
+            return function(*numbers)
         except ValueError as error:
             raise self._error(f"{name} of {error}") from None
-        return self._made(value, 1)
 
-    def _arguments(self, name: str) -> list[Any]:
-        if self._next != "(":
-            raise self._error(f"{name} without its arguments")
-        self._take()
-        arguments = [self._expression()]
-        while self._next == ",":
-            self._take()
-            arguments.append(self._expression())
-        self._expect(")")
-        return arguments
-
-    def _piecewise(self) -> Expr:
-        """Read Piecewise((value, condition), ...)."""
-        self._expect("(")
-        cases = []
-        while True:
-            case = self._arguments("a case of Piecewise")
-            if len(case) != 2:
-                raise self._error(f"a case of Piecewise of {len(case)} parts")
-            cases.append(
-                (self._number_of(case[0], "Piecewise"), self._truth_of(case[1], "Piecewise"))
-            )
-            if self._next != ",":
-                break
-            self._take()
-        self._expect(")")
+    def _cases(self, cases: Sequence[ast.expr]) -> list[tuple[Expr, Boolean]]:
+        """Return the cases of Piecewise((value, condition), ...)."""
         if len(cases) > MAX_CASES:
             raise self._error(f"Piecewise of {len(cases)} cases, more than {MAX_CASES}")
-        if cases[-1][1] != sympy.true:
+        pairs = []
+        for case in cases:
+            if not isinstance(case, ast.Tuple) or len(case.elts) != 2:
+                raise self._error(f"{self._said(case)} as a case of Piecewise")
+            pairs.append((self._number(case.elts[0]), self._truth(case.elts[1])))
+        if not pairs or pairs[-1][1] != sympy.true:
             raise self._error("Piecewise whose last condition is not True")
-        return self._made(sympy.Piecewise(*cases), 1)
+        return pairs
 
     # --- Operators ------------------------------------------------------------------------------
 
-    def _join(self, level: int, signs: Sequence[str], operands: Sequence[Any]) -> Any:
-        sign = signs[0]
-        if level == _RELATION:
-            return self._compare(signs, operands)
-        if level < _SUM:
-            truths = [self._truth_of(operand, sign) for operand in operands]
-            if sign == "^":
-                raise self._error("'^': write (a & ~b) | (b & ~a)")
-            return (sympy.And if sign in ("&", "and") else sympy.Or)(*truths)
-        numbers = [self._number_of(operand, sign) for operand in operands]
-        if level == _POWER:
-            return self._power(*numbers) if len(numbers) == 2 else self._refuse_towers()
-        if level == _SUM:
-            parts = [-n if s == "-" else n for n, s in zip(numbers, ["+", *signs], strict=True)]
-            return self._made(sympy.Add(*parts), sum(map(self._terms_of, numbers)))
-        return self._product(signs, numbers)
+    def _compare(self, operands: Sequence[ast.expr], ops: Sequence[ast.cmpop]) -> Boolean:
+        self._count_relations(len(ops))
+        if not all(type(op) in _RELATIONS for op in ops):
+            raise self._error("'in' or 'is'")
+        numbers = [self._number(operand) for operand in operands]
+        pairs = zip(ops, numbers, numbers[1:], strict=False)
+        return sympy.And(*(_RELATIONS[type(op)](left, right) for op, left, right in pairs))
 
-    def _refuse_towers(self) -> Any:
-        raise self._error("a power of a power")
-
-    def _compare(self, signs: Sequence[str], operands: Sequence[Any]) -> Boolean:
-        self._count_relations(len(signs))
-        numbers = [self._number_of(n, s) for n, s in zip(operands, [signs[0], *signs], strict=True)]
-        pairs = zip(signs, numbers, numbers[1:], strict=False)
-        return sympy.And(*(_RELATIONS[sign](left, right) for sign, left, right in pairs))
-
-    def _product(self, signs: Sequence[str], numbers: Sequence[Expr]) -> Expr:
-        if sum(not number.is_number for number in numbers) > MAX_FACTORS:
-            raise self._error(f"a product of more than {MAX_FACTORS} factors")
-        if sum(sign != "*" for sign in signs) > MAX_DIVISIONS:
+    def _product(self, links: Sequence[tuple[ast.operator | None, ast.expr]]) -> Expr:
+        divisions = sum(isinstance(op, (ast.Div, ast.FloorDiv, ast.Mod)) for op, _ in links)
+        if divisions > MAX_DIVISIONS:
             raise self._error(f"more than {MAX_DIVISIONS} divisions in one product")
-        value, num_terms = numbers[0], self._terms_of(numbers[0])
-        factors = [value]
-        for sign, number in zip(signs, numbers[1:], strict=True):
-            if sign == "*":
+        numbers = [(op, self._number(part)) for op, part in links]
+        if sum(not number.is_number for _, number in numbers) > MAX_FACTORS:
+            raise self._error(f"a product of more than {MAX_FACTORS} factors")
+        factors: list[Expr] = []
+        for op, number in numbers:
+            if op is None or isinstance(op, ast.Mult):
                 factors.append(number)
             else:
-                value = self._divided(sign, sympy.Mul(*factors), number)
-                factors = [value]
-            num_terms *= self._terms_of(number)
-            self._check_terms(num_terms)
-        if num_terms > 1:
-            self.num_terms += num_terms
-            self._check_terms(self.num_terms)
-        return self._made(sympy.Mul(*factors), num_terms)
+                factors = [self._divided(op, sympy.Mul(*factors), number)]
+        num_terms = math.prod(self._terms_of(number) for _, number in numbers)
+        return self._multiplied(sympy.Mul(*factors), num_terms)
 
-    def _divided(self, sign: str, value: Expr, divisor: Expr) -> Expr:
+    def _divided(self, op: ast.operator, value: Expr, divisor: Expr) -> Expr:
         is_number = divisor.is_number and divisor.is_positive
-        is_scale = isinstance(divisor, sympy.Pow) and divisor.base.is_number
-        if not (is_number or (is_scale and sign == "/")):
-            raise self._error(f"a division by {shortened(str(divisor), 20)}, not a positive number")
-        if sign == "/":
-            return value / divisor
-        if not isinstance(divisor, sympy.Integer):
-            raise self._error(f"{sign!r} by {divisor}, which is no integer")
-        return sympy.floor(value / divisor) if sign == "//" else sympy.Mod(value, divisor)
+        if isinstance(op, ast.Div):
+            if is_number or (isinstance(divisor, sympy.Pow) and divisor.base.is_number):
+                return value / divisor
+        elif is_number and divisor.is_Integer:
+            is_whole = isinstance(op, ast.FloorDiv)
+            return sympy.floor(value / divisor) if is_whole else sympy.Mod(value, divisor)
+        wanted = "number" if isinstance(op, ast.Div) else "integer"
+        raise self._error(f"a division by {shortened(str(divisor), 20)}, no positive {wanted}")
 
     def _power(self, base: Expr, exponent: Expr) -> Expr:
         if base.is_number and base.is_positive and base.is_finite:
-            if exponent.is_number and not abs(exponent) <= MAX_EXPONENT:
-                raise self._error(f"the exponent {shortened(str(exponent), 20)}")
-            if exponent.is_number and not isinstance(exponent, (sympy.Integer, sympy.Float)):
-                raise self._error(f"the exponent {exponent}, which is no integer")
-            return self._made(base**exponent, 1)
-        if not isinstance(exponent, sympy.Integer) or not 1 <= exponent <= MAX_FACTORS:
+            is_plain = isinstance(exponent, (sympy.Integer, sympy.Float))
+            is_small = is_plain and abs(exponent) <= MAX_EXPONENT
+            is_right, num_terms = is_small or not exponent.is_number, 1
+        else:
+            is_right = isinstance(exponent, sympy.Integer) and 1 <= exponent <= MAX_FACTORS
+            num_terms = self._terms_of(base) ** int(exponent) if is_right else 1
+        if not is_right:
             raise self._error(f"the exponent {shortened(str(exponent), 20)}")
-        num_terms = self._terms_of(base) ** int(exponent)
-        self._check_terms(num_terms)
-        self.num_terms += num_terms
-        self._check_terms(self.num_terms)
-        return self._made(base**exponent, num_terms)
+        return self._multiplied(base**exponent, num_terms)
 
     # --- Bounds ---------------------------------------------------------------------------------
 
-    def _number_of(self, value: Any, where: str) -> Expr:
+    def _said(self, node: ast.expr) -> str:
+        return shortened(ast.get_source_segment(self.text, node) or "", 20)
+
+    def _number(self, node: ast.expr) -> Expr:
+        value = self._value(node)
         if not isinstance(value, Expr):
-            raise self._error(f"a condition beside {where!r}, where a number was to come")
+            raise self._error(f"the condition {self._said(node)}, where a number was to come")
         return value
 
-    def _truth_of(self, value: Any, where: str) -> Boolean:
+    def _truth(self, node: ast.expr) -> Boolean:
+        value = self._value(node)
         if not isinstance(value, Boolean) or isinstance(value, Expr):
-            raise self._error(f"a number beside {where!r}, where a condition was to come")
+            raise self._error(f"the number {self._said(node)}, where a condition was to come")
         return value
 
     def _count_relations(self, more: int) -> None:
@@ -390,12 +312,15 @@ class _Reader:
         if self.num_relations > MAX_RELATIONS:
             raise self._error(f"more than {MAX_RELATIONS} relations")
 
-    def _check_terms(self, num_terms: int) -> None:
-        if num_terms > MAX_TERMS:
-            raise self._error(f"products of more than {MAX_TERMS} terms")
-
     def _terms_of(self, value: Expr) -> int:
         return self.terms.get(value, 1)
+
+    def _multiplied(self, value: Expr, num_terms: int) -> Any:
+        """Return a product, which sympy has not multiplied out."""
+        self.num_terms += num_terms if num_terms > 1 else 0
+        if self.num_terms > MAX_TERMS:
+            raise self._error(f"products of more than {MAX_TERMS} terms")
+        return self._made(value, num_terms)
 
     def _made(self, value: Any, num_terms: int) -> Any:
         """Record how many terms an expression has; refuse NaN and numbers that are too large."""
@@ -408,3 +333,17 @@ class _Reader:
                 raise self._error(f"a number of more than {MAX_BITS} bits")
             self.terms[value] = max(num_terms, self.terms.get(value, 1))
         return value
+
+
+def _chain(
+    node: ast.expr, *kinds: type[ast.operator]
+) -> list[tuple[ast.operator | None, ast.expr]]:
+    """Return the operands of a chain a + b - c, each with the operator ahead of it.
+
+    A chain is joined at once: making a sum term by term takes quadratic time.
+    """
+    links: list[tuple[ast.operator | None, ast.expr]] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, kinds):
+        links.append((node.op, node.right))
+        node = node.left
+    return [(None, node), *reversed(links)]

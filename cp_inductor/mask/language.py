@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
-from sympy import And, Expr, Not, Or
+from sympy import Expr
 from sympy.core.function import AppliedUndef
-from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
 # The indices of a score (B, H, S, T), by dim.
@@ -132,16 +131,6 @@ def table(index: int, *, is_integer: bool = True) -> Any:
     if is_integer:
         return sympy.Function(f"t{index}", integer=True)
     return sympy.Function(f"x{index}", real=True)
-
-
-def without(expression: Any, replaced: Mapping[Any, Expr]) -> Any:
-    """Return an expression with parts replaced; its relations keep their two sides."""
-    if isinstance(expression, Relational):
-        # Sympy evaluates a relation of two numbers to true or false, which is fine.
-        return expression.func(*(part.xreplace(replaced) for part in expression.args))
-    if isinstance(expression, (And, Or, Not)):
-        return expression.func(*(without(part, replaced) for part in expression.args))
-    return expression.xreplace(replaced)
 
 
 def tables_of(expression: Any) -> set[Any]:

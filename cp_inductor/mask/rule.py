@@ -17,38 +17,34 @@ relation of integers is written in one way only.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import sympy
 from sympy import Expr
+from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 from sympy.printing.str import StrPrinter
 
 from cp_inductor.errors import InvalidText
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.canonical import compare
-from cp_inductor.mask.grammar import MAX_CHARACTERS, Function, Grammar, check_text, shortened
+from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, parse, shortened
 from cp_inductor.mask.intervals import Bounds, decide
 from cp_inductor.mask.language import (
     CAUSAL,
     FULL,
-    FUNCTIONS,
     HEAD,
     INDICES,
     KEY,
     QUERY,
     SCORE,
-    Power,
-    Step,
     is_of_pairs,
     number_of,
     table,
     tables_of,
-    without,
 )
 
 
@@ -100,8 +96,8 @@ class Rule:
         allowed, _, bias = text.partition(";")
         is_wide = bias.endswith(_WIDE)
         bias = bias.removesuffix(_WIDE)
-        added = _GRAMMAR_OF_SCORES.parse(bias) if bias else sympy.Integer(0)
-        condition = _GRAMMAR.parse(allowed)
+        added = parse(bias, of_scores=True) if bias else sympy.Integer(0)
+        condition = parse(allowed)
         # To sympy, an index such as q is both an Expr and a Boolean.
         if isinstance(condition, Expr) or not isinstance(added, Expr):
             raise InvalidText(
@@ -158,13 +154,16 @@ class Rule:
     @property
     def computed_with(self) -> set[sympy.Symbol]:
         """The indices that the rule computes with, rather than only read a table at them."""
-        plain = {function: sympy.Integer(0) for function in self.reads}
-        found = set().union(*(without(part, plain).free_symbols for part in self.parts)) - {SCORE}
-        for function in plain:
-            found |= {
-                s for index in function.args if not index.is_Symbol for s in index.free_symbols
-            }
-        return found
+
+        def computed_in(expression: Expr) -> set[sympy.Symbol]:
+            if isinstance(expression, AppliedUndef):
+                computed = (index for index in expression.args if not index.is_Symbol)
+                return set().union(*(index.free_symbols for index in computed))
+            if expression.is_Symbol:
+                return {expression}
+            return set().union(*map(computed_in, expression.args))
+
+        return set().union(*map(computed_in, self.parts)) - {SCORE}
 
     @property
     def knows_heads(self) -> bool:
@@ -215,52 +214,6 @@ class _Writer(StrPrinter):
 
     def _print_Float(self, expression: sympy.Float) -> str:  # noqa: N802 - as sympy calls it
         return repr(float(expression))
-
-
-def _make_table(name: str) -> Function:
-    return Function(table(int(name[1:]), is_integer=name[0] == "t"), (1, 4))
-
-
-def _step(x: Expr, at: Expr) -> Expr:
-    if not isinstance(at, sympy.Integer):
-        raise ValueError(f"{at}, expected an integer")
-    return Step(x, at)
-
-
-def _mod(x: Expr, divisor: Expr) -> Expr:
-    if not isinstance(divisor, sympy.Integer) or divisor <= 0:
-        raise ValueError(f"{divisor}, expected a positive integer")
-    return sympy.Mod(x, divisor)
-
-
-def _power(base: Expr, exponent: Expr) -> Expr:
-    if not (base.is_Number or exponent.is_Number):
-        raise ValueError(f"{base} and {exponent}, of which one must be a number")
-    return Power(base, exponent)
-
-
-# All that `Rule.format` writes, and that `evaluate` and `bounds` understand.
-_GRAMMAR = Grammar(
-    values={
-        **{str(symbol): symbol for symbol in INDICES},
-        **{"True": sympy.true, "False": sympy.false, "oo": sympy.oo},
-    },
-    functions={
-        "Eq": Function(sympy.Eq, (2, 2), compares=True),
-        "Ne": Function(sympy.Ne, (2, 2), compares=True),
-        "Min": Function(sympy.Min, (2, 8), compares=True),
-        "Max": Function(sympy.Max, (2, 8), compares=True),
-        "floor": Function(sympy.floor, (1, 1)),
-        "Mod": Function(_mod, (2, 2)),
-        "Step": Function(_step, (2, 2)),
-        **{f.__name__: Function(f, (1, 1)) for f in FUNCTIONS if f is not Power},
-        "Power": Function(_power, (2, 2)),
-    },
-    tables=(re.compile("[tx](0|[1-9][0-9]{0,3})"), _make_table),
-)
-
-# What is behind a ";" may compute with the score as well.
-_GRAMMAR_OF_SCORES = replace(_GRAMMAR, values={**_GRAMMAR.values, str(SCORE): SCORE})
 
 
 def rule_of_table(shape: Sequence[int], *, is_bool: bool) -> tuple[Rule, tuple[Expr, ...]]:

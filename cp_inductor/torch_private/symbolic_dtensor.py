@@ -88,7 +88,7 @@ class SymbolicLengths:
             if is_whole_slice(bound, bound["input_sizes"]):
                 return torch.ops.aten.alias.default(bound["grad_output"])
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        if not any(_is_plain_symbolic(leaf) or _has_symbols_as_strides(leaf) for leaf in leaves):
+        if not any(_is_plain_symbolic(leaf) or has_symbols_as_strides(leaf) for leaf in leaves):
             return without_handler(op, args, kwargs)
         meshes = [leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)]
         # Where plain tensors are not taken as replicated, torch's error says so.
@@ -112,7 +112,8 @@ def _is_plain_symbolic(value: Any) -> bool:
     return is_plain and any(isinstance(size, SymInt) for size in value.shape)
 
 
-def _has_symbols_as_strides(value: Any) -> bool:
+def has_symbols_as_strides(value: Any) -> bool:
+    """Whether a value is a DTensor that DTensor's own dispatch cannot hash: see above."""
     if not isinstance(value, DTensor) or any(isinstance(size, SymInt) for size in value.shape):
         return False
     return any(isinstance(stride, SymInt) for stride in value.stride())
@@ -128,9 +129,8 @@ def is_whole_slice(bound: Mapping[str, Any], sizes: Sequence[int | SymInt]) -> b
         sizes: of the tensor.
     """
     size, start, end = sizes[bound["dim"]], bound["start"], bound["end"]
-    if not isinstance(size, SymInt) or bound["step"] != 1:
-        return False
-    if not (start is None or statically_known_true(start == 0)):
+    is_other = not isinstance(size, SymInt) or bound["step"] != 1
+    if is_other or not (start is None or statically_known_true(start == 0)):
         return False
     if end is None or (isinstance(end, int) and end == NO_END):
         return True

@@ -308,6 +308,28 @@ def test_one_graph_for_lengths_of_plain_shards(backend: str) -> None:
     assert run_ranks(2, _attend_plain, backend) == [1, 1]
 
 
+def first_token(x: Tensor) -> Tensor:
+    pooled = x.sum(1)
+    pooled += x[:, 0]
+    return x + pooled[:, None] + x[:, -1].unsqueeze(1)
+
+
+@on_ranks(2)
+def test_one_token_of_a_length_that_is_a_symbol() -> None:
+    """It has numbers as sizes, and symbols as strides, which have no hash."""
+    compiled = torch.compile(first_token, backend="cp_aot_eager", fullgraph=True)
+    for length in (9, 16, 40):
+        whole = torch.arange(12.0 * length).view(3, length, 4)
+        (sharded,) = on_mesh([whole], world_mesh(), Shard(1))
+        torch._dynamo.mark_dynamic(sharded, 1)
+        results = []
+        for function, x in ((compiled, sharded), (first_token, whole)):
+            out = function(x.requires_grad_())
+            results.append((out, *torch.autograd.grad(out, x, out.detach())))
+        for found, expected in zip(*results, strict=True):
+            assert_close(full(found), expected)
+
+
 @on_ranks(2)
 def test_a_length_that_does_not_divide_is_still_refused() -> None:
     compiled = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)

@@ -48,7 +48,7 @@ from cp_inductor.torch_private.dtensor import (
     without_handler,
 )
 from cp_inductor.torch_private.modes import run_uncompiled
-from cp_inductor.torch_private.symbolic_dtensor import is_whole_slice
+from cp_inductor.torch_private.symbolic_dtensor import has_symbols_as_strides, is_whole_slice
 from cp_inductor.torch_private.traces import traces
 from cp_inductor.torch_private.tracing import is_compiled, is_fake, memory_of, tensors_in
 
@@ -120,7 +120,7 @@ def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     if op is aten.slice.Tensor and is_whole_slice(bind_arguments(op, args, kwargs), of.shape):
         return aten.alias.default(of)
     with _mode_of(of):
-        make = _reshape if op is aten.view.default else without_handler
+        make = _reshape if op is aten.view.default else _view_of_all
         views = make(op, args, kwargs)
     if not is_fake(local_of(of)) and not is_compiled(local_of(of)):
         for made in views if isinstance(views, (tuple, list)) else (views,):
@@ -138,15 +138,17 @@ def _reshape(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     DTensor has other strides than its local tensor then, of which this is no view.
     """
     try:
-        return without_handler(op, args, kwargs)
+        return _view_of_all(op, args, kwargs)
     except (RuntimeError, ValueError):
         copied = aten.clone.default(args[0], memory_format=torch.contiguous_format)
-        return without_handler(op, (copied, *args[1:]), kwargs)
+        return _view_of_all(op, (copied, *args[1:]), kwargs)
 
 
 def _view_of_all(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a view as DTensor does, also of x[:, 0] where the tokens of x are a symbol."""
+    run = dispatch_as_dtensor if has_symbols_as_strides(args[0]) else without_handler
     with _mode_of(args[0]):
-        return without_handler(op, args, kwargs)
+        return run(op, args, kwargs)
 
 
 @contextmanager
@@ -174,9 +176,7 @@ def _write(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         return _trace(op, args, kwargs, written)
     for tensor in written:
         _check(op, tensor)
-    parts = [
-        tensor for tensor in filter(is_partial, written) if holds_sequences(tensor.device_mesh)
-    ]
+    parts = [x for x in filter(is_partial, written) if holds_sequences(x.device_mesh)]
     if parts and not _takes_parts(op, args, kwargs):
         return run_on_whole(op, args, kwargs)
     return without_handler(op, args, kwargs)

@@ -50,6 +50,7 @@ from cp_inductor.mask.reader.values import (
     settle,
     sizes_of,
 )
+from cp_inductor.torch_private.modes import without_modes
 
 aten = torch.ops.aten
 
@@ -338,75 +339,29 @@ def _copied(call: OpCall) -> Value:
     return cast(call.tensor("self"), call.dtype, call.tables)
 
 
-def _expanded(call: OpCall) -> Value:
-    return call.tensor("self").expand(call.shape)
-
-
-def _viewed(call: OpCall) -> Value:
-    """Return a view that keeps, merges or splits dims, by the flat index within each group."""
-    value, tables = call.tensor("self"), call.tables
-    old, new = value.shape, call.shape
-    if 0 in old:
+def _viewed(call: OpCall) -> Any:
+    """Return one view or several, by where the op finds its elements in a contiguous tensor."""
+    value, others = call.tensor("self"), dict(call.arguments)
+    del others["self"]
+    if 0 in value.shape:
         raise Unknown
-    indices: dict[Expr, Expr] = {}
-    for olds, news in _groups(old, new):
-        flat, stride = sympy.Integer(0), 1
-        for dim in reversed(news):
-            flat += stride * index_of(new, dim)
-            stride *= new[dim]
-        for dim in reversed(olds):
-            indices[DIMS[dim]] = remainder(flat, old[dim], new, tables)
-            flat = divide(flat, old[dim], new, tables)
-    return value.map(new, indices)
-
-
-def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Match the dims of two shapes in groups with equal products, leaving out dims of size 1."""
-    groups: list[tuple[list[int], list[int]]] = []
-    left = [dim for dim, size in enumerate(old) if size != 1]
-    right = [dim for dim, size in enumerate(new) if size != 1]
-    while left and right:
-        olds, news = [left.pop(0)], [right.pop(0)]
-        lengths = [old[olds[0]], new[news[0]]]
-        while lengths[0] != lengths[1]:
-            if lengths[0] < lengths[1]:
-                olds.append(left.pop(0))
-                lengths[0] *= old[olds[-1]]
-            else:
-                news.append(right.pop(0))
-                lengths[1] *= new[news[-1]]
-        groups.append((olds, news))
-    return groups
-
-
-def _unsqueezed(call: OpCall) -> Value:
-    value, dim = call.tensor("self"), call["dim"] % len(call.shape)
-    return value.map(call.shape, {DIMS[d]: DIMS[d + 1] for d in range(dim, len(value.shape))})
-
-
-def _squeezed(call: OpCall) -> Value:
-    value = call.tensor("self")
-    dims = {dim % len(value.shape) for dim in call["dim"]} if value.shape else set()
-    kept = [d for d, size in enumerate(value.shape) if d not in dims or size != 1]
-    return value.map(call.shape, {DIMS[d]: DIMS[place] for place, d in enumerate(kept)})
-
-
-def _permuted(call: OpCall) -> Value:
-    value = call.tensor("self")
-    order = [dim % len(value.shape) for dim in call["dims"]]
-    return value.map(call.shape, {DIMS[dim]: DIMS[place] for place, dim in enumerate(order)})
-
-
-def _at(call: OpCall, dim: int, index: Callable[[Expr], Expr]) -> Value:
-    """Return `self` read at other indices along one dim."""
-    return call.tensor("self").map(call.shape, {DIMS[dim]: index(index_of(call.shape, dim))})
-
-
-def _sliced(call: OpCall) -> Value:
-    shape = call.tensor("self").shape
-    dim = call["dim"] % len(shape)
-    start, _, step = slice(call["start"], call["end"], call["step"]).indices(shape[dim])
-    return _at(call, dim, lambda index: start + step * index)
+    with without_modes():
+        found = call.op(torch.empty(value.shape, device="meta"), **others)
+    views = found if isinstance(found, (list, tuple)) else (found,)
+    values = []
+    for view in views:
+        shape = tuple(view.shape)
+        flat = sympy.Integer(view.storage_offset() if view.numel() else 0)
+        for dim, stride in enumerate(view.stride()):
+            flat += stride * index_of(shape, dim)
+        indices: dict[Expr, Expr] = {}
+        # An index of a dim of size 1 is in no expression.
+        for dim, size in reversed([*enumerate(value.shape)]):
+            if size > 1:
+                indices[DIMS[dim]] = remainder(flat, size, shape, call.tables)
+                flat = divide(flat, size, shape, call.tables)
+        values.append(value.map(shape, indices))
+    return values[0] if views is not found else tuple(values)
 
 
 def _flipped(call: OpCall) -> Value:
@@ -425,25 +380,6 @@ def _repeated(call: OpCall) -> Value:
         if size > 1
     }
     return value.map(call.shape, indices)
-
-
-def _selected(call: OpCall) -> Value:
-    value = call.tensor("self")
-    dim = call["dim"] % len(value.shape)
-    indices = {DIMS[d]: DIMS[d - 1] for d in range(dim + 1, len(value.shape))}
-    return value.map(
-        call.shape, {**indices, DIMS[dim]: sympy.Integer(call["index"] % value.shape[dim])}
-    )
-
-
-def _split(call: OpCall) -> tuple[Value, ...]:
-    value, pieces, start = call.tensor("self"), [], 0
-    dim = call["dim"] % len(value.shape)
-    for size in call["split_sizes"]:
-        shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
-        pieces.append(value.map(shape, {DIMS[dim]: start + index_of(shape, dim)}))
-        start += size
-    return tuple(pieces)
 
 
 def _indexed(call: OpCall) -> Value:
@@ -569,14 +505,14 @@ OPS: Mapping[torch._ops.OpOverload, Row] = {
     aten.clone.default: _same,
     aten.alias.default: _same,
     aten.lift_fresh_copy.default: _same,
-    aten.expand.default: _expanded,
+    aten.expand.default: _viewed,
     aten.view.default: _viewed,
-    aten.unsqueeze.default: _unsqueezed,
-    aten.squeeze.dims: _squeezed,
-    aten.permute.default: _permuted,
-    aten.slice.Tensor: _sliced,
-    aten.select.int: _selected,
-    aten.split_with_sizes.default: _split,
+    aten.unsqueeze.default: _viewed,
+    aten.squeeze.dims: _viewed,
+    aten.permute.default: _viewed,
+    aten.slice.Tensor: _viewed,
+    aten.select.int: _viewed,
+    aten.split_with_sizes.default: _viewed,
     aten.flip.default: _flipped,
     aten.repeat.default: _repeated,
     aten.index.Tensor: _indexed,

@@ -215,6 +215,8 @@ def range_of(expression: Expr, sizes: Mapping[Expr, int], tables: RunTimeTables)
         sizes: of the dims of the indices, which count from 0.
         tables: that the expression reads.
     """
+    if expression in sizes:  # as most are
+        return 0, sizes[expression] - 1
     anything = EXACT.make(-math.inf, math.inf)
     indices = {index: EXACT.make(0, size - 1) for index, size in sizes.items()}
     operations = interval_operations(

@@ -82,10 +82,21 @@ class Rows(Protocol):
         """Return a result of this rank's own tokens."""
 
 
-def attend(
-    attention: Attention, query: Tensor, key: Tensor, value: Tensor, extras: Sequence[Tensor]
+def run_forward(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor, *extras: Tensor
 ) -> list[Tensor]:
-    """Attend by a plan; see `cp_inductor.ops.attention.run_forward`."""
+    """Attend to the keys of all ranks.
+
+    Args:
+        attention: what to compute and among whom.
+        query: (B, H, S, D), this rank's shard, any strides.
+        key, value: (B, G, T, D), this rank's shards.
+        extras: tables of the rule; then the seed of dropout, or sizes and numbers of `plan_batch`.
+
+    Returns:
+        out (B, H, S, D) in the input dtype; lse (B, H, S) over the keys of all ranks; and the
+        buffers of the exchanges that are kept for the backward.
+    """
     if attention.is_per_batch:
         tables = Tables(attention, query, key, extras)
         tables.begin_forward(query, key, value)
@@ -96,7 +107,7 @@ def attend(
     return [*views.result(PARTIAL), *views.kept]
 
 
-def differentiate(
+def run_backward(
     attention: Attention,
     grad_out: Tensor,
     query: Tensor,
@@ -104,10 +115,23 @@ def differentiate(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    extras: Sequence[Tensor],
-    kept: Sequence[Tensor],
+    *rest: Tensor,
 ) -> list[Tensor]:
-    """Differentiate by a plan; see `cp_inductor.ops.attention.run_backward`."""
+    """Differentiate `run_forward`.
+
+    Args:
+        attention: as in the forward.
+        grad_out, query, out: (B, H, S, D), this rank's shards.
+        key, value: (B, G, T, D), this rank's shards. Of these and query nothing but the shape and
+            dtype is read unless `reads_shard`.
+        lse: (B, H, S), over the keys of all ranks.
+        rest: the extras of the forward, and the buffers that it kept.
+
+    Returns:
+        Gradients of query, key and value in their shapes and dtypes, summed in float32; and of the
+        bias, if there is one.
+    """
+    extras, kept = rest[: attention.num_extras], rest[attention.num_extras :]
     if attention.is_per_batch:
         tables = Tables(attention, query, key, extras)
         tables.begin_backward(grad_out, query, key, value, out, lse)

@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.support.ranks: a fak
 
 from benchmarks.lower_bound import lower_bound
 from cp_inductor.errors import UnsupportedStrategy
-from cp_inductor.ops.attention import run_backward, run_forward
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from cp_inductor.run.attention import Attention
+from cp_inductor.run.executor import run_backward, run_forward
 from cp_inductor.torch_private.tracing import trace_fake
 from tests.support.ranks import fake_rank
 

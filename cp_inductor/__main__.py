@@ -14,22 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cp_inductor import config
 from cp_inductor.errors import CPError, InvalidArgument, InvalidText
-from cp_inductor.plan import (
-    STRATEGIES,
-    Machine,
-    Plan,
-    plan_attention,
-)
+from cp_inductor.plan import STRATEGIES, Machine, Plan, plan_attention
 from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count
 from cp_inductor.plan.machine_file import CALIBRATED
 from cp_inductor.plan.text import format_program
@@ -71,11 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     ranks = "torchrun --nproc-per-node 8"
     calibrate = _add_command(commands, "calibrate", what, *examples, launcher=ranks)
     calibrate.set_defaults(run=_calibrate)
-    calibrate.add_argument("--json", action="store_true", help="print one JSON object")
     what = "check torch, triton, caches, compilers, process groups"
     doctor = _add_command(commands, "doctor", what, "doctor", "doctor --json")
     doctor.set_defaults(run=_doctor)
-    doctor.add_argument("--json", action="store_true", help="print a JSON list")
     help_of_patches = "also list what of torch is replaced, when, and why"
     doctor.add_argument("--patches", action="store_true", help=help_of_patches)
     return parser
@@ -89,9 +80,11 @@ def _add_command(
     commands: Any, name: str, what: str, *examples: str, launcher: str = "python"
 ) -> Any:
     lines = "\n".join(f"  {launcher} -m cp_inductor {example}" for example in examples)
-    return commands.add_parser(
+    parser = commands.add_parser(
         name, help=what, description=what, epilog=f"examples:\n{lines}", formatter_class=_Formatter
     )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
 
 
 def size(text: str) -> int:
@@ -150,7 +143,6 @@ def _add_plan(commands: Any) -> None:
     output.add_argument(
         "--draw", type=Path, help="draw who computes what, for all heads, to this .png or .svg"
     )
-    output.add_argument("--json", action="store_true", help="print the summary as one JSON object")
 
 
 def _add_machine(parser: Any) -> None:
@@ -175,7 +167,6 @@ def _add_explain(commands: Any) -> None:
     explain.add_argument(
         "--compiled", action="store_true", help="show the graphs and the generated code, too"
     )
-    explain.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_code(commands: Any) -> None:
@@ -198,7 +189,6 @@ def _add_code(commands: Any) -> None:
         action="store_true",
         help="compile the kernels; print the registers and memory they use",
     )
-    code.add_argument("--json", action="store_true", help="print the code, or the kernels, as JSON")
 
 
 def _add_estimate(commands: Any) -> None:
@@ -229,7 +219,6 @@ def _add_estimate(commands: Any) -> None:
     estimate.add_argument(
         "--optimizer-states", type=int, default=2, help="numbers per parameter: 2 for Adam"
     )
-    estimate.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_world(parser: argparse.ArgumentParser) -> None:
@@ -318,16 +307,7 @@ def _explain(args: argparse.Namespace) -> tuple[str, bool]:
             )
     if args.html is not None:
         report.html(args.html, compiled)
-    return json.dumps(report.to_dict()) if args.json else _colored(str(report)), report.is_fine
-
-
-def _colored(text: str) -> str:
-    """Color the verdicts of a report, on a terminal."""
-    if not (sys.stdout.isatty() and config.allows_color()):
-        return text
-    for verdict, color in (("rewritten", 32), ("refused", 31), ("not sharded", 33)):
-        text = re.sub(rf"  {verdict}$", f"  \033[{color}m{verdict}\033[0m", text, flags=re.M)
-    return text
+    return json.dumps(report.to_dict()) if args.json else str(report), report.is_fine
 
 
 def _code(args: argparse.Namespace) -> tuple[str, bool]:
@@ -427,25 +407,6 @@ def _example(args: argparse.Namespace) -> Iterator[tuple[Any, dict[str, Any]]]:
             yield Example(placer.model(loaded.model, like), *tensors), options
 
 
-@contextmanager
-def _progress(num_steps: int) -> Iterator[Callable[[str], None]]:
-    """Yield a function that says what begins; on a terminal, a bar shows it on stderr."""
-    step, is_shown = 0, sys.stderr.isatty()
-
-    def say(what: str) -> None:
-        nonlocal step
-        if is_shown:
-            bar = "#" * step + "." * (num_steps - step)
-            print(f"\r\033[K[{bar}] {what}", end="", file=sys.stderr, flush=True)
-        step += 1
-
-    try:
-        yield say
-    finally:
-        if is_shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
 def _plan(args: argparse.Namespace) -> tuple[str, bool]:
     _check_rank(args)
     if args.machine == CALIBRATED:
@@ -453,28 +414,24 @@ def _plan(args: argparse.Namespace) -> tuple[str, bool]:
 
         args.machine = machine_text(CALIBRATED, site="--machine")
     machine = Machine.parse(args.machine, site="--machine") if args.machine else Machine()
-    with _progress(5) as say:
-        say(f"choosing a plan for {args.world_size} ranks")
-        plan = plan_attention(
-            seq_len=args.seq_len,
-            kv_len=args.kv_len,
-            world_size=args.world_size,
-            num_heads=args.heads,
-            num_kv_heads=args.kv_heads,
-            head_dim=args.head_dim,
-            itemsize=args.itemsize,
-            mask=args.mask,
-            strategy=args.strategy,
-            stages=args.stages,
-            keep=args.keep,
-            machine=machine,
-        )
-        say("deriving the backward")
-        plans = (plan, plan.backward())
-        summary = _summary(plans, machine, say)
-        if args.draw is not None:
-            say("drawing")
-            plan.draw(args.draw)
+    plan = plan_attention(
+        seq_len=args.seq_len,
+        kv_len=args.kv_len,
+        world_size=args.world_size,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        itemsize=args.itemsize,
+        mask=args.mask,
+        strategy=args.strategy,
+        stages=args.stages,
+        keep=args.keep,
+        machine=machine,
+    )
+    plans = (plan, plan.backward())
+    summary = _summary(plans, machine)
+    if args.draw is not None:
+        plan.draw(args.draw)
     if args.json:
         return json.dumps(summary), True
     lines = [_line(name, value) for name, value in summary.items()]
@@ -514,9 +471,7 @@ def _in_bytes(number: float) -> str:
     return f"{number:.4g} GiB"
 
 
-def _summary(
-    plans: tuple[Plan, Plan], machine: Machine, say: Callable[[str], None]
-) -> dict[str, Any]:
+def _summary(plans: tuple[Plan, Plan], machine: Machine) -> dict[str, Any]:
     """Check a plan and its backward, and return what they cost per batch entry."""
     plan, _ = plans
     grid = plan.grid
@@ -531,7 +486,6 @@ def _summary(
     }
     for one in plans:
         name = one.direction.value
-        say(f"checking the {name} of all ranks")
         timeline = one.simulate(machine)
         received = [one.bytes_received(rank) for rank in range(grid.world_size)]
         exchanges = sum(bool(stage.fetch) + bool(stage.home) for stage in one.stages)

@@ -142,11 +142,6 @@ def names_of_environment() -> list[str]:
     return sorted(name for name in os.environ if name.startswith("CP_INDUCTOR_"))
 
 
-def allows_color() -> bool:
-    """Whether the environment leaves colors on: https://no-color.org."""
-    return not os.environ.get("NO_COLOR")
-
-
 def ranks_of_this_host() -> int:
     """Return how many ranks the launcher has started here, as it says; 0 if none says it."""
     # torchrun, accelerate and others; Open MPI; srun, which writes "8(x4)" for 4 nodes of 8.

@@ -26,14 +26,7 @@ from torch import Tensor, fx
 
 from cp_inductor.graph.collectives import START, STARTS
 from cp_inductor.graph.nodes import modules_of, source_line
-from cp_inductor.ops.attention import (
-    BACKWARD,
-    FORWARD,
-    NUM_TENSORS,
-    attention_of,
-    run_backward,
-    run_forward,
-)
+from cp_inductor.ops.attention import BACKWARD, FORWARD, NUM_TENSORS, attention_of
 from cp_inductor.passes.insert_call import free_name, insert_graph
 from cp_inductor.passes.nodes import (
     BYTES_KEY,
@@ -46,6 +39,7 @@ from cp_inductor.passes.nodes import (
 from cp_inductor.passes.share_pieces import share_pieces
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
+from cp_inductor.run.executor import run_backward, run_forward
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.inductor import ONE_KERNEL_KEY

@@ -45,6 +45,7 @@ from cp_inductor.dtensor.rules.writes import (
 from cp_inductor.dtensor.wrap import is_whole
 from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.graph.nodes import call_target, graphs_of, name_of, recompile_all
+from cp_inductor.modules.whole_batches import PART_OF_BATCH, write_to_part
 from cp_inductor.torch_private.dtensor import local_of
 from cp_inductor.torch_private.tracing import (
     fake_copy,
@@ -186,6 +187,10 @@ class _Aliases:
         known = [self._families.get(memory_of(tensor)) for _, tensor in written]
         families = [family for family in dict.fromkeys(known) if family is not None]
         families = [one for one in families if _is_cut(one.base) or _is_differentiated(one.base)]
+        for family in families:
+            part = family.base.meta.get("custom", {}).get(PART_OF_BATCH)
+            if part is not None:
+                raise write_to_part(name_of(node), part)
         if families:
             is_simple = all(op in _SIMPLE or torch.Tag.pointwise in op.tags for op, _ in written)
             is_simple &= all(id(tensor) in given for _, tensor in written)

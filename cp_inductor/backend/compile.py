@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -26,7 +27,6 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 
-from cp_inductor.backend.cache_key import cache_key
 from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.backend.progress import compile_announced
@@ -99,7 +99,21 @@ def cp_aot_eager(
 ) -> Callable[..., Any]:
     """Run the graphs of `cp_inductor` interpreted, for debugging; takes the same arguments."""
     with errors_unwrapped(gm), traces.switched(True):
-        return _compile_aot_eager(gm, example_inputs, read_settings(options))
+        settings = read_settings(options)
+        captured = Captured.of(gm, settings)
+        how: dict[str, Any] = {"settings": settings, "place_of": {}, "captured": captured}
+        compilers = {
+            f"{role}_compiler": partial(_interpret_lowered, kind=kind, **how)
+            for role, kind in (("fw", "forward"), ("bw", "backward"), ("inference", "inference"))
+        }
+        compile_graph = aot_autograd(
+            **compilers,
+            partition_fn=min_cut_rematerialization_partition,
+            keep_inference_input_mutations=True,
+        )
+        with first_symbols_kept():
+            compiled: Callable[..., Any] = compile_graph(gm, captured.inputs(example_inputs))
+        return captured.runner(compiled)
 
 
 def compile_through_inductor(
@@ -152,23 +166,11 @@ def compile_through_inductor(
     return captured.runner(cast("Callable[..., Any]", compiled))
 
 
-def _compile_aot_eager(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
-) -> Callable[..., Any]:
-    captured = Captured.of(gm, settings)
-    how: dict[str, Any] = {"settings": settings, "place_of": {}, "captured": captured}
-    compilers = {
-        f"{role}_compiler": partial(_interpret_lowered, kind=kind, **how)
-        for role, kind in (("fw", "forward"), ("bw", "backward"), ("inference", "inference"))
-    }
-    compile_graph = aot_autograd(
-        **compilers,
-        partition_fn=min_cut_rematerialization_partition,
-        keep_inference_input_mutations=True,
-    )
-    with first_symbols_kept():
-        compiled: Callable[..., Any] = compile_graph(gm, captured.inputs(example_inputs))
-    return captured.runner(compiled)
+def cache_key(settings: Settings) -> str:
+    """Return what generated code depends on besides the graph, which Inductor hashes itself."""
+    rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    asked_for = (settings.enabled, settings.plan_options, settings.scheduling)
+    return repr((rank, settings.axis, source_hash(), *asked_for, settings.check_agreement))
 
 
 def _inductor_patches(settings: Settings, mode: str | None, post_grad: PostGrad) -> dict[str, Any]:

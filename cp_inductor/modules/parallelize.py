@@ -228,7 +228,6 @@ def _change_classes(model: nn.Module, options: Options) -> None:
         are_outputs_whole=options.outputs == "whole",
     )
     model.__class__ = _entrance(type(model), batches, options)
-    _parallelized.add(model)
     if "forward" in vars(model):  # replaced on the object, which would go past the class
         setattr(model, OWN_FORWARD, vars(model).pop("forward"))
 
@@ -275,6 +274,8 @@ def _entrance(cls: Any, batches: WholeBatches, options: Options) -> type[nn.Modu
         try:
             parts, named = batches.cut(args, kwargs)
             output = batches.make_whole(compute(self, *parts, **named))
+            if not is_traced:
+                batches.refuse_writes((args, kwargs), parts, named)
         finally:
             here.is_running = None
             if not is_traced:  # a trace ends by itself
@@ -376,6 +377,7 @@ traces.before.append(_mark_lengths)
 
 def _adopt(model: nn.Module) -> None:
     """Let modules read what came into the model since its last run."""
+    _parallelized.add(model)  # here, as copies have never met `parallelize`
     reading, options = reading_of(model), options_of(model)
     assert reading is not None and options is not None
     stored = options.weights
@@ -497,6 +499,16 @@ def _check(model: nn.Module, options: Options) -> None:
     # fully_shard hands out plain weights while the model runs.
     are_handed_out = any(isinstance(module, FSDPModule) for module in model.modules())
     for prefix, module in model.named_modules():
+        reading = reading_of(module)
+        sums_gradients = options.gradients == "sum"
+        if reading and (reading.mesh, reading.sums_gradients) != (mesh, sums_gradients):
+            raise InvalidArgument(
+                site=f"{SITE}, {prefix}",
+                expected="modules of no other model, or of one with the same mesh and gradients=",
+                got=f"one on {reading.mesh}, whose gradients are"
+                f" {'sums' if reading.sums_gradients else 'partial'}",
+                remedy="parallelize the whole model, once, or all models that share it alike",
+            )
         is_known = are_handed_out or is_tensor_parallel(module, mesh)
         for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
             if not isinstance(tensor, DTensor) or tensor.device_mesh == mesh:

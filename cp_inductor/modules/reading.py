@@ -55,13 +55,12 @@ class Reading:
 
         A DTensor over other ranks, as by tensor parallelism, stays one on its own mesh.
         """
-        if self.is_beside(tensor):
-            own = cast("DTensor", tensor)
-            whole = cast("DTensor", self.as_dtensor(own.to_local()))
-            local = whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
-            return wrap_parts(local, own.device_mesh, own.placements, own.shape)
         if isinstance(tensor, DTensor):
-            return tensor if self.gather is None else self.gather(tensor)
+            if not self.is_beside(tensor):
+                return tensor if self.gather is None else self.gather(tensor)
+            whole = cast("DTensor", self.as_dtensor(tensor.to_local()))
+            local = whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
+            return wrap_parts(local, tensor.device_mesh, tensor.placements, tensor.shape)
         if self.sums_gradients:
             return self.replicate(tensor)
         if tensor.requires_grad:
@@ -243,12 +242,12 @@ def reading_of(module: nn.Module) -> Reading | None:
     return reading
 
 
-def is_read_as_dtensors(module: nn.Module) -> bool:
-    """Whether a module of a parallelized model now reads its tensors as DTensors."""
+def reading_now(module: nn.Module) -> Reading | None:
+    """Return how a module now reads its tensors; None if it reads them as on one process."""
     is_running = computing().is_running
     # A checkpoint recomputes outside of the run.
     is_running = is_recomputing() if is_running is None else is_running
-    return reading_of(module) is not None and is_running
+    return reading_of(module) if is_running else None
 
 
 def reads_locally(module: nn.Module) -> bool:
@@ -267,16 +266,15 @@ def _subclass(
 ) -> type[nn.Module]:
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
         # `self.count = self.count + 1`, of a buffer: it stays plain.
-        if name in module._buffers and isinstance(value, DTensor) and computing().is_running:
+        if name in module._buffers and isinstance(value, DTensor) and reading_now(module):
             value = value.full_tensor()
         cls.__setattr__(module, name, value)
 
     def named_parameters(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
         # As those who sum their squares in a forward ask for them.
+        reading = reading_now(module)
         for name, parameter in cls.named_parameters(module, *args, **kwargs):
-            if reading is not None and computing().is_running:
-                parameter = reading.as_dtensor(parameter)
-            yield name, parameter
+            yield name, parameter if reading is None else reading.as_dtensor(parameter)
 
     def parameters(module: nn.Module, recurse: bool = True) -> Iterator[Any]:
         for _, parameter in module.named_parameters(recurse=recurse):
@@ -321,38 +319,52 @@ def _new(cls: type[nn.Module]) -> nn.Module:
 
 
 def _reader(name: str) -> Callable[[nn.Module], Any]:
+    # Dynamo traces this for every weight: what most modules need comes first.
     def read(module: nn.Module) -> Any:
-        tensor, reading, here = _stored(module, name), reading_of(module), computing()
+        tensor = _stored(module, name)
         if not isinstance(tensor, Tensor):
             return tensor
-        is_weight = here.is_local and name in module._parameters
-        known = here.weights if is_weight else None  # buffers may change within a block
-        if known is not None and (id(module), name) in known:
-            return known[id(module), name]
-        is_beside = reading is not None and reading.is_beside(tensor)
-        if reading is not None and is_read_as_dtensors(module):
-            tensor = reading.as_dtensor(tensor)
-        # It may recompute a function of a module without calling the module.
-        is_local = is_recomputing() if here.is_local is None else here.is_local
-        if is_beside or not (isinstance(tensor, DTensor) and is_local and reads_locally(module)):
-            return tensor
-        mesh = tensor.device_mesh
-        if not all(place.is_replicate() for place in tensor.placements):
-            # As by tensor parallelism. The module reads the whole.
-            tensor = tensor.redistribute(mesh, [Replicate()] * mesh.ndim)
-        parts: list[Placement] = [Partial()] * mesh.ndim
-        local = tensor.to_local(grad_placements=parts)
-        if known is not None:
-            known[id(module), name] = local
-        return local
+        if reads_locally(module):
+            here = computing()
+            # It may recompute a function of a module without calling the module.
+            if is_recomputing() if here.is_local is None else here.is_local:
+                return _local_part(module, name, tensor)
+        reading = reading_now(module)
+        return tensor if reading is None else reading.as_dtensor(tensor)
 
     return read
 
 
+def _local_part(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of a module that computes on a rank's own tokens; its gradient is a part."""
+    here = computing()
+    is_weight = here.is_local and name in module._parameters
+    known = here.weights if is_weight else None  # buffers may change within a block
+    if known is not None and (id(module), name) in known:
+        return known[id(module), name]
+    own, reading = reading_of(module), reading_now(module)
+    whole = tensor if reading is None else reading.as_dtensor(tensor)
+    is_beside = own is not None and own.is_beside(tensor)
+    if is_beside or not isinstance(whole, DTensor):
+        return whole
+    mesh = whole.device_mesh
+    if not all(place.is_replicate() for place in whole.placements):
+        # As by tensor parallelism. The module reads the whole.
+        whole = whole.redistribute(mesh, [Replicate()] * mesh.ndim)
+    parts: list[Placement] = [Partial()] * mesh.ndim
+    local: Tensor = whole.to_local(grad_placements=parts)
+    if known is not None:
+        known[id(module), name] = local
+    return local
+
+
 def _stored(module: nn.Module, name: str) -> Any:
-    for table in (module._parameters, module._buffers, module.__dict__):
-        if name in table:
-            return table[name]
+    if name in module._parameters:
+        return module._parameters[name]
+    if name in module._buffers:
+        return module._buffers[name]
+    if name in module.__dict__:
+        return module.__dict__[name]
     raise AttributeError(name)  # deleted: torch's own error follows
 
 

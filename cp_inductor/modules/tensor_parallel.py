@@ -22,10 +22,9 @@ from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.reading import (
     ReadsLocally,
-    is_read_as_dtensors,
     locally,
     read_locally,
-    reading_of,
+    reading_now,
     reads_locally,
 )
 
@@ -69,8 +68,8 @@ class _OnTokens(ReadsLocally):
     """Calls a layer, with its hooks, for this rank's tokens."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        reading = reading_of(self)
-        if reading is None or not is_read_as_dtensors(self):
+        reading = reading_now(self)
+        if reading is None:
             return super().__call__(x, *args, **kwargs)
         if not isinstance(x, DTensor):
             x = reading.replicate(x)

@@ -19,18 +19,22 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.fx.traceback import annotate
 
-from cp_inductor.errors import InvalidArgument
+from cp_inductor.errors import InvalidArgument, UnsupportedWrite
 from cp_inductor.trust.agreement import note_batch
 
 log = logging.getLogger("cp_inductor")
 
+# What Dynamo notes where a part is cut, with the name of the argument.
+PART_OF_BATCH = "cp_part_of_batch"
 # The dim of tokens in a batch of sequences.
 TOKENS = 1
 
@@ -60,11 +64,25 @@ class WholeBatches:
         named, leaves, lengths = self._read(args, kwargs)
 
         def place(name: str, tensor: Tensor) -> Any:
-            return self._placed(tensor, self._dim(name, tensor, lengths))
+            with annotate({PART_OF_BATCH: name}):
+                return self._placed(tensor, self._dim(name, tensor, lengths))
 
-        placed = [_mapped(place, name, value) for name, value in named]
+        placed = [_mapped(place, name, value, is_ours=False) for name, value in named]
         _say(self.site, tuple((name, self._dim(name, one, lengths)) for name, one in leaves))
         return placed[: len(args)], dict(zip(kwargs, placed[len(args) :], strict=True))
+
+    def refuse_writes(self, given: Any, parts: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Refuse writes in place to the parts of a batch: they have not reached the batch.
+
+        Args:
+            given: what a call was given.
+            parts, named: what `cut` has made of it.
+        """
+        known = {id(tensor) for _, tensor in _leaves("", given)}
+        for name, part in self._read(parts, named)[1]:
+            is_cut = isinstance(part, DTensor) and any(p.is_shard() for p in part.placements)
+            if is_cut and id(part) not in known and not part.is_inference() and part._version:
+                raise write_to_part(self.site, name)
 
     def mark_lengths(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Let Dynamo take lengths for symbols, and nothing else, from the second ones on.
@@ -112,7 +130,7 @@ class WholeBatches:
                 plain.register_hook(_full)  # as eager code may use it beside results with tokens
             return plain
 
-        return _mapped(whole, "", output)
+        return _mapped(whole, "", output, is_ours=True)
 
     def _dim(self, name: str, tensor: Tensor, lengths: Sequence[int]) -> int | None:
         """Return the dim in which a tensor is cut; None if it stays whole."""
@@ -147,6 +165,16 @@ class WholeBatches:
         return whole if dim is None else whole.redistribute(self.mesh, [Shard(dim), *others])
 
 
+def write_to_part(site: str, name: str) -> UnsupportedWrite:
+    """Return the error of a write in place to this rank's part of an argument of a model."""
+    return UnsupportedWrite(
+        site=site,
+        expected="a forward that leaves its batch as it is",
+        got=f"a write in place to {name}, of which the batch has at most this rank's part",
+        remedy=f"write to a clone, as {name} = {name}.clone()",
+    )
+
+
 def _full(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
@@ -173,25 +201,36 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _leaves(part.name, getattr(value, part.name))
 
 
-def _mapped(function: Callable[[str, Tensor], Any], name: str, value: Any) -> Any:
-    """Return a value with its tensors replaced; what has none is returned as it is."""
+def _mapped(function: Callable[[str, Tensor], Any], name: str, value: Any, *, is_ours: bool) -> Any:
+    """Return a value with its tensors replaced; what has none is returned as it is.
+
+    Args:
+        function: makes a tensor of a name and a tensor.
+        name: of the value.
+        value: any.
+        is_ours: whether dicts of other classes, such as a ModelOutput, may be changed.
+    """
+    mapped = partial(_mapped, function, is_ours=is_ours)
     if isinstance(value, Tensor):
         return function(name, value)
     if not any(True for _ in _leaves(name, value)):
         return value
     if isinstance(value, dict):
-        items = {key: _mapped(function, str(key), item) for key, item in value.items()}
+        items = {key: mapped(str(key), item) for key, item in value.items()}
         if type(value) is dict:
             return items
-        for key, item in items.items():  # such as a ModelOutput
-            value[key] = item
-        return value
+        made = value if is_ours else value.copy()
+        if type(made) is not type(value):  # its class has no `copy` of its own
+            made = type(value)(made)
+        for key, item in items.items():
+            made[key] = item
+        return made
     if isinstance(value, (list, tuple)):
-        parts = [_mapped(function, name, item) for item in value]
+        parts = [mapped(name, item) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if _is_record(value):
         fields = {
-            part.name: _mapped(function, part.name, getattr(value, part.name))
+            part.name: mapped(part.name, getattr(value, part.name))
             for part in dataclasses.fields(value)
             if part.init
         }

@@ -24,8 +24,8 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
 from cp_inductor.plan import Recipe, backward_plan, forward_plan
-from cp_inductor.run import executor
 from cp_inductor.run.attention import PER_BATCH, Attention
+from cp_inductor.run.executor import run_backward, run_forward
 from cp_inductor.run.own_transfers import reads_shard
 from cp_inductor.tiles.combine import accumulation_dtype
 from cp_inductor.tiles.kernels import empty_like_rows
@@ -33,53 +33,6 @@ from cp_inductor.tiles.stand_in import fold_lse_gradient
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.trust.agreement import agreed
 from cp_inductor.trust.failures import named_steps
-
-
-def run_forward(
-    this: Attention, query: Tensor, key: Tensor, value: Tensor, *extras: Tensor
-) -> list[Tensor]:
-    """Attend to the keys of all ranks.
-
-    Args:
-        this: what to compute and among whom.
-        query: (B, H, S, D), this rank's shard, any strides.
-        key, value: (B, G, T, D), this rank's shards.
-        extras: tables of the rule; then the seed of dropout, or sizes and numbers of `plan_batch`.
-
-    Returns:
-        out (B, H, S, D) in the input dtype; lse (B, H, S) over the keys of all ranks; and the
-        buffers of the exchanges that are kept for the backward.
-    """
-    return executor.attend(this, query, key, value, extras)
-
-
-def run_backward(
-    this: Attention,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *rest: Tensor,
-) -> list[Tensor]:
-    """Differentiate `run_forward`.
-
-    Args:
-        this: as in the forward.
-        grad_out, query, out: (B, H, S, D), this rank's shards.
-        key, value: (B, G, T, D), this rank's shards. Of these and query nothing but the shape and
-            dtype is read unless `reads_shard`.
-        lse: (B, H, S), over the keys of all ranks.
-        rest: the extras of the forward, and the buffers that it kept.
-
-    Returns:
-        Gradients of query, key and value in their shapes and dtypes, summed in float32; and of the
-        bias, if there is one.
-    """
-    extras, kept = rest[: this.num_extras], rest[this.num_extras :]
-    tensors = (grad_out, query, key, value, out, lse)
-    return executor.differentiate(this, *tensors, extras, kept)
 
 
 @torch.library.custom_op("cp_inductor::attention", mutates_args=())
@@ -150,7 +103,7 @@ def attention_backward(
         source, rank, scale, kernel, group_name, dropout_p, has_bias, kernel_options
     )
     with named_steps(this, "backward", "cp_inductor::attention"):
-        return list(run_backward(this, grad_out, query, key, value, out, lse, *extras, *kept))
+        return run_backward(this, grad_out, query, key, value, out, lse, *extras, *kept)
 
 
 # Fakes of a recipe's attention run the same functions: what strides results have depends on the

@@ -20,7 +20,7 @@ Shapes: B batch, H query heads, G key-value heads, S local queries, T local keys
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,16 +39,27 @@ from cp_inductor.tiles.kernels import Partial
 Rows = Views | Tables
 
 
-def attend(
-    attention: Attention, query: Tensor, key: Tensor, value: Tensor, extras: Sequence[Tensor]
+def run_forward(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor, *extras: Tensor
 ) -> list[Tensor]:
-    """Attend by a plan; see `cp_inductor.ops.attention.run_forward`."""
+    """Attend to the keys of all ranks.
+
+    Args:
+        attention: what to compute and among whom.
+        query: (B, H, S, D), this rank's shard, any strides.
+        key, value: (B, G, T, D), this rank's shards.
+        extras: tables of the rule; then the seed of dropout, or sizes and numbers of `plan_batch`.
+
+    Returns:
+        out (B, H, S, D) in the input dtype; lse (B, H, S) over the keys of all ranks; and the
+        buffers of the exchanges that are kept for the backward.
+    """
     rows = _kind_of(attention)(attention, query, key, value, extras)
     _run(rows, _attend)
     return [*rows.result(PARTIAL), *rows.kept]
 
 
-def differentiate(
+def run_backward(
     attention: Attention,
     grad_out: Tensor,
     query: Tensor,
@@ -56,10 +67,23 @@ def differentiate(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    extras: Sequence[Tensor],
-    kept: Sequence[Tensor],
+    *rest: Tensor,
 ) -> list[Tensor]:
-    """Differentiate by a plan; see `cp_inductor.ops.attention.run_backward`."""
+    """Differentiate `run_forward`.
+
+    Args:
+        attention: as in the forward.
+        grad_out, query, out: (B, H, S, D), this rank's shards.
+        key, value: (B, G, T, D), this rank's shards. Of these and query nothing but the shape and
+            dtype is read unless `reads_shard`.
+        lse: (B, H, S), over the keys of all ranks.
+        rest: the extras of the forward, and the buffers that it kept.
+
+    Returns:
+        Gradients of query, key and value in their shapes and dtypes, summed in float32; and of the
+        bias, if there is one.
+    """
+    extras, kept = rest[: attention.num_extras], rest[attention.num_extras :]
     rows = _kind_of(attention)(attention, query, key, value, extras, is_backward=True)
     rows.begin_backward(grad_out, out, lse, kept)
     _run(rows, _differentiate)

@@ -321,9 +321,6 @@ class _Run:
             if is_candidate and not self.ancestors[start] >> index & 1:
                 yield index
 
-    def _starts(self, index: int) -> bool:
-        return self.instructions[index].is_start
-
     def _takes_time(self, index: int) -> bool:
         instruction = self.instructions[index]
         return instruction.seconds > LEAST_GAIN_S and not instruction.is_start
@@ -346,9 +343,8 @@ class _Run:
         is_better = self._gain(at, segment) > LEAST_GAIN_S and self._place(at, segment)
         if is_better:
             # The data of the next start may be ready earlier now, and other ranks wait for it.
-            following = next(
-                (i for i in self.order[self.position[wait] :] if self._starts(i)), None
-            )
+            behind = self.order[self.position[wait] :]
+            following = next((i for i in behind if self.instructions[i].is_start), None)
             if following is not None:
                 self.raise_start(following)
         return is_better

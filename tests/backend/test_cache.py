@@ -175,7 +175,7 @@ def key_of(**settings: Any) -> str:
         "inductor_options": {},
         **settings,
     }
-    return cp_inductor.backend.cache_key.cache_key(cp_inductor.passes.settings.Settings(**values))
+    return backend.cache_key(Settings(**values))
 
 
 def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.Mon
             keys.append(key_of(plan_options=PlanOptions("auto", stages=3, keep_bytes=0)))
             keys.append(key_of(scheduling=Scheduling.read({"schedule": "none"})[0]))
     keys.append(key_of())
-    monkeypatch.setattr(cp_inductor.backend.cache_key, "source_hash", lambda: "another source")
+    monkeypatch.setattr(backend, "source_hash", lambda: "another source")
     keys.append(key_of())
     assert len(set(keys)) == len(keys)
 

@@ -11,6 +11,7 @@ import io
 import logging
 import pickle
 import random
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -22,11 +23,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor import (
@@ -367,6 +373,69 @@ def test_layers_that_are_split_over_another_axis(form: str, style: str) -> None:
     run_ranks(4, check_tensor_parallel, form, style)
 
 
+def check_split_and_wrapped(form: str, steps: tuple[str, ...]) -> None:
+    dp = dist.get_world_size() // 4
+    mesh = init_device_mesh("cpu", (dp, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    model, reference = make_model(1), make_model(1)
+    layers = model.decoder.layers
+    split_over_tp(model.decoder, mesh["tp"], "tied")
+    for step in steps:
+        if step == "parallelize":
+            cp_inductor.parallelize(model, mesh["cp"])
+        elif step == "fully_shard":
+            for part in (*layers, model):
+                fully_shard(part, mesh=mesh["dp"])
+        elif step == "copy":
+            model = copy.deepcopy(model)
+        else:
+            layers[0] = checkpoint_wrapper(layers[0], checkpoint_impl=CheckpointImpl[step])
+    batches = [make_batch(2, 13, seed) for seed in range(dp)]
+    losses, rank = [reference(*batch) for batch in batches], mesh.get_local_rank("dp")
+    (sum(losses) / dp).backward()
+    loss = compiled(model, form)(*batches[rank])
+    loss.backward()
+    assert_close(loss.detach(), losses[rank].detach())
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("ranks", "steps"),
+    [
+        pytest.param(8, ("fully_shard", "parallelize"), marks=pytest.mark.long),
+        pytest.param(8, ("parallelize", "NO_REENTRANT", "fully_shard"), marks=pytest.mark.long),
+        (4, ("REENTRANT", "parallelize")),
+        (4, ("parallelize", "copy")),
+    ],
+)
+def test_split_layers_are_wrapped(ranks: int, steps: tuple[str, ...], form: str) -> None:
+    run_ranks(ranks, check_split_and_wrapped, form, steps)
+
+
+class Recomputed(Training):
+    """Reads all weights, and counts its calls, in what a checkpoint recomputes."""
+
+    def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+        def compute(x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            decay = sum(weight.square().sum() for weight in self.parameters())
+            return self.decoder.layers[0](x) + 1e-3 * decay
+
+        x = checkpoint(compute, self.decoder.tokens(ids), use_reentrant=True)
+        return mean_loss(self.decoder.head(x), labels)
+
+
+@on_ranks(2)
+def test_what_a_checkpoint_recomputes_reads_and_writes_as_the_forward() -> None:
+    reference = Recomputed().double()
+    model = cp_inductor.parallelize(copy.deepcopy(reference), world_mesh())
+    for each in (model, reference):
+        each(*make_batch(2, 9)).backward()
+    assert_same_gradients(model, reference)
+    assert type(model.calls) is Tensor and model.calls == reference.calls == 2
+
+
 @pytest.mark.parametrize("style", ["sequence", "loss"])
 def test_styles_that_hand_on_dtensors_are_refused(style: str) -> None:
     with fake_rank(0, 4):
@@ -670,7 +739,11 @@ def refusals(mesh: DeviceMesh) -> Iterator[tuple[type[Exception], str, Any]]:
     yield UntiedWeights, "weight and rows", lambda: call(views, mesh, weights=mesh)
     yield UnsupportedPlacement, "weight", lambda: call(split, named["cp"])
     replaces = call(Replaces(4, 4), mesh)
-    yield UnsupportedWrite, r"weight\.data = .*copy_", lambda: replaces(torch.ones(2, 6, 4))
+    for copied in (replaces, copy.deepcopy(replaces)):
+        given = partial(copied, torch.ones(2, 6, 4))
+        yield UnsupportedWrite, r"weight\.data = .*copy_", given
+    outer = nn.Sequential(call(nn.Linear(4, 4), mesh, gradients="partial"))
+    yield InvalidArgument, "no other model.*are partial", lambda: call(outer, mesh)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     loss = partial(torch.func.functional_call, model, args=make_batch(2, 9))
     words = r"torch\.func.*loss\.backward"
@@ -708,6 +781,27 @@ def test_partial_gradients_that_nobody_sums_are_told() -> None:
     told = pytest.warns(cp_inductor.SequenceWarning, match="train apart")
     with told if is_first else nullcontext():
         optimizer.step()
+
+
+class Writes(nn.Module):
+    """Whose forward doubles its input, and takes it out of a batch of any class."""
+
+    def forward(self, batch: Any) -> Tensor:
+        return batch["x"].mul_(2).sum() if batch["is_written"] else batch["x"].sum()
+
+
+def test_a_batch_stays_as_it_is(first_mesh: DeviceMesh) -> None:
+    model = cp_inductor.parallelize(Writes(), first_mesh, seq_dims={"x": 1})
+    kinds = (dict, OrderedDict, type("Batch", (dict,), {}), partial(defaultdict, int))
+    for kind in kinds:
+        batch = kind({"x": (x := torch.ones(2, 6)), "is_written": False})
+        for run in (model, torch.compile(model, backend=AOT)):
+            run(batch)
+            assert batch["x"] is x
+    batch["is_written"] = True
+    for run in (model, torch.compile(model, backend=AOT)):
+        with pytest.raises(UnsupportedWrite, match=r"leaves its batch .*to x,"):
+            run(batch)
 
 
 def test_one_line_says_what_was_cut(caplog: pytest.LogCaptureFixture) -> None:

@@ -47,13 +47,9 @@ from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.mask.language import CAUSAL, FULL
 from cp_inductor.mask.rule import Rule, rule_of_table
-from cp_inductor.ops.attention import (
-    attention,
-    attention_backward,
-    run_backward,
-    run_forward,
-)
+from cp_inductor.ops.attention import attention, attention_backward
 from cp_inductor.run.attention import Attention
+from cp_inductor.run.executor import run_backward, run_forward
 from cp_inductor.source import user_line
 from cp_inductor.tiles.kernel_table import choose_kernel
 from cp_inductor.tiles.kernels import with_whole_rows

@@ -18,20 +18,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
-from tests.support.models import EXPERTS, SIZES, VOCABULARY
+from tests.support.models import VOCABULARY, make
 from tests.support.ranks import run_ranks
 
 LENGTH = 33
 DOCUMENTS = 9  # of which the last batch has one
 
-# What a configuration takes besides SIZES, and what a batch has besides tokens.
-MODELS: Mapping[str, tuple[Mapping[str, Any], str]] = {
-    "Llama": ({}, "padding"),
-    "Mistral": ({"sliding_window": 12}, ""),
-    "Qwen3": ({"head_dim": 8}, "packed"),
-    "Mixtral": ({"num_local_experts": 4}, "padding"),
-    "Qwen3Moe": ({**EXPERTS, "head_dim": 8, "output_router_logits": True}, "packed"),
-}
+# What a batch of each model has besides tokens.
+MODELS = {"Llama": "padding", "Mistral": "", "Qwen3": "packed", "Qwen3Moe": "packed"}
 CAUSAL = "Llama, causal"  # whose attention needs no compile
 
 
@@ -212,11 +206,9 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
     import transformers
 
     name, _, kind = name.partition(", ")
-    sizes, own_kind = MODELS[name]
-    kind = {"": own_kind, "causal": ""}.get(kind, kind)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **sizes})
+    kind = {"": MODELS[name], "causal": ""}.get(kind, kind)
     transformers.set_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = make(name, **({"output_router_logits": True} if name == "Qwen3Moe" else {}))
     settings = with_axes(settings)
     metrics, own_loss = settings.pop("metrics", False), settings.pop("own_loss", False)
     stream = settings.pop("stream", False)
@@ -275,10 +267,7 @@ def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
     from trl import SFTConfig, SFTTrainer
 
     transformers.set_seed(0)
-    sizes = {**SIZES, "head_dim": 8, **settings.pop("sizes", {})}
-    name = settings.pop("model", "Qwen3")
-    config = getattr(transformers, f"{name}Config")(**sizes)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = make("Qwen3", **settings.pop("sizes", {}))
     settings = with_axes(settings)
     resume = settings.pop("resume", None)
     own_loss = settings.pop("own_loss", False)

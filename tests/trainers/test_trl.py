@@ -27,6 +27,8 @@ from tests.support.trainers import (
 pytest.importorskip("trl", reason="trl is not installed")
 
 PADDED = {"packing": False, "per_device_train_batch_size": 3, "pad_to_multiple_of": 25}
+ALL_LAYERS = {"gradient_checkpointing": False}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
 
 
 def check_ranks(folder: Path, settings: Mapping[str, Any], ranks: int = 2) -> None:
@@ -46,21 +48,14 @@ def test_packed_documents(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        PADDED,
-        {"packing_strategy": "wrapped"},
-        {"loss_type": "dft"},
-        {"average_tokens_across_devices": False, "gradient_checkpointing": False},
-        {"sizes": {"tie_word_embeddings": True}},
-        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2},
-        {"label_smoothing_factor": 0.1},
+        {**PADDED, "loss_type": "dft"},
+        {"packing_strategy": "wrapped", "average_tokens_across_devices": False, **ALL_LAYERS},
+        {"label_smoothing_factor": 0.1, "sizes": {"tie_word_embeddings": True}, **EVALUATED},
         {"own_loss": True},
         {"own_loss": True, "average_tokens_across_devices": False},
         {"adapters": True, "sizes": {"num_hidden_layers": 1}},
     ],
-    ids=[
-        *("padded", "wrapped", "dft", "averages", "tied", "evaluation", "smoothed"),
-        *("own loss", "own loss, averages", "adapters"),
-    ],
+    ids=["padded, dft", "wrapped, averages", "smoothed", "own loss", "own averages", "adapters"],
 )
 def test_settings(settings: Mapping[str, Any], tmp_path: Path) -> None:
     if "adapters" in settings:
@@ -72,7 +67,6 @@ def test_settings(settings: Mapping[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "batches", "more"),
     [
-        (2, 1, {}),
         (4, 2, {}),
         (2, 1, {**CHECKPOINTED, "gradient_checkpointing": False}),
         (2, 1, OFFLOADED),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,15 +25,8 @@ from cp_inductor import (
     parallelize,
 )
 from tests.examples_of_models import mixed
-from tests.support.ranks import fake_mesh
 
 BACKENDS = ("cp_aot_eager", "cp_inductor")
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    with fake_mesh(0, 2) as mesh:
-        yield mesh
 
 
 class WithPositions(nn.Module):

@@ -43,6 +43,7 @@ from tests.support.combinations import (
     EAGER,
     NUM_LAYERS,
     VOCABULARY,
+    assert_beside,
     compiled,
     make_batch,
     mean_loss,
@@ -91,13 +92,7 @@ def assert_close(actual: Any, expected: Tensor, name: str = "") -> None:
     assert difference <= TOLERANCE * max(1.0, expected.abs().max().item()), (name, difference)
 
 
-def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
-    expected = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        wanted = expected[plain_name(name)].grad
-        assert (wanted is None) == (parameter.grad is None), name
-        if wanted is not None:
-            assert_close(whole(parameter.grad), wanted, name)
+assert_same_gradients = partial(assert_beside, tolerance=TOLERANCE, least=1.0)
 
 
 # --- A step -------------------------------------------------------------------------------------
@@ -207,29 +202,29 @@ def test_results_are_used_as_those_of_one_process(form: str) -> None:
 
 
 def by_ddp(mesh: DeviceMesh) -> nn.Module:
-    model = cp_inductor.parallelize(make_model(), mesh["cp"])
+    model = cp_inductor.parallelize(make_model(1), mesh["cp"])
     return DistributedDataParallel(model, process_group=mesh["dp"].get_group())
 
 
 def by_ddp_over_both_axes(mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(
-        cp_inductor.parallelize(make_model(), mesh["cp"], gradients="partial")
+        cp_inductor.parallelize(make_model(1), mesh["cp"], gradients="partial")
     )
 
 
 def by_fully_shard(mesh: DeviceMesh, **options: Any) -> Any:
-    model = cp_inductor.parallelize(make_model(), mesh["cp"])
+    model = cp_inductor.parallelize(make_model(1), mesh["cp"])
     for layer in model.decoder.layers:
         fully_shard(layer, mesh=mesh["dp"], **options)
     return fully_shard(model, mesh=mesh["dp"], **options)
 
 
 def sharded_before(mesh: DeviceMesh) -> nn.Module:
-    return cp_inductor.parallelize(fully_shard(make_model(), mesh=mesh["dp"]), mesh["cp"])
+    return cp_inductor.parallelize(fully_shard(make_model(1), mesh=mesh["dp"]), mesh["cp"])
 
 
 def by_fsdp1(mesh: DeviceMesh) -> nn.Module:
-    model = cp_inductor.parallelize(make_model(), mesh["cp"])
+    model = cp_inductor.parallelize(make_model(1), mesh["cp"])
     device = torch.device("cpu")
     return FullyShardedDataParallel(
         model, device_mesh=mesh["dp"], device_id=device, use_orig_params=True
@@ -237,18 +232,18 @@ def by_fsdp1(mesh: DeviceMesh) -> nn.Module:
 
 
 def over_both_axes(mesh: DeviceMesh) -> nn.Module:
-    model = cp_inductor.parallelize(make_model(), mesh["cp"], gradients="partial")
+    model = cp_inductor.parallelize(make_model(1), mesh["cp"], gradients="partial")
     return fully_shard(model, mesh=mesh["dp", "cp"]._flatten("fsdp"))
 
 
 def with_weights(mesh: DeviceMesh) -> nn.Module:
     weights = mesh["dp", "cp"]._flatten("weights")
-    return cp_inductor.parallelize(make_model(), mesh["cp"], weights=weights)
+    return cp_inductor.parallelize(make_model(1), mesh["cp"], weights=weights)
 
 
 def check_wrapped(wrap: Any, form: str, length: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    model, reference = wrap(mesh), make_model()
+    model, reference = wrap(mesh), make_model(1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     batches = [make_batch(2, length, seed) for seed in (1, 2)]
     losses = [reference(*batch) for batch in batches]
@@ -285,7 +280,7 @@ def test_wrapped_for_data_parallelism(wrap: Any, form: str) -> None:
 def check_accumulated(form: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
-    model, reference = by_fully_shard(mesh, mp_policy=policy), make_model()
+    model, reference = by_fully_shard(mesh, mp_policy=policy), make_model(1)
     batches = [make_batch(2, 13, seed) for seed in range(4)]
     sum(reference(*batch) for batch in batches).div(2).backward()
     run, mine = compiled(model, form), batches[mesh.get_local_rank("dp") :: 2]

@@ -158,11 +158,11 @@ def forget_results() -> None:
 
 @on_ranks(2)
 def test_results_of_before_may_go_during_a_trace() -> None:
-    reference = Forgetting().double()
+    reference = Forgetting(1).double()
     model, batch = copy.deepcopy(reference), make_batch(2, 9)
     expected = reference(*batch)
     cp_inductor.parallelize(model, world_mesh())
-    Forgetting.results.append(cp_inductor.parallelize(make_model(), world_mesh())(*batch))
+    Forgetting.results.append(cp_inductor.parallelize(make_model(1), world_mesh())(*batch))
     assert_close(compiled(model, AOT)(*batch), expected)
 
 
@@ -178,7 +178,11 @@ class WithLogits(Training):
 def test_results_are_used_as_those_of_one_process(form: str) -> None:
     """Written to in place, differentiated by plain gradients, alone, and beside others."""
 
-    def use(way: int, model: nn.Module, call: Any) -> None:
+    reference = WithLogits(1).double()
+    model = cp_inductor.parallelize(copy.deepcopy(reference), world_mesh())
+    run = compiled(model, form)
+
+    def use(way: int, call: Any) -> None:
         loss, logits = call(*make_batch(2, 9))
         half = torch.tensor(0.5, dtype=loss.dtype)
         if way == 0:
@@ -191,10 +195,10 @@ def test_results_are_used_as_those_of_one_process(form: str) -> None:
             torch.autograd.backward([loss, logits], [half, torch.ones_like(whole(logits))])
 
     for way in range(3):
-        reference = WithLogits().double()
-        model = copy.deepcopy(reference)
-        use(way, reference, reference)
-        use(way, model, compiled(cp_inductor.parallelize(model, world_mesh()), form))
+        model.zero_grad()
+        reference.zero_grad()
+        use(way, reference)
+        use(way, run)
         assert_same_gradients(model, reference)
 
 
@@ -547,7 +551,7 @@ def check_guesses(seeds: list[int], form: str) -> None:
 @pytest.mark.slow
 def test_what_is_cut_never_changes_numbers() -> None:
     run_ranks(2, check_guesses, list(range(24)), EAGER)
-    run_ranks(3, check_guesses, [40], AOT)
+    run_ranks(2, check_guesses, [40], AOT)
 
 
 @pytest.mark.long
@@ -616,10 +620,8 @@ def other_classes(seed: int) -> tuple[Tensor, ...]:
 @on_ranks(2)
 @torch.no_grad()  # there is no backward to compile, and ranks compare before the forward
 def test_ranks_that_pass_other_batches_are_told(form: str) -> None:
-    for model, draw in (
-        (make_model(1), lambda seed: make_batch(2, 9, seed)),
-        (Classifier(), other_classes),
-    ):
+    cases = [(Classifier(), other_classes), (make_model(1), partial(make_batch, 2, 9))]
+    for model, draw in cases[: 2 if form == EAGER else 1]:  # compiled code compares as eager code
         run = compiled(cp_inductor.parallelize(model, world_mesh()), form)
 
         def run_with(*seeds: int, run: Any = run, draw: Any = draw) -> None:

@@ -517,10 +517,7 @@ def draw_inputs(draw: random.Random) -> tuple[Any, ...]:
     batch, length = draw.randint(1, 3), draw.randint(2, 9)
     sizes = [batch, length, 1, 2, 5]
     generator = torch.Generator().manual_seed(draw.randint(0, 1 << 20))
-
-    def some(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+    some = partial(torch.randn, generator=generator, dtype=torch.float64)
     ids = torch.randint(VOCABULARY, (batch, length), generator=generator)
     features = [some(*draw.choices(sizes, k=draw.randint(1, 4)))]
     features.append(some(draw.choice(sizes), 1, draw.choice(sizes)))

@@ -8,10 +8,12 @@ docs/hugging-face.md.
 from __future__ import annotations
 
 import logging
+import re
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import TestCase
 from unittest.mock import patch
 
 import torch
@@ -447,27 +449,6 @@ def padded_inputs(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-@contextmanager
-def masks_found() -> Iterator[set[str]]:
-    """Collect what the log says about masks."""
-    found: set[str] = set()
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if " on axis 'cp'" in record.getMessage():
-                found.add(record.getMessage().split("): ")[1].split(" on axis")[0])
-
-    log, handler = logging.getLogger("cp_inductor"), Handler()
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield found
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-
-
 def tells_apart(model: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
     """Whether transformers itself attends within documents: the last alone has the same logits."""
     last = DOCUMENTS[-1]
@@ -516,12 +497,13 @@ def check(name: str, kind: str = "") -> None:
         _nothing_on_whole() if name in HYBRIDS else nullcontext(),
         # transformers makes a BlockMask with an option that torch warns of.
         torch._dynamo.config.patch(ignore_logging_functions={warnings.warn}),
-        masks_found() as masks,
+        TestCase().assertLogs("cp_inductor", logging.INFO) as log,
     ):
         loss = loss_of(compiled, inputs, **keywords)
         loss.backward()
     num_sites = SITES.get(name, 1 if layers else 2)
     assert torch._dynamo.utils.counters["cp_inductor"]["sites_rewritten"] == num_sites
+    masks = {one[0] for line in log.output if (one := re.findall(r"\): (.*) on axis 'cp'", line))}
     assert masks == MASKS.get((name, kind), masks)
     assert abs(loss.item() - expected.item()) <= of_loss * expected.item(), "the loss differs"
     assert not any(isinstance(parameter.grad, DTensor) for parameter in model.parameters())

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
+from tests.support.combinations import plain_name, whole
 from tests.support.models import VOCABULARY, make
 from tests.support.ranks import run_ranks
 
@@ -338,7 +338,7 @@ def _run(trainer: Any, folder: str, resume: int | None) -> tuple[Any, Any, Any]:
         def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             found = kwargs["model"].named_parameters()
             gradients.append(
-                {_bare(name): _whole(p.grad) for name, p in found if p.grad is not None}
+                {plain_name(name): whole(p.grad) for name, p in found if p.grad is not None}
             )
 
     trainer.add_callback(Watch())
@@ -349,15 +349,5 @@ def _run(trainer: Any, folder: str, resume: int | None) -> tuple[Any, Any, Any]:
         {k: v for k, v in entry.items() if not any(word in k for word in timed)}
         for entry in trainer.state.log_history
     ]
-    weights = {_bare(name): _whole(p) for name, p in trainer.model.named_parameters()}
+    weights = {plain_name(n): whole(p.detach()) for n, p in trainer.model.named_parameters()}
     return logs, gradients, weights
-
-
-def _bare(name: str) -> str:
-    """Return a parameter's name without what checkpoints of activations put into it."""
-    return name.replace("_checkpoint_wrapped_module.", "")
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

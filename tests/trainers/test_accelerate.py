@@ -79,8 +79,10 @@ def test_trainer_saves_and_resumes(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"average_tokens_across_devices": False, "gradient_checkpointing": True},
-        {"max_grad_norm": 0.1, "weight_decay": 0.1, "label_smoothing_factor": 0.1},
+        {"average_tokens_across_devices": False},
+        {"max_grad_norm": 0.1, "weight_decay": 0.1},
+        {"gradient_checkpointing": True},
+        {"label_smoothing_factor": 0.1},
         {"own_loss": True},
     ],
     ids=lambda settings: next(iter(settings)),

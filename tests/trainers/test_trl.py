@@ -27,8 +27,6 @@ from tests.support.trainers import (
 pytest.importorskip("trl", reason="trl is not installed")
 
 PADDED = {"packing": False, "per_device_train_batch_size": 3, "pad_to_multiple_of": 25}
-ALL_LAYERS = {"gradient_checkpointing": False}
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
 
 
 def check_ranks(folder: Path, settings: Mapping[str, Any], ranks: int = 2) -> None:
@@ -49,13 +47,19 @@ def test_packed_documents(tmp_path: Path) -> None:
     "settings",
     [
         {**PADDED, "loss_type": "dft"},
-        {"packing_strategy": "wrapped", "average_tokens_across_devices": False, **ALL_LAYERS},
-        {"label_smoothing_factor": 0.1, "sizes": {"tie_word_embeddings": True}, **EVALUATED},
+        {"packing_strategy": "wrapped"},
+        {"average_tokens_across_devices": False, "gradient_checkpointing": False},
+        {"sizes": {"tie_word_embeddings": True}},
+        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2},
+        {"label_smoothing_factor": 0.1},
         {"own_loss": True},
         {"own_loss": True, "average_tokens_across_devices": False},
         {"adapters": True, "sizes": {"num_hidden_layers": 1}},
     ],
-    ids=["padded, dft", "wrapped, averages", "smoothed", "own loss", "own averages", "adapters"],
+    ids=[
+        *("padded, dft", "wrapped", "averages", "tied", "evaluation", "smoothed"),
+        *("own loss", "own loss, averages", "adapters"),
+    ],
 )
 def test_settings(settings: Mapping[str, Any], tmp_path: Path) -> None:
     if "adapters" in settings:

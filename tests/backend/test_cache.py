@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,17 +29,15 @@ from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.passes.settings import Settings
 from cp_inductor.sequence.count_labels import count_labels
 from tests.support.graphs import AttentionBlock
+from tests.support.processes import run_python
 from tests.support.ranks import fake_rank, run_ranks, stop_workers
 
-ROOT = Path(__file__).parents[2]
 
-
-def train_alone(way: str) -> dict[str, int]:
-    """Train in a process group of one's own."""
+def train_alone(way: str) -> None:
+    """Train in a process group of one's own, and print what caches did."""
     dist.init_process_group("gloo")
-    found = train_once(way)
+    print(f"{train_once(way)}\n", end="", flush=True)
     dist.destroy_process_group()
-    return found
 
 
 def train_in(cache: Path, way: str) -> dict[str, int]:
@@ -86,44 +83,11 @@ def train_once(way: str) -> dict[str, int]:
     }
 
 
-def launch(cache: Path, way: str, port: int) -> list[dict[str, int]]:
+def launch(cache: Path, way: str) -> list[dict[str, int]]:
     """Run `train_alone` in two new processes that share a cache directory."""
-    code = f"from tests.backend.test_cache import train_alone; print(train_alone({way!r}))"
-    processes = []
-    for rank in range(2):
-        environment = {
-            **os.environ,
-            "TORCHINDUCTOR_CACHE_DIR": str(cache),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "OMP_NUM_THREADS": "1",
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    results = []
-    for process in processes:
-        out, error = process.communicate(timeout=300)
-        assert process.returncode == 0, error
-        results.append(ast.literal_eval(out.strip().splitlines()[-1]))
-    return results
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    said = run_python("-m", *torchrun, __name__, way, TORCHINDUCTOR_CACHE_DIR=str(cache))
+    return [ast.literal_eval(line) for line in said.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.slow
@@ -138,7 +102,9 @@ def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, way: str) -> None
     stop_workers()  # the folder of kernels is theirs
     for cold in cold_ranks:
         assert cold == {"fx_hit": 0, "fx_miss": 2, "aot_hit": 0, "aot_miss": 1}
-    for warm in launch(tmp_path, way, free_port()):
+    warm_ranks = launch(tmp_path, way)
+    assert len(warm_ranks) == 2
+    for warm in warm_ranks:
         assert warm == {"fx_hit": 2, "fx_miss": 0, "aot_hit": 1, "aot_miss": 0}
 
 
@@ -210,3 +176,7 @@ def test_the_source_of_every_pass_is_in_the_key(
         hashes.append(source.source_hash())
     source.source_hash.cache_clear()
     assert hashes[0] != hashes[1]
+
+
+if __name__ == "__main__":
+    train_alone(sys.argv[1])

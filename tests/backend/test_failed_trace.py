@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,15 +25,8 @@ from cp_inductor import (
     parallelize,
 )
 from tests.examples_of_models import mixed
-from tests.support.ranks import fake_mesh
 
 BACKENDS = ("cp_aot_eager", "cp_inductor")
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    with fake_mesh(0, 2) as mesh:
-        yield mesh
 
 
 class WithPositions(nn.Module):
@@ -177,16 +170,16 @@ def test_refusals(mesh: DeviceMesh, row: str) -> None:
     assert [part for part in parts.split(" | ") if part not in str(refused.value)] == []
 
 
-def test_what_is_said_of_positions_helps(mesh: DeviceMesh) -> None:
-    names = names_of(mesh)
+def test_what_is_said_of_positions_helps(first_mesh: DeviceMesh) -> None:
+    names = names_of(first_mesh)
     ids, x = names["ids"], names["x"]
     with pytest.raises(UnsupportedPlacement) as raised:
-        positioned(mesh)(ids)
+        positioned(first_mesh)(ids)
     assert raised.value.__cause__ is None  # no pages of torch's frames
     assert isinstance(raised.value, TorchRuntimeError)  # whoever catches torch's error still does
-    model = distribute_module(WithPositions(), mesh)
+    model = distribute_module(WithPositions(), first_mesh)
     with implicit_replication():
-        assert positioned(mesh)(ids).placements == (Shard(2),)
+        assert positioned(first_mesh)(ids).placements == (Shard(2),)
         assert model(ids.full_tensor()).shape == (1, 4, 32, 8)  # whole on every rank
         assert names["add"](torch.zeros(2, 4, 32, 8), x).placements == x.placements
     report = explain(model, ids)
@@ -236,16 +229,16 @@ def test_a_gradient_that_eager_code_left(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
-def test_dropout_without_implicit_replication(mesh: DeviceMesh) -> None:
-    parallelize(nn.Linear(2, 2), mesh)
+def test_dropout_without_implicit_replication(first_mesh: DeviceMesh) -> None:
+    parallelize(nn.Linear(2, 2), first_mesh)
 
     def model(q: Tensor) -> Tensor:
         return attend(q, q, q, is_causal=True, dropout_p=0.25)
 
     with pytest.raises(UnsupportedAttention, match=r"dropout_p=0\.25 .*implicit_replication"):
-        compiled(model)(sharded(mesh, 2, 4, 32, 8))
+        compiled(model)(sharded(first_mesh, 2, 4, 32, 8))
     with implicit_replication():
-        assert compiled(model)(sharded(mesh, 2, 4, 32, 8)).placements == (Shard(2),)
+        assert compiled(model)(sharded(first_mesh, 2, 4, 32, 8)).placements == (Shard(2),)
 
 
 def test_other_failures_and_other_backends_keep_their_errors(mesh: DeviceMesh) -> None:

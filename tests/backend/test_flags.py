@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from cp_inductor import CPError, config
 from cp_inductor.flags import _CHECKS
+from tests.support.processes import run_python
 
 WRONG: list[tuple[str, Any, str]] = [
     ("strategy", "x", "strategy='auto'"),
@@ -55,21 +53,27 @@ def test_every_flag_is_checked() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("CP_INDUCTOR_STRATGY", "ring", "use CP_INDUCTOR_STRATEGY, or unset CP_INDUCTOR_STRATGY"),
-        ("CP_INDUCTOR_STAGES", "two", "stages to be an integer from 0 to 8, got 'two'"),
-        ("CP_INDUCTOR_ENABLED", "maybe", "enabled to be a bool, got 'maybe'"),
-    ],
-)
-def test_the_environment(name: str, value: str, text: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import cp_inductor"],
-        env={**os.environ, name: value},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode
-    assert text in done.stderr
-    assert "InvalidArgument" in done.stderr
+ENVIRONMENTS = {
+    "CP_INDUCTOR_STRATGY=ring": "use CP_INDUCTOR_STRATEGY, or unset CP_INDUCTOR_STRATGY",
+    "CP_INDUCTOR_STAGES=two": "stages to be an integer from 0 to 8, got 'two'",
+    "CP_INDUCTOR_ENABLED=maybe": "enabled to be a bool, got 'maybe'",
+}
+IMPORTED = """
+import os, sys, torch
+for variable in sys.argv[1:]:
+    if not os.fork():
+        os.environ.update([variable.split("=")])
+        try:
+            import cp_inductor
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_the_environment() -> None:
+    """Of processes that have imported torch, and not the package."""
+    said = run_python("-c", IMPORTED, *ENVIRONMENTS).splitlines()
+    for line, text in zip(said, ENVIRONMENTS.values(), strict=True):
+        assert line.startswith("InvalidArgument: ") and text in line

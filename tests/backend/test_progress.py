@@ -7,11 +7,10 @@ import time
 from contextlib import redirect_stderr
 
 import pytest
-from torch.distributed.device_mesh import init_device_mesh
 
 from cp_inductor.backend import progress
 from tests.support.graphs import attend_causal, generate_code
-from tests.support.ranks import fake_rank
+from tests.support.ranks import fake_mesh
 from tests.support.reference import make_qkv
 
 
@@ -52,7 +51,6 @@ def test_where_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_a_compile() -> None:
     screen = Terminal()
-    with redirect_stderr(screen), fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with redirect_stderr(screen), fake_mesh(0, 2) as mesh:
         generate_code(attend_causal, *make_qkv(8)[:3], options={"mesh": mesh})
     assert screen.getvalue().count("cp_inductor: compiling a graph with 1 attention.") == 1

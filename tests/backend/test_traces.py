@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,15 +23,8 @@ import cp_inductor
 from cp_inductor import CPError
 from cp_inductor.backend import cp_aot_eager
 from cp_inductor.torch_private.traces import traces
-from tests.support.ranks import fake_mesh
 
 OURS, TORCHS = "cp_aot_eager", "aot_eager"
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    with fake_mesh(0, 2) as mesh:
-        yield mesh
 
 
 def in_place() -> tuple[Any, ...]:

@@ -112,11 +112,8 @@ CASES = [
     pytest.param("packed", 2, 4, id="packed, rank 2 of 4"),
     pytest.param("window", 2, 4, id="window, rank 2 of 4", marks=LONG),
     pytest.param("capped", 2, 4, id="capped, rank 2 of 4", marks=LONG),
-    *(
-        pytest.param(mask, rank, world_size, id=f"{mask}, rank {rank} of {world_size}", marks=LONG)
-        for mask in ("packed", "window")
-        for rank, world_size in ((0, 4), (1, 4), (3, 4), (517, 1024))
-    ),
+    pytest.param("packed", 0, 4, id="packed, rank 0 of 4", marks=LONG),
+    pytest.param("window", 517, 1024, id="window, rank 517 of 1024", marks=LONG),
 ]
 
 

@@ -7,7 +7,6 @@ multiplication can be told from the others in the code.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +27,6 @@ WORLD = 4
 GPU = "cuda:sm_90"
 # The same schedule in C++, whose order of calls test_triton.py reads in every run.
 TARGETS = [GPU, pytest.param("cpu", marks=pytest.mark.long)]
-
-
-def cases_of_ranks(num_ranks: int) -> list[Any]:
-    """Return (rank, target): every rank's GPU code, and one's for the CPU; one is always run."""
-    others = [(rank, GPU) for rank in range(num_ranks) if rank != 1]
-    long = [pytest.param(*case, marks=pytest.mark.long) for case in [(1, "cpu"), *others]]
-    return [(1, GPU), *long]
 
 
 # Weights as the forward pass reads them, transposed: (in, out).
@@ -96,9 +88,9 @@ def between(wrapper: Wrapper, start: Call, wait: Call) -> list[str]:
     return [call.kind for call in wrapper.calls if start.line < call.line < wait.line]
 
 
-@pytest.mark.parametrize(("rank", "target"), cases_of_ranks(WORLD - 1))
-def test_keys_leave_before_queries_are_projected(rank: int, target: str) -> None:
-    code = code_of(rank, target, "global").code["forward"]
+@pytest.mark.parametrize("target", TARGETS)
+def test_keys_leave_before_queries_are_projected(target: str) -> None:
+    code = code_of(1, target, "global").code["forward"]
     check = FileCheck().check("def call(")
     for _ in range(LAYERS):
         check = check.check(KEY_OR_VALUE).check(KEY_OR_VALUE).check(START).check(QUERY)
@@ -112,9 +104,9 @@ def test_of_itself_the_model_projects_queries_first(target: str) -> None:
     FileCheck().check("def call(").check(QUERY).check(START).run(code)
 
 
-@pytest.mark.parametrize(("rank", "target"), cases_of_ranks(WORLD))
-def test_gradients_travel_home_behind_matrix_multiplications(rank: int, target: str) -> None:
-    wrapper = read(rank, target, "backward", "global")
+@pytest.mark.parametrize("target", TARGETS)
+def test_gradients_travel_home_behind_matrix_multiplications(target: str) -> None:
+    wrapper = read(1, target, "backward", "global")
     exchanges = plan_of().backward().exchanges * LAYERS
     all_flights = flights(wrapper)
     assert len(all_flights) == len(exchanges)

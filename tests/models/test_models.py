@@ -23,27 +23,14 @@ from tests.support.ranks import run_ranks
 
 pytest.importorskip("transformers")
 
-# One of experts, whose keys are shared and values narrower; sinks; a hybrid.
-ALWAYS = {"DeepseekV3", "GptOss", "Bamba"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in ALWAYS else pytest.mark.long)
-        for name in MODELS
-    ],
-)
-def test_model(name: str) -> None:
-    run_ranks(2, check, name)
+# States go through a rank that is neither the first nor the last.
+ON_THREE = {*HYBRIDS, "Mistral", "WhisperForConditionalGeneration", "DeiTModel"}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [*sorted(HYBRIDS), "Mistral", "WhisperForConditionalGeneration", "DeiTModel"]
-)
-def test_on_three_ranks(name: str) -> None:
-    run_ranks(3, check, name)
+@pytest.mark.parametrize("name", MODELS)
+def test_model(name: str) -> None:
+    run_ranks(3 if name in ON_THREE else 2, check, name)
 
 
 # Packed documents of other models are in tests/run/test_batches.py.
@@ -56,13 +43,8 @@ def test_packed(name: str) -> None:
         run_ranks(2, check, name, "packed")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "Mistral" else pytest.mark.long)
-        for name in PADDED
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", PADDED)
 def test_padded(name: str) -> None:
     run_ranks(2, check, name, "padded")
 

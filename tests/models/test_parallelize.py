@@ -49,6 +49,7 @@ from tests.support.combinations import (
     EAGER,
     NUM_LAYERS,
     VOCABULARY,
+    assert_beside,
     compiled,
     make_batch,
     mean_loss,
@@ -97,13 +98,7 @@ def assert_close(actual: Any, expected: Tensor, name: str = "") -> None:
     assert difference <= TOLERANCE * max(1.0, expected.abs().max().item()), (name, difference)
 
 
-def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
-    expected = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        wanted = expected[plain_name(name)].grad
-        assert (wanted is None) == (parameter.grad is None), name
-        if wanted is not None:
-            assert_close(whole(parameter.grad), wanted, name)
+assert_same_gradients = partial(assert_beside, tolerance=TOLERANCE, least=1.0)
 
 
 # --- A step -------------------------------------------------------------------------------------
@@ -169,11 +164,11 @@ def forget_results() -> None:
 
 @on_ranks(2)
 def test_results_of_before_may_go_during_a_trace() -> None:
-    reference = Forgetting().double()
+    reference = Forgetting(1).double()
     model, batch = copy.deepcopy(reference), make_batch(2, 9)
     expected = reference(*batch)
     cp_inductor.parallelize(model, world_mesh())
-    Forgetting.results.append(cp_inductor.parallelize(make_model(), world_mesh())(*batch))
+    Forgetting.results.append(cp_inductor.parallelize(make_model(1), world_mesh())(*batch))
     assert_close(compiled(model, AOT)(*batch), expected)
 
 
@@ -189,7 +184,11 @@ class WithLogits(Training):
 def test_results_are_used_as_those_of_one_process(form: str) -> None:
     """Written to in place, differentiated by plain gradients, alone, and beside others."""
 
-    def use(way: int, model: nn.Module, call: Any) -> None:
+    reference = WithLogits(1).double()
+    model = cp_inductor.parallelize(copy.deepcopy(reference), world_mesh())
+    run = compiled(model, form)
+
+    def use(way: int, call: Any) -> None:
         loss, logits = call(*make_batch(2, 9))
         half = torch.tensor(0.5, dtype=loss.dtype)
         if way == 0:
@@ -202,10 +201,10 @@ def test_results_are_used_as_those_of_one_process(form: str) -> None:
             torch.autograd.backward([loss, logits], [half, torch.ones_like(whole(logits))])
 
     for way in range(3):
-        reference = WithLogits().double()
-        model = copy.deepcopy(reference)
-        use(way, reference, reference)
-        use(way, model, compiled(cp_inductor.parallelize(model, world_mesh()), form))
+        model.zero_grad()
+        reference.zero_grad()
+        use(way, reference)
+        use(way, run)
         assert_same_gradients(model, reference)
 
 
@@ -213,29 +212,29 @@ def test_results_are_used_as_those_of_one_process(form: str) -> None:
 
 
 def by_ddp(mesh: DeviceMesh) -> nn.Module:
-    model = cp_inductor.parallelize(make_model(), mesh["cp"])
+    model = cp_inductor.parallelize(make_model(1), mesh["cp"])
     return DistributedDataParallel(model, process_group=mesh["dp"].get_group())
 
 
 def by_ddp_over_both_axes(mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(
-        cp_inductor.parallelize(make_model(), mesh["cp"], gradients="partial")
+        cp_inductor.parallelize(make_model(1), mesh["cp"], gradients="partial")
     )
 
 
 def by_fully_shard(mesh: DeviceMesh, **options: Any) -> Any:
-    model = cp_inductor.parallelize(make_model(), mesh["cp"])
+    model = cp_inductor.parallelize(make_model(1), mesh["cp"])
     for layer in model.decoder.layers:
         fully_shard(layer, mesh=mesh["dp"], **options)
     return fully_shard(model, mesh=mesh["dp"], **options)
 
 
 def sharded_before(mesh: DeviceMesh) -> nn.Module:
-    return cp_inductor.parallelize(fully_shard(make_model(), mesh=mesh["dp"]), mesh["cp"])
+    return cp_inductor.parallelize(fully_shard(make_model(1), mesh=mesh["dp"]), mesh["cp"])
 
 
 def by_fsdp1(mesh: DeviceMesh) -> nn.Module:
-    model = cp_inductor.parallelize(make_model(), mesh["cp"])
+    model = cp_inductor.parallelize(make_model(1), mesh["cp"])
     device = torch.device("cpu")
     return FullyShardedDataParallel(
         model, device_mesh=mesh["dp"], device_id=device, use_orig_params=True
@@ -243,18 +242,18 @@ def by_fsdp1(mesh: DeviceMesh) -> nn.Module:
 
 
 def over_both_axes(mesh: DeviceMesh) -> nn.Module:
-    model = cp_inductor.parallelize(make_model(), mesh["cp"], gradients="partial")
+    model = cp_inductor.parallelize(make_model(1), mesh["cp"], gradients="partial")
     return fully_shard(model, mesh=mesh["dp", "cp"]._flatten("fsdp"))
 
 
 def with_weights(mesh: DeviceMesh) -> nn.Module:
     weights = mesh["dp", "cp"]._flatten("weights")
-    return cp_inductor.parallelize(make_model(), mesh["cp"], weights=weights)
+    return cp_inductor.parallelize(make_model(1), mesh["cp"], weights=weights)
 
 
 def check_wrapped(wrap: Any, form: str, length: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    model, reference = wrap(mesh), make_model()
+    model, reference = wrap(mesh), make_model(1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     batches = [make_batch(2, length, seed) for seed in (1, 2)]
     losses = [reference(*batch) for batch in batches]
@@ -291,7 +290,7 @@ def test_wrapped_for_data_parallelism(wrap: Any, form: str) -> None:
 def check_accumulated(form: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
-    model, reference = by_fully_shard(mesh, mp_policy=policy), make_model()
+    model, reference = by_fully_shard(mesh, mp_policy=policy), make_model(1)
     batches = [make_batch(2, 13, seed) for seed in range(4)]
     sum(reference(*batch) for batch in batches).div(2).backward()
     run, mine = compiled(model, form), batches[mesh.get_local_rank("dp") :: 2]
@@ -587,10 +586,7 @@ def draw_inputs(draw: random.Random) -> tuple[Any, ...]:
     batch, length = draw.randint(1, 3), draw.randint(2, 9)
     sizes = [batch, length, 1, 2, 5]
     generator = torch.Generator().manual_seed(draw.randint(0, 1 << 20))
-
-    def some(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+    some = partial(torch.randn, generator=generator, dtype=torch.float64)
     ids = torch.randint(VOCABULARY, (batch, length), generator=generator)
     features = [some(*draw.choices(sizes, k=draw.randint(1, 4)))]
     features.append(some(draw.choice(sizes), 1, draw.choice(sizes)))
@@ -621,7 +617,7 @@ def check_guesses(seeds: list[int], form: str) -> None:
 @pytest.mark.slow
 def test_what_is_cut_never_changes_numbers() -> None:
     run_ranks(2, check_guesses, list(range(24)), EAGER)
-    run_ranks(3, check_guesses, [40], AOT)
+    run_ranks(2, check_guesses, [40], AOT)
 
 
 @pytest.mark.long
@@ -690,10 +686,8 @@ def other_classes(seed: int) -> tuple[Tensor, ...]:
 @on_ranks(2)
 @torch.no_grad()  # there is no backward to compile, and ranks compare before the forward
 def test_ranks_that_pass_other_batches_are_told(form: str) -> None:
-    for model, draw in (
-        (make_model(1), lambda seed: make_batch(2, 9, seed)),
-        (Classifier(), other_classes),
-    ):
+    cases = [(Classifier(), other_classes), (make_model(1), partial(make_batch, 2, 9))]
+    for model, draw in cases[: 2 if form == EAGER else 1]:  # compiled code compares as eager code
         run = compiled(cp_inductor.parallelize(model, world_mesh()), form)
 
         def run_with(*seeds: int, run: Any = run, draw: Any = draw) -> None:

@@ -222,7 +222,7 @@ REPORTS = {
     "padding is a word": Report(
         Decoder, lambda: padded(13), "numbers that are the same on every rank", is_eager=False
     ),
-    "weights of tokens": Report(Decoder, lambda: weighted(11), "own tokens", ranks=(3,)),
+    "weights of tokens": Report(Decoder, lambda: weighted(11), "own tokens"),
     "losses of routers": Report(Routed, lambda: tokens(14), "own tokens", ranks=(1, 4, 2)),
     "blocks of 256 by 128": Report(
         FlexBlocks, lambda: states(300), "compile the function that calls it", is_eager=False

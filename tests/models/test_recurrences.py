@@ -507,10 +507,7 @@ def test_documents_are_apart(world_size: int) -> None:
         own = slice(rank * size, (rank + 1) * size)
         numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
         borders = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+        normal = partial(torch.randn, generator=generator, dtype=torch.float64)
         delta = dict(zip("qkv", normal(3, 1, length, 2, 3), strict=True))
         delta |= {"g": -normal(1, length, 2).exp(), "beta": normal(1, length, 2).sigmoid()}
         mamba = {name: normal(1, length, 2, 3) for name in "xz"} | {"dt": normal(1, length, 2)}

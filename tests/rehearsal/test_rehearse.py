@@ -143,8 +143,6 @@ def job_of(name: str, dtype: torch.dtype, world_size: int) -> Job:
         ("Llama", torch.float32, 2),
         ("Llama", torch.bfloat16, 4),
         ("Mistral", torch.float32, 3),
-        ("Mistral", torch.bfloat16, 2),
-        ("Qwen3", torch.float32, 4),
         ("Qwen3", torch.bfloat16, 2),
         ("GptOss", torch.float32, 2),
         ("GptOss", torch.bfloat16, 2),

@@ -8,7 +8,9 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import cp_inductor
 from cp_inductor.passes.pipeline import PASSES
@@ -41,6 +43,17 @@ def sources() -> dict[str, Path]:
     return names
 
 
+Node = TypeVar("Node", bound=ast.AST)
+
+
+def nodes_of(kind: type[Node]) -> Iterator[tuple[str, Node]]:
+    """Yield the modules of the package with their nodes of a kind."""
+    for module, path in sources().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, kind):
+                yield module, node
+
+
 def test_rooms_import_what_is_below_them() -> None:
     """The contracts in pyproject.toml, which `make check` prints."""
     program = "from importlinter.cli import lint_imports_command as main; main()"
@@ -55,11 +68,10 @@ def test_sources_are_of_the_oldest_python() -> None:
 
 
 def test_names_with_an_underscore_stay_at_home() -> None:
-    for module, path in sources().items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cp_inductor"):
-                private = [alias.name for alias in node.names if alias.name.startswith("_")]
-                assert not private, f"{module} imports {private} of {node.module}"
+    for module, node in nodes_of(ast.ImportFrom):
+        if (node.module or "").startswith("cp_inductor"):
+            private = [alias.name for alias in node.names if alias.name.startswith("_")]
+            assert not private, f"{module} imports {private} of {node.module}"
 
 
 def test_no_test_imports_another() -> None:
@@ -202,22 +214,16 @@ def test_reset_knows_every_cache() -> None:
     """Nobody keeps results by functools itself, but for the hash of the code that is in memory."""
     # This one is kept within a call.
     others = {"cp_inductor.kept", "cp_inductor.source", "cp_inductor.passes.recognize_mask"}
-    for module, path in sources().items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module == "functools":
-                names = {alias.name for alias in node.names}
-                assert module in others or not names & {"cache", "lru_cache"}, module
+    for module, node in nodes_of(ast.ImportFrom):
+        if node.module == "functools":
+            names = {alias.name for alias in node.names}
+            assert module in others or not names & {"cache", "lru_cache"}, module
 
 
 def test_models_of_other_libraries_are_named_in_integrations_alone() -> None:
-    for module, path in sources().items():
+    for module, node in nodes_of(ast.Constant):
         if not module.startswith(("cp_inductor.integrations.", "cp_inductor.inspect.")):
-            names = [
-                node.value
-                for node in ast.walk(ast.parse(path.read_text()))
-                if isinstance(node, ast.Constant) and isinstance(node.value, str)
-            ]
-            assert not [name for name in names if name.startswith("transformers.")], module
+            assert not str(node.value).startswith("transformers."), module
 
 
 def test_the_environment_is_read_in_config_alone() -> None:

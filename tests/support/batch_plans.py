@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BatchPlan, plan_batch
-from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.plan.batch_tables import RankTables, rank_tables
 from cp_inductor.plan.ir import DESTINATION, IS_OF_KEYS, PAYLOAD, SOURCE, START, Transfers
 
@@ -24,25 +24,18 @@ def plan(
     lengths: Sequence[int],
     *,
     key_lengths: Sequence[int] | None = None,
-    batch: int = 1,
     heads: tuple[int, int] = (4, 2),
-    stages: int = 2,
-    size: int = 0,
-    num_groups: int = 0,
-    nodes: Nodes | None = None,
+    **how: Any,
 ) -> BatchPlan:
+    """Plan one entry in two stages, unless `how` of `plan_batch` says otherwise."""
     return plan_batch(
         Rule.parse(text),
         tables,
-        batch=batch,
         query_lengths=lengths,
         key_lengths=lengths if key_lengths is None else key_lengths,
         num_heads=heads[0],
         num_kv_heads=heads[1],
-        stages=stages,
-        size=size,
-        num_groups=num_groups,
-        nodes=nodes,
+        **{"batch": 1, "stages": 2, **how},
     )
 
 

@@ -66,10 +66,7 @@ def _draw_delta(
 ) -> Arguments:
     batch, heads, groups, keys, values = _sizes(generator, 2, 2, 2, 8, 8)
     groups = 1 if by_key else groups
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    normal = partial(torch.randn, generator=generator)
     shape = (batch, length, heads * groups, *((keys,) if by_key else ()))
     return {
         "query": F.normalize(normal(batch, length, heads, keys), dim=-1),
@@ -101,10 +98,7 @@ def delta_steps(
 
 def _draw_linear(generator: torch.Generator, length: int, decay: float, *, kind: str) -> Arguments:
     batch, heads, keys, values = _sizes(generator, 2, 3, 8, 8)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    normal = partial(torch.randn, generator=generator)
     more: Arguments = {"layer_idx": 1, "num_layers": 3}
     if kind == "gla":
         more = {"g": _logs(generator, (batch, length, heads, keys), decay)}
@@ -166,10 +160,7 @@ def chunk_lightning_attn(
 def _draw_mamba2(generator: torch.Generator, length: int, decay: float) -> Arguments:
     batch, groups, per_group, width, size = _sizes(generator, 2, 2, 2, 6, 6)
     heads = groups * per_group
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    normal = partial(torch.randn, generator=generator)
     # With steps of about 0.7 = softplus(0).
     return {
         "hidden_states": normal(batch, length, heads, width),
@@ -212,10 +203,7 @@ def mamba2_steps(
 
 def _draw_mamba(generator: torch.Generator, length: int, decay: float) -> Arguments:
     batch, width, size = _sizes(generator, 2, 6, 6)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    normal = partial(torch.randn, generator=generator)
     return {
         "hidden_states": normal(batch, width, length),
         "dt": normal(batch, width, length) * 0.3,

@@ -15,23 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
-from tests.support.models import EXPERTS, SIZES, VOCABULARY
+from tests.support.combinations import plain_name, whole
+from tests.support.models import VOCABULARY, make
 from tests.support.ranks import run_ranks
 
 LENGTH = 33
 DOCUMENTS = 9  # of which the last batch has one
 
-# What a configuration takes besides SIZES, and what a batch has besides tokens.
-MODELS: Mapping[str, tuple[Mapping[str, Any], str]] = {
-    "Llama": ({}, "padding"),
-    "Mistral": ({"sliding_window": 12}, ""),
-    "Qwen3": ({"head_dim": 8}, "packed"),
-    "Mixtral": ({"num_local_experts": 4}, "padding"),
-    "Qwen3Moe": ({**EXPERTS, "head_dim": 8, "output_router_logits": True}, "packed"),
-}
+# What a batch of each model has besides tokens.
+MODELS = {"Llama": "padding", "Mistral": "", "Qwen3": "packed", "Qwen3Moe": "packed"}
 CAUSAL = "Llama, causal"  # whose attention needs no compile
 
 
@@ -212,11 +206,9 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
     import transformers
 
     name, _, kind = name.partition(", ")
-    sizes, own_kind = MODELS[name]
-    kind = {"": own_kind, "causal": ""}.get(kind, kind)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **sizes})
+    kind = {"": MODELS[name], "causal": ""}.get(kind, kind)
     transformers.set_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = make(name, **({"output_router_logits": True} if name == "Qwen3Moe" else {}))
     settings = with_axes(settings)
     metrics, own_loss = settings.pop("metrics", False), settings.pop("own_loss", False)
     stream = settings.pop("stream", False)
@@ -275,10 +267,7 @@ def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
     from trl import SFTConfig, SFTTrainer
 
     transformers.set_seed(0)
-    sizes = {**SIZES, "head_dim": 8, **settings.pop("sizes", {})}
-    name = settings.pop("model", "Qwen3")
-    config = getattr(transformers, f"{name}Config")(**sizes)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = make("Qwen3", **settings.pop("sizes", {}))
     settings = with_axes(settings)
     resume = settings.pop("resume", None)
     own_loss = settings.pop("own_loss", False)
@@ -349,7 +338,7 @@ def _run(trainer: Any, folder: str, resume: int | None) -> tuple[Any, Any, Any]:
         def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             found = kwargs["model"].named_parameters()
             gradients.append(
-                {_bare(name): _whole(p.grad) for name, p in found if p.grad is not None}
+                {plain_name(name): whole(p.grad) for name, p in found if p.grad is not None}
             )
 
     trainer.add_callback(Watch())
@@ -360,15 +349,5 @@ def _run(trainer: Any, folder: str, resume: int | None) -> tuple[Any, Any, Any]:
         {k: v for k, v in entry.items() if not any(word in k for word in timed)}
         for entry in trainer.state.log_history
     ]
-    weights = {_bare(name): _whole(p) for name, p in trainer.model.named_parameters()}
+    weights = {plain_name(n): whole(p.detach()) for n, p in trainer.model.named_parameters()}
     return logs, gradients, weights
-
-
-def _bare(name: str) -> str:
-    """Return a parameter's name without what checkpoints of activations put into it."""
-    return name.replace("_checkpoint_wrapped_module.", "")
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

@@ -94,15 +94,14 @@ def test_settings_of_trainer(settings: Mapping[str, Any], tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("metrics", [False, True])
-def test_evaluation_while_training(metrics: bool, tmp_path: Path) -> None:
-    """The last batch has one sample; with metrics, every rank has the logits of all."""
-    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "metrics": metrics}
+def test_evaluation_while_training(tmp_path: Path) -> None:
+    """The last batch has one sample, and every rank has the logits of all."""
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "metrics": True}
     settings = {**COMPILED, "max_steps": 2, **evaluating}
     two = train_on(2, "Llama", tmp_path / "two", settings)
     check_same(two, train_on(1, "Llama", tmp_path / "one", settings))
     assert sum("eval_loss" in entry for entry in two.logs) == 2
-    assert (two.logits is not None) == metrics
+    assert two.logits is not None
 
 
 @pytest.mark.long
@@ -158,12 +157,10 @@ def sharded(batches: int, **settings: Any) -> dict[str, Any]:
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
-                (CAUSAL, 4, 2, {}),
                 ("Qwen3", 2, 1, {**COMPILED, **CHECKPOINTED}),
                 (CAUSAL, 2, 1, OFFLOADED),
                 ("Qwen3Moe, causal", 2, 1, CHECKPOINTED),  # and the loss that balances experts
                 ("Llama", 4, 2, COMPILED),
-                ("Mixtral", 2, 1, {**COMPILED, **CHECKPOINTED}),
                 ("Qwen3", 2, 1, {**COMPILED, "torch_compile_backend": "cp_inductor"}),
                 (CAUSAL, 4, 2, {"average_tokens_across_devices": False}),
                 ("Llama", 2, 1, {**COMPILED, "gradient_checkpointing": True}),

@@ -6,9 +6,7 @@ compiled, while Dynamo looks at every function that Python calls.
 
 from __future__ import annotations
 
-import faulthandler
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -37,23 +35,10 @@ from tests.support.combinations import (
 from tests.support.ranks import on_ranks
 from tests.support.reference import make_qkv
 
-# Ranks that take longer print where they are. Through Inductor it takes a minute, or on a machine
-# that others use several; `tests.support.ranks` ends them after ten.
-STACKS_AFTER_S = 500
 # float64, of losses and weights of about 1 after a few steps; sums of two ranks are rounded apart.
 TOLERANCE = 1e-12
 
 BATCHES = [make_batch(2, 14, seed=seed) for seed in (1, 2, 3)]
-
-
-@contextmanager
-def watched() -> Iterator[None]:
-    """Print the stack of every thread if this takes too long, and end the process."""
-    faulthandler.dump_traceback_later(STACKS_AFTER_S, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def make_step(
@@ -117,8 +102,7 @@ def test_steps(row: str, form: str) -> None:
     expected, model = (make_model(num_layers=1).double() for _ in range(2))
     step = make_step(expected)
     losses = [step(*batch) for batch in BATCHES]
-    with watched():
-        actual = WAYS[row].settings["train"](model, mesh, form)
+    actual = WAYS[row].settings["train"](model, mesh, form)
     torch.testing.assert_close(torch.stack(actual), torch.stack(losses), rtol=0, atol=TOLERANCE)
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         difference = (whole(one.detach()) - other.detach()).abs().max()
@@ -147,8 +131,7 @@ def test_callbacks_of_the_user_are_the_only_ones() -> None:
 
     callback_handler.register_start_callback(note)
     try:
-        with watched():
-            step(query)
+        step(query)
         assert len(calls) > 1
         assert callback_handler.start_callbacks == [note]
         assert callback_handler.end_callbacks == []

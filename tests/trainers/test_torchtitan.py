@@ -38,11 +38,10 @@ def test_llama_trains_as_on_one_process() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ranks", "cp"), [(2, 2), (4, 2)])
-def test_example(ranks: int, cp: int) -> None:
-    """The same as users run it."""
-    arguments = f"--cp {cp} --layers 2 --steps 3 --backend cp_aot_eager"
-    said = run_example("torchtitan_llama", ranks, arguments).stdout
+def test_example() -> None:
+    """The same as users run it, on two pairs of ranks."""
+    arguments = "--cp 2 --layers 2 --steps 3 --backend cp_aot_eager"
+    said = run_example("torchtitan_llama", 4, arguments).stdout
     assert number_in(said, "difference of loss") <= LOSS_TOLERANCE
     assert number_in(said, "difference of gradients") <= GRADIENT_TOLERANCE
     assert number_in(said, "attentions rewritten") == 1  # all blocks share the code

@@ -46,9 +46,8 @@ def test_packed_documents(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        PADDED,
+        {**PADDED, "loss_type": "dft"},
         {"packing_strategy": "wrapped"},
-        {"loss_type": "dft"},
         {"average_tokens_across_devices": False, "gradient_checkpointing": False},
         {"sizes": {"tie_word_embeddings": True}},
         {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2},
@@ -58,7 +57,7 @@ def test_packed_documents(tmp_path: Path) -> None:
         {"adapters": True, "sizes": {"num_hidden_layers": 1}},
     ],
     ids=[
-        *("padded", "wrapped", "dft", "averages", "tied", "evaluation", "smoothed"),
+        *("padded, dft", "wrapped", "averages", "tied", "evaluation", "smoothed"),
         *("own loss", "own loss, averages", "adapters"),
     ],
 )
@@ -72,7 +71,6 @@ def test_settings(settings: Mapping[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "batches", "more"),
     [
-        (2, 1, {}),
         (4, 2, {}),
         (2, 1, {**CHECKPOINTED, "gradient_checkpointing": False}),
         (2, 1, OFFLOADED),

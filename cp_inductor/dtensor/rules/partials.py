@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_inductor.dtensor.sequence_meshes import holds_sequences
 from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, replicated
@@ -47,7 +47,7 @@ def is_partial(tensor: DTensor) -> bool:
 
 def make_whole(tensor: DTensor) -> DTensor:
     """Return a partial as every rank's own; sharded dims stay sharded."""
-    extremes = {place.reduce_op for place in tensor.placements if place.is_partial()}
+    extremes = {place.reduce_op for place in tensor.placements if isinstance(place, Partial)}
     if tensor.is_floating_point() and extremes & {"max", "min"}:
         return _whole_extreme(tensor, is_max="max" in extremes)
     return _reduced(tensor)

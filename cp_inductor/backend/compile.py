@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -27,6 +26,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 
+from cp_inductor.backend.cache_key import cache_key
 from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.backend.progress import compile_announced
@@ -164,13 +164,6 @@ def compile_through_inductor(
             **kwargs,
         )
     return captured.runner(cast("Callable[..., Any]", compiled))
-
-
-def cache_key(settings: Settings) -> str:
-    """Return what generated code depends on besides the graph, which Inductor hashes itself."""
-    rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    asked_for = (settings.enabled, settings.plan_options, settings.scheduling)
-    return repr((rank, settings.axis, source_hash(), *asked_for, settings.check_agreement))
 
 
 def _inductor_patches(settings: Settings, mode: str | None, post_grad: PostGrad) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
 from cp_inductor import source
+from cp_inductor.backend import cache_key
 from cp_inductor.backend import compile as backend
 from cp_inductor.backend.captured import Captured
 from cp_inductor.dtensor.recipe import PlanOptions
@@ -111,19 +112,21 @@ def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, way: str) -> None
 def test_a_mean_over_labels_of_plain_shards_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """What counts the labels is a function of ours, in a graph that AOTAutograd may not know."""
 
-    def check(gm: fx.GraphModule, inputs: object, settings: Settings) -> Callable[..., Any]:
+    def check(
+        gm: fx.GraphModule, inputs: object, settings: Settings, mode: str | None
+    ) -> Callable[..., Any]:
         Captured.of(gm, settings)
         assert count_labels in [node.target for node in gm.graph.nodes]
         with inductor_config.patch(backend._inductor_patches(settings, None, PostGrad(""))):
             check_cacheable(gm)
         return gm.forward
 
-    monkeypatch.setattr(backend, "_compile_aot_eager", check)
+    monkeypatch.setattr(backend, "compile_through_inductor", check)
     with fake_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         compiled = torch.compile(
             lambda scores, labels: F.cross_entropy(scores.flatten(0, 1), labels.flatten()),
-            backend="cp_aot_eager",
+            backend="cp_inductor",
             fullgraph=True,
             options={"mesh": mesh},
         )
@@ -141,7 +144,7 @@ def key_of(**settings: Any) -> str:
         "inductor_options": {},
         **settings,
     }
-    return backend.cache_key(Settings(**values))
+    return cache_key.cache_key(Settings(**values))
 
 
 def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +159,7 @@ def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.Mon
             keys.append(key_of(plan_options=PlanOptions("auto", stages=3, keep_bytes=0)))
             keys.append(key_of(scheduling=Scheduling.read({"schedule": "none"})[0]))
     keys.append(key_of())
-    monkeypatch.setattr(backend, "source_hash", lambda: "another source")
+    monkeypatch.setattr(cache_key, "source_hash", lambda: "another source")
     keys.append(key_of())
     assert len(set(keys)) == len(keys)
 

@@ -31,6 +31,7 @@ from cp_inductor.modules.ties import check_ties
 from cp_inductor.ops.attention import attention_of
 from cp_inductor.passes.align_attention import align_attention
 from cp_inductor.passes.attentions import has_attentions, has_masks
+from cp_inductor.passes.bucket_sums import bucket_sums
 from cp_inductor.passes.capture_attention import capture_attention
 from cp_inductor.passes.check_mesh import check_mesh
 from cp_inductor.passes.check_placements import check_placements
@@ -317,6 +318,9 @@ PASSES = (
     Pass(LOWER, "number_attentions", Lowering.number_attentions),
     # Before the exchanges of attentions are there, which no two share.
     Pass(LOWER, "merge_starts", _of_all_graphs(merge_starts)),
+    # Likewise: sums that stand between attentions are adjacent here.
+    Pass(LOWER, "bucket_sums", lambda this: bucket_sums(this.gm),
+         lambda this: this.kind == "backward", is_spare=True),
     Pass(LOWER, "lower_attention", Lowering.lower_attention),
     Pass(LOWER, "verify_graph", Lowering.verify),
 

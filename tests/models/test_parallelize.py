@@ -461,6 +461,17 @@ def gathers_of(graph: Any) -> Iterator[Any]:
     yield from graph.find_nodes(op="call_function", target=gather)
 
 
+def test_small_gradients_are_summed_together(first_mesh: DeviceMesh) -> None:
+    """Those of a tied weight, which are added behind their sums, alone."""
+    model = cp_inductor.parallelize(make_model(), first_mesh)
+    backward = lowered_graphs(model, *make_batch(2, 16))["backward"].graph
+    all_reduce = torch.ops._c10d_functional.all_reduce.default
+    sums = backward.find_nodes(op="call_function", target=all_reduce)
+    largest = max(node.meta["val"].numel() for node in sums)
+    num_weights = sum(weight.numel() for weight in model.decoder.layers.parameters())
+    assert len(sums) <= 4 and largest > 0.8 * num_weights
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["layers", "a graph break"])
 @on_ranks(2)

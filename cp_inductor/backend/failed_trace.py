@@ -103,10 +103,11 @@ def errors_unwrapped(gm: fx.GraphModule | None = None) -> Iterator[None]:
 def _tell(error: Exception, frame: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Let the ranks that share a sequence know that this one has no graph for what they may run."""
     batches = getattr(type(frame.get("self")), BATCHES, None)
-    meshes = options.get("mesh"), getattr(batches, "mesh", None)
+    given = options.get("mesh"), getattr(batches, "mesh", None)
+    meshes = [mesh for mesh in given if isinstance(mesh, DeviceMesh) and mesh.get_coordinate()]
     with suppress(RuntimeError, KeyError, ValueError):  # a group is gone
         names = set(groups_of_program())
-        names.update(str(m.get_group(0).group_name) for m in meshes if isinstance(m, DeviceMesh))
+        names.update(str(mesh.get_group(0).group_name) for mesh in meshes)
         for leaf in pytree.tree_leaves(dict(frame)):
             if isinstance(leaf, DTensor) and leaf.device_mesh.get_coordinate() is not None:
                 axes = [

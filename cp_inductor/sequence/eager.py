@@ -17,6 +17,7 @@ that nothing else (Dynamo, backwards, hooks of other libraries) meets it.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
@@ -195,6 +196,8 @@ class EagerTyper(Typer):
                 with self.running():
                     return func(*args, **kwargs)
         elif func in _READING:
+            if func in (Tensor.untyped_storage, Tensor.storage) and not _is_memory_read():
+                return func(*args, **kwargs)
             return self._read(func, args, kwargs, leaves)
         elif func == _SET_DATA and all(map(_is_plain, leaves)):
             self.type_of(args[0])  # notes that the program keeps it
@@ -531,6 +534,26 @@ def _is_of_a_module(tensor: Tensor) -> bool:
                 return True
         frame = frame.f_back
     return False
+
+
+# The rest of torch asks for a storage to tell views apart, or to make a fake tensor.
+_SAVING = frozenset(
+    function.__code__.co_filename
+    for function in (Tensor.__reduce_ex__, torch.save, torch.UntypedStorage.__reduce__)
+)
+_TORCH, _PACKAGE = (
+    os.path.dirname(path) + os.sep
+    for path in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
+)
+
+
+def _is_memory_read() -> bool:
+    """Whether who asks for a storage reads it: the program itself, or `torch.save` for it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    name = frame.f_code.co_filename if frame is not None else ""
+    return not name.startswith(_TORCH) or name in _SAVING
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -67,7 +67,7 @@ def merge_all_reduces(
     """Make one all-reduce of adjacent ones of a group and dtype whose waits are wanted.
 
     `bucket_all_reduce_by_mb`, `merge_all_reduce_bucket` (torch._inductor.fx_passes.bucketing,
-    2.13-2.14).
+    2.13-2.15).
     """
     from torch._inductor.fx_passes.bucketing import (
         bucket_all_reduce_by_mb,

@@ -9,8 +9,8 @@ writes              writes in place that DTensor would lose
 draws, numbers      one draw, and one number for Python, for all ranks
 single_ops          empty tensors, and ops that compute every element alone
 
-All are registered here. On meshes along which no sequences lie (`sequence_meshes`) losses, partials,
-draws and numbers stay DTensor's own. Programs that do not use the library keep all of its rules.
+All are registered here. Where no sequences lie (`sequence_meshes`), losses, partials, draws and
+numbers stay DTensor's own. Programs that do not use the library keep all of its rules.
 """
 
 from cp_inductor.dtensor.rules.attention import register_dtensor_attention

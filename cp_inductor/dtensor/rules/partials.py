@@ -13,8 +13,8 @@ A sum stays partial in a backward, where it is a gradient on its way to its sum,
 product, as in layers whose weights are sharded by rows. DTensor's rules for both are linear. A
 write to such a partial is computed on the whole, unless it is linear: see `writes`.
 
-One all-reduce of a reduced tensor for each; DTensor would do the same at the first op that is not
-linear.
+One all-reduce of a reduced tensor for each, which says of maxima where they are NaN. DTensor has
+one at the first op that is not linear.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from tabulate import tabulate
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.precision import CASES, DTYPES, HEAD_DIM, STRATEGIES, Errors, batch_of, measure  # noqa: E402
+from tests.support import precision  # noqa: E402
+from tests.support.precision import CASES, DTYPES, STRATEGIES, Errors, measure  # noqa: E402
 
 # Longer sequences are for the cases that say so, a minute each: as attention by the definition is.
 SHORT = 1000
@@ -35,18 +36,18 @@ Row = dict[str, Any]
 def run(args: argparse.Namespace) -> list[Row]:
     rows = []
     for case in CASES:
-        if args.cases and case.name not in args.cases:
+        if args.cases and case not in args.cases:
             continue
         for dtype in args.dtypes:
             for length in args.lengths:
                 is_long = length > SHORT
-                if is_long and (not case.is_long or dtype not in args.long_dtypes):
+                if is_long and (case not in precision.LONG or dtype not in args.long_dtypes):
                     continue
                 for world_size in args.long_ranks if is_long else args.ranks:
                     ratios = measure(
                         case, dtype, world_size, length, has_exact_tiles=args.exact_tiles
                     )
-                    row = {"case": case.name, "dtype": dtype, "ranks": world_size}
+                    row = {"case": case, "dtype": dtype, "ranks": world_size}
                     rows.append({**row, "tokens": length, "ratios": ratios})
                     print(".", end="", flush=True, file=sys.stderr)
     return rows
@@ -76,7 +77,7 @@ def describe_runs(rows: list[Row]) -> list[str]:
             for key in ("case", "dtype", "ranks")
         )
         of_cases = "all cases" if len(cases) == len(CASES) else "; ".join(cases)
-        what = f"{length} tokens, batch {batch_of(length)}"
+        what = f"{length} tokens, batch {precision.batch_of(length)}"
         lines.append(f"{what}, P = {', '.join(ranks)}, {', '.join(dtypes)}: {of_cases}")
     return lines
 
@@ -96,7 +97,9 @@ def main() -> None:
     rows = run(args)
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     said = f"torch {versions['torch']}, Python {versions['python']}, {platform.machine()} CPU"
-    print(f"{datetime.date.today()}, {said}; 4 heads (3 at P = 3), head dim {HEAD_DIM}.\n")
+    print(
+        f"{datetime.date.today()}, {said}; 4 heads (3 at P = 3), head dim {precision.HEAD_DIM}.\n"
+    )
     print(*(f"* {line}" for line in describe_runs(rows)), "", table_of(rows), sep="\n")
     print(json.dumps({"benchmark": "numerics", **vars(args), **versions, "rows": rows}))
 

@@ -104,8 +104,7 @@ class DeviceMemory:
         self, shape: Any, stride: Any, dtype: torch.dtype, name: str, *, on_host: bool = False
     ) -> Tensor:
         """Return a fresh, poisoned tensor (any shape, strides in elements)."""
-        elements = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-        num_bytes = 0 if 0 in shape else elements * dtype.itemsize
+        num_bytes = _span(shape, stride) * dtype.itemsize
         raw = np.full(num_bytes + 2 * GUARD + ALIGNMENT, POISON, np.uint8)
         first = raw.ctypes.data + GUARD
         first += -first % ALIGNMENT
@@ -122,8 +121,7 @@ class DeviceMemory:
 
     def adopt(self, tensor: Tensor, name: str) -> Tensor:
         """Return a copy in this memory of a result that an op of torch has put elsewhere."""
-        elements = _span(tensor)
-        flat = self.empty((elements,), (1,), tensor.dtype, name)
+        flat = self.empty((_span(tensor.shape, tensor.stride()),), (1,), tensor.dtype, name)
         copy = flat.as_strided(tensor.shape, tensor.stride())
         copy.copy_(tensor)
         self.mark(copy)
@@ -331,7 +329,7 @@ class DeviceMemory:
         if buffer.awaited:
             what = f"{buffer.awaited} has not been waited for"
             self.note("read before wait", argument.name, what)
-        values = np.full(len(addresses), POISON, np.uint8).repeat(size).view(dtype)
+        values = _undefined((len(addresses),), dtype)
         places = self._places(argument, addresses[is_within], size, "load")
         if not len(places):
             return values
@@ -407,7 +405,7 @@ def _undefined(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return what a load has where its mask is false, and nobody has said what: NaN, or -1."""
     if dtype == np.bool_:
         return np.ones(shape, dtype)
-    return np.full((*shape, dtype.itemsize), 0xFF, np.uint8).view(dtype).reshape(shape)
+    return np.full((*shape, dtype.itemsize), POISON, np.uint8).view(dtype).reshape(shape)
 
 
 def _lanes(mask: Array) -> Array:
@@ -425,8 +423,8 @@ def _full(word: np.dtype[Any]) -> Any:
     return word.type(np.iinfo(word).max)
 
 
-def _span(tensor: Tensor) -> int:
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Return how many elements lie between the first and the last of a tensor."""
-    if not tensor.numel():
+    if 0 in shape:
         return 0
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))

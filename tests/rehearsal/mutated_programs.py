@@ -15,8 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
 from cp_inductor import cross_compile
 from cp_inductor.inspect.pretend import pretend_gpu
@@ -25,6 +23,8 @@ from tests.rehearsal.device import Device
 from tests.rehearsal.exchanges import Exchanges
 from tests.rehearsal.program import load_program
 from tests.rehearsal.reference import distance
+from tests.support.graphs import attend_causal
+from tests.support.reference import attend_with_grads, make_qkv
 
 WORLD, HEADS, LENGTH, HEAD_DIM = 2, 4, 64, 16
 TARGET = "cuda:sm_90"
@@ -32,24 +32,13 @@ TARGET = "cuda:sm_90"
 Programs = Mapping[str, str]  # "forward", "backward" => code
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
 def programs_of(rank: int) -> Programs:
     """Generate one rank's programs; its collectives name the group of a world of its own."""
     shape = torch.empty(1, HEADS, LENGTH, HEAD_DIM, device="meta", requires_grad=True)
     shards = (shape.bfloat16().requires_grad_(),) * 3
     options = {"strategy": "ring"}
-    code = cross_compile(attend, shards, world_size=WORLD, rank=rank, options=options).code
+    code = cross_compile(attend_causal, shards, world_size=WORLD, rank=rank, options=options).code
     return dict(code)
-
-
-def inputs() -> list[Tensor]:
-    """Return query, key, value and the gradient of out, of the whole sequence."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, HEADS, WORLD * LENGTH, HEAD_DIM)
-    return [torch.randn(shape, generator=generator).bfloat16() for _ in range(4)]
 
 
 def replay(programs: tuple[Programs, ...]) -> tuple[list[str], float]:
@@ -61,7 +50,9 @@ def replay(programs: tuple[Programs, ...]) -> tuple[list[str], float]:
     device = Device(rank)
     exchanges = Exchanges(device)
     gpu = Target.parse(TARGET).gpu
-    local = [tensor.chunk(WORLD, 2)[rank].contiguous() for tensor in inputs()]
+    sizes = {"batch": 1, "num_heads": HEADS, "head_dim": HEAD_DIM, "dtype": torch.bfloat16}
+    whole = make_qkv(WORLD * LENGTH, **sizes)
+    local = [tensor.chunk(WORLD, 2)[rank].contiguous() for tensor in whole]
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         with pretend_gpu(gpu):
             ours, calls = programs[rank], (device, exchanges, {})
@@ -73,21 +64,13 @@ def replay(programs: tuple[Programs, ...]) -> tuple[list[str], float]:
         grads = backward([*saved, local[3]])
     exchanges.finish()
     results = [out, *grads]
-    expected = [tensor.chunk(WORLD, 2)[rank] for tensor in one_process()]
+    one_process = attend_with_grads(*whole, is_causal=True)
+    expected = [tensor.chunk(WORLD, 2)[rank] for tensor in one_process]
     worst = max(distance(a, b) for a, b in zip(results, expected, strict=True))
     mine = [str(one) for one in device.report.findings.values()], worst
     told: list[tuple[list[str], float]] = [mine] * WORLD
     dist.all_gather_object(told, mine)
     return [one for findings, _ in told for one in findings], max(one for _, one in told)
-
-
-def one_process() -> list[Tensor]:
-    """Return out and the gradients of query, key and value in float64."""
-    *leaves, grad_out = (tensor.double() for tensor in inputs())
-    for leaf in leaves:
-        leaf.requires_grad_()
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_inductor.torch_private.arguments import bind_arguments
+from tests.support.reference import repeat_heads, scores_of
 
 aten = torch.ops.aten
 Complain = Callable[[str], None]
@@ -268,7 +269,7 @@ def attend(
     scores = _scores(query, key, bias, is_causal, scale)
     lse = torch.logsumexp(scores, -1)
     probabilities = _round(torch.exp(scores - lse.unsqueeze(-1)), query.dtype)
-    values = _repeat(value, query.shape[1]).to(scores.dtype)
+    values = repeat_heads(value, query.shape[1]).to(scores.dtype)
     return probabilities @ values, lse
 
 
@@ -282,7 +283,7 @@ def differentiate(
     probabilities = torch.exp(scores - lse.unsqueeze(-1).to(scores.dtype))
     dtype, num_heads = scores.dtype, query.shape[1]
     grad_out, out = call["grad_out"].to(dtype), call["out"].to(dtype)
-    keys, values = (_repeat(one, num_heads).to(dtype) for one in (key, value))
+    keys, values = (repeat_heads(one, num_heads).to(dtype) for one in (key, value))
     delta = (grad_out * out).sum(-1, keepdim=True)
     of_scores = probabilities * (grad_out @ values.transpose(-1, -2) - delta) * factor
     rounded, of_scores = _round(probabilities, query.dtype), _round(of_scores, query.dtype)
@@ -296,23 +297,13 @@ def _scores(
     query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
     dtype = torch.promote_types(query.dtype, torch.float32)
-    keys = _repeat(key, query.shape[1]).to(dtype)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = query.to(dtype) @ keys.transpose(-1, -2) * factor
-    if bias is not None:
-        scores = scores + bias.to(dtype)
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(future, -math.inf)
-    return scores
+    bias = None if bias is None else bias.to(dtype)
+    how: Any = {"is_causal": is_causal, "scale": scale, "bias": bias}
+    return scores_of(query.to(dtype), key.to(dtype), **how)
 
 
 def _round(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype).to(tensor.dtype)
-
-
-def _repeat(tensor: Tensor, num_heads: int) -> Tensor:
-    return tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1)
 
 
 def _sum_groups(grad: Tensor, num_heads: int) -> Tensor:

@@ -12,11 +12,11 @@ to less than that by luck, or where nothing is to be summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -51,70 +51,22 @@ class Errors(NamedTuple):
     largest: float
 
 
-Inputs = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is unusual about the inputs, all of them normal otherwise, (B, H, S, D) in float64."""
-
-    name: str
-    change: Callable[[Inputs], object] = lambda inputs: None
-    mask: str = "causal"
-    is_long: bool = False  # also of thousands of tokens
-
-
-def scale_logits(factor: float) -> Callable[[Inputs], object]:
-    return lambda t: (t["query"].mul_(factor**0.5), t["key"].mul_(factor**0.5))
-
-
-def sink(t: Inputs) -> None:
-    """The first key takes all: its score is 50, that of the others 0."""
-    t["query"].zero_()[..., 0] = 20
-    t["key"].zero_()[:, :, 0, 0] = 20
-
-
-def sink_of_a_model(t: Inputs) -> None:
-    """The first key takes most, as in trained language models: its score is 12, others' normal."""
-    t["query"][..., 0] = 8
-    t["key"][..., 0] = 0
-    t["key"][:, :, 0, 0] = 12
-
-
-def copy_itself(t: Inputs) -> None:
-    """Each token takes all of itself."""
-    t["key"].copy_(t["query"])
-    scale_logits(10)(t)
-
-
-def two_of_grad(t: Inputs) -> None:
-    """Under a sink, the gradient has two coordinates."""
-    sink(t)
-    t["grad_out"][..., 2:] = 0
-
-
-CASES = (
-    Case("logits x 1", is_long=True),
-    Case("logits x 1, full", mask="full"),
-    Case("logits x 10", scale_logits(10)),
-    Case("logits x 100", scale_logits(100)),
-    Case("sink", sink, is_long=True),
-    Case("sink of a model", sink_of_a_model, is_long=True),
-    Case("each token itself", copy_itself),
-    Case("uniform rows", lambda t: t["query"].zero_(), is_long=True),
-    Case("one huge key", lambda t: t["key"][:, :, 7].mul_(100), is_long=True),
-    Case("one huge value", lambda t: t["value"][:, :, 7].mul_(100)),
-    Case("rows that see nothing", mask="blind"),
-    Case("gradient of a sum", lambda t: t["grad_out"].fill_(1)),
-    Case("two of a gradient", two_of_grad),
-    Case("no gradient at half", lambda t: t["grad_out"][:, :, ::2].zero_()),
-    Case("tiny gradient", lambda t: t["grad_out"].mul_(1e-6)),
-)
-
-
-def case_of(name: str) -> Case:
-    (case,) = (case for case in CASES if case.name == name)
-    return case
+# What is unusual about an attention, by name: its inputs, or its mask.
+CASES: dict[str, dict[str, str]] = {
+    "logits x 1": {},
+    "logits x 1, full": {"mask": "full"},
+    "rows that see nothing": {"mask": "blind"},
+    **{
+        name: {"inputs": name}
+        for name in (
+            *("logits x 10", "logits x 100", "sink", "sink of a model", "each token itself"),
+            *("uniform rows", "one huge key", "one huge value", "gradient of a sum"),
+            *("two of a gradient", "no gradient at half", "tiny gradient"),
+        )
+    },
+}
+# Those that are also of thousands of tokens.
+LONG = {"logits x 1", "sink", "sink of a model", "uniform rows", "one huge key"}
 
 
 @dataclass(frozen=True)
@@ -138,8 +90,8 @@ def batch_of(length: int) -> int:
 
 
 @lru_cache(maxsize=2)
-def make_reference(case: Case, attention: Attention) -> Reference:
-    whole = make_whole(attention, case.change)
+def make_reference(attention: Attention) -> Reference:
+    whole = make_whole(attention)
     of_one = replace(attention, num_heads=1, num_kv_heads=1)
     # A head at a time: scores of all of them are large.
     of_heads = [attend_exactly(of_one, part) for part in heads_of(whole)]
@@ -184,7 +136,7 @@ def _widened(call: TileCall) -> TileCall:
 
 
 def measure(
-    case: Case,
+    case: str,
     dtype: str,
     world_size: int,
     length: int,
@@ -192,12 +144,12 @@ def measure(
     *,
     has_exact_tiles: bool = False,
 ) -> dict[str, dict[str, Errors]]:
-    """Return ratios by strategy and result."""
+    """Return ratios of one of CASES, by strategy and result."""
     heads = 3 if world_size == 3 else 4
-    sizes = {"batch": batch_of(length), "num_heads": heads, "num_kv_heads": heads}
+    sizes: dict[str, Any] = {"batch": batch_of(length), "num_heads": heads, "num_kv_heads": heads}
     sizes |= {"head_dim": HEAD_DIM, "seq_len": length, "kv_len": length, "seed": length}
-    attention = replace(PLAIN, dtype=dtype, mask=case.mask, stages=0, **sizes)
-    reference = make_reference(case, attention)
+    attention = replace(PLAIN, dtype=dtype, stages=0, **{**sizes, **CASES[case]})
+    reference = make_reference(attention)
     exact_tiles = mock.patch.object(views, "get_kernel", return_value=ExactTiles())
     ratios: dict[str, dict[str, Errors]] = {}
     for strategy in strategies:
@@ -211,7 +163,7 @@ def measure(
         ratios[strategy] = {}
         for index, (exact, least) in enumerate(zip(reference.exact, reference.least, strict=True)):
             whole = torch.cat([of_rank[index] for of_rank in ranks], 2).double()
-            assert whole.isfinite().all(), (case.name, strategy)
+            assert whole.isfinite().all(), (case, strategy)
             ratios[strategy][RESULTS[index]] = Errors(*map(_ratio, size_of(whole - exact), least))
     return ratios
 

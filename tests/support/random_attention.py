@@ -41,7 +41,15 @@ from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import TileCall
 from cp_inductor.tiles.tile_masks import Extras, TileMasks
 from cp_inductor.tiles.tokens import Tokens
-from tests.support.reference import TOLERANCE, assert_close, attend_with_grads, meaning_of, shard
+from tests.support.reference import (
+    TOLERANCE,
+    assert_close,
+    attend_with_grads,
+    meaning_of,
+    repeat_heads,
+    scores_of,
+    shard,
+)
 
 # --- Ranks that are threads -------------------------------------------------------------------
 
@@ -183,28 +191,70 @@ def an_attention(seed: int) -> Attention:
 PLAIN = Attention()
 
 
-def huge(name: str) -> Callable[[dict[str, Tensor]], object]:
+Inputs = dict[str, Tensor]
+
+
+def huge(name: str) -> Callable[[Inputs], object]:
     """One token of it is 100 times as large."""
     return lambda t: t[name][:, :, t[name].shape[2] // 2].mul_(100)
 
 
-def make_equal(t: dict[str, Tensor]) -> None:
+def scale_logits(factor: float) -> Callable[[Inputs], object]:
+    return lambda t: (t["query"].mul_(factor**0.5), t["key"].mul_(factor**0.5))
+
+
+def make_equal(t: Inputs) -> None:
     for tensor in t.values():
         tensor.copy_(tensor[:1, :1, :1, :1].clone().expand_as(tensor))
 
 
-INPUTS: dict[str, Callable[[dict[str, Tensor]], object]] = {
+def sink(t: Inputs) -> None:
+    """The first key takes all: its score is 50 of a head dim of 64, that of the others 0."""
+    t["query"].zero_()[..., 0] = 20
+    t["key"].zero_()[:, :, 0, 0] = 20
+
+
+def sink_of_a_model(t: Inputs) -> None:
+    """The first key takes most, as in trained language models: its score is 12, others' normal."""
+    t["query"][..., 0] = 8
+    t["key"][..., 0] = 0
+    t["key"][:, :, 0, 0] = 12
+
+
+def copy_itself(t: Inputs) -> None:
+    """Each token takes all of itself, or of another one with the same number."""
+    length, heads = (min(t[name].shape[dim] for name in ("query", "key")) for dim in (2, 1))
+    t["key"][:, :, :length].copy_(t["query"][:, :heads, :length])
+    scale_logits(10)(t)
+
+
+def two_of_grad(t: Inputs) -> None:
+    """Under a sink, the gradient has two coordinates."""
+    sink(t)
+    t["grad_out"][..., 2:] = 0
+
+
+# What is unusual about the inputs, all of them normal otherwise, (B, H, S, D) in float64.
+INPUTS: dict[str, Callable[[Inputs], object]] = {
     "normal": lambda t: None,
-    "huge key": huge("key"),
-    "huge query": huge("query"),
-    "huge value": huge("value"),
-    "huge gradient": huge("grad_out"),
-    "large logits": lambda t: t["query"].mul_(20),
+    "logits x 10": scale_logits(10),
+    "logits x 100": scale_logits(100),
+    "sink": sink,
+    "sink of a model": sink_of_a_model,
+    "each token itself": copy_itself,
+    "uniform rows": lambda t: t["query"].zero_(),
+    "one huge key": huge("key"),
+    "one huge query": huge("query"),
+    "one huge value": huge("value"),
+    "one huge gradient": huge("grad_out"),
     "equal": make_equal,
     "zeros": lambda t: [tensor.zero_() for tensor in t.values()],
     "zero values": lambda t: t["value"].zero_(),
     "gradient of one": lambda t: t["grad_out"][..., 1:].zero_(),
-    "tiny gradient": lambda t: t["grad_out"].mul_(1e-4),
+    "gradient of a sum": lambda t: t["grad_out"].fill_(1),
+    "two of a gradient": two_of_grad,
+    "no gradient at half": lambda t: t["grad_out"][:, :, ::2].zero_(),
+    "tiny gradient": lambda t: t["grad_out"].mul_(1e-6),
 }
 
 
@@ -303,10 +353,8 @@ class Whole:
     bias: Tensor
 
 
-def make_whole(
-    case: Attention, change: Callable[[dict[str, Tensor]], object] | None = None
-) -> Whole:
-    """Draw the tensors; `change` is what is done to them in place of what the case says."""
+def make_whole(case: Attention) -> Whole:
+    """Draw the tensors."""
     generator = torch.Generator().manual_seed(case.seed)
     dtype, masked = DTYPES[case.dtype], MASKS[case.mask]
     of_queries = (case.batch, case.num_heads, case.seq_len, case.head_dim)
@@ -316,7 +364,7 @@ def make_whole(
         name: torch.randn(shape, generator=generator, dtype=torch.float64)
         for name, shape in zip(NAMES, shapes, strict=True)
     }
-    (change or INPUTS[case.inputs])(inputs)
+    INPUTS[case.inputs](inputs)
     for name, strides in zip(NAMES, case.strides, strict=True):
         if strides.startswith("expanded"):
             inputs[name] = STRIDES[strides](inputs[name])
@@ -360,9 +408,9 @@ def attend_exactly(case: Attention, whole: Whole) -> Exact:
     """Attend and differentiate in float64, by the definition."""
     q, k, v, do = (tensor.double() for tensor in whole.inputs)
     repeats = case.num_heads // case.num_kv_heads
-    k, v = (tensor.repeat_interleave(repeats, 1) for tensor in (k, v))
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    scores = (q @ k.mT * scale + whole.bias).masked_fill(~whole.allowed, -math.inf)
+    scores = scores_of(q, k, scale=scale, bias=whole.bias, allowed=whole.allowed)
+    k, v = (repeat_heads(tensor, case.num_heads) for tensor in (k, v))
     p = scores.softmax(-1).nan_to_num(0.0)
     out = p @ v
     delta = (out * do).sum(-1, keepdim=True)
@@ -488,7 +536,7 @@ def spread_nan(case: Attention, whole: Whole, pairs: Tensor) -> tuple[Tensor, ..
     """Return where NaN comes to be in (out, dq, dk, dv), if these pairs are computed."""
     q, k, v, do = (tensor.isnan() for tensor in whole.inputs)
     repeats = case.num_heads // case.num_kv_heads
-    k, v = (tensor.repeat_interleave(repeats, 1) for tensor in (k, v))
+    k, v = (repeat_heads(tensor, case.num_heads) for tensor in (k, v))
 
     def through(left: Tensor, right: Tensor) -> Tensor:
         return (left.double() @ right.double()) > 0

@@ -37,19 +37,37 @@ def attend(
         keep: (B, H, S, T), multiplied with the probabilities.
     """
     query, key, value = (tensor.double() for tensor in (query, key, value))
-    num_groups = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(num_groups, dim=1) for tensor in (key, value))
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    bias = None if bias is None else bias.double()
+    how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "bias": bias}
+    scores = scores_of(query, key, allowed=allowed, **how)
+    blind = (scores == -float("inf")).all(-1, keepdim=True)
+    probabilities = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    probabilities = probabilities if keep is None else probabilities * keep.double()
+    return probabilities @ repeat_heads(value, query.shape[1])
+
+
+def scores_of(
+    query: Tensor,
+    key: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    allowed: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return the scores (B, H, S, T), in the dtype of the query; -inf where there is no pair."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query @ repeat_heads(key, query.shape[1]).mT * scale
     if is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(future, -float("inf"))
     if bias is not None:
-        scores = scores + bias.double()
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -float("inf"))
-    blind = (scores == -float("inf")).all(-1, keepdim=True)
-    probabilities = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-    return (probabilities if keep is None else probabilities * keep.double()) @ value
+        scores = scores + bias
+    return scores if allowed is None else scores.masked_fill(~allowed, -float("inf"))
+
+
+def repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
+    return tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1)
 
 
 def attend_with_grads(
@@ -152,12 +170,7 @@ LAYOUTS = {
 
 
 def lse_in_float64(query: Tensor, key: Tensor, *, is_causal: bool) -> Tensor:
-    key = key.double().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = query.double() @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(future, -float("inf"))
-    return scores.logsumexp(-1)
+    return scores_of(query.double(), key.double(), is_causal=is_causal).logsumexp(-1)
 
 
 def make_qkv(

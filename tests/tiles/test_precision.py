@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cp_inductor.tiles.stand_in import make_stand_in, make_words
-from tests.support.precision import case_of, measure
+from tests.support.precision import measure
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -28,7 +28,7 @@ MOST = 1.25
 )
 def test_gradients_that_cancel(name: str, dtype: str, world_size: int) -> None:
     """The truth is 0 or next to it: what is found is the rounding of float32."""
-    for strategy, results in measure(case_of(name), dtype, world_size, 101).items():
+    for strategy, results in measure(name, dtype, world_size, 101).items():
         for result in ("dq", "dk"):
             assert results[result].rms <= MOST, (strategy, result, results[result])
             assert results[result].largest <= MOST, (strategy, result, results[result])
@@ -37,7 +37,7 @@ def test_gradients_that_cancel(name: str, dtype: str, world_size: int) -> None:
 @pytest.mark.parametrize("name", ["one huge key", "sink of a model"])
 def test_what_no_partial_rounds_is_as_of_one_device(name: str) -> None:
     """Split by heads, rows are whole, and out is made up on the rank that differentiates them."""
-    (ratios,) = measure(case_of(name), "bfloat16", 3, 101, ["heads"]).values()
+    (ratios,) = measure(name, "bfloat16", 3, 101, ["heads"]).values()
     for result, errors in ratios.items():
         assert errors.rms <= 1.05, (result, errors)
 

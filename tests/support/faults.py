@@ -70,7 +70,7 @@ class Case:
     """What happens to whom, and when.
 
     Attributes:
-        fault: a name in FAULTS; None for nothing.
+        fault: one of FAULTS; None for nothing.
         at: in TIMES.
         odd: the rank that it happens to.
         delay_s: how long after it has come to that time; 0 for at once.
@@ -162,43 +162,27 @@ def mask_of(documents: Tensor) -> Tensor:
     return ((place[:, None] >= place[None]) & same)[:, None]
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(1)  # where the signal arrives
-
-
-def fail() -> None:
-    raise ValueError("the model of this rank is broken")
-
-
-FAULTS: dict[str, Callable[[], None]] = {f.__name__: f for f in (kill, stop, interrupt, fail)}
 # An exception has no delay: it is raised by a statement.
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
+FAULTS = (*SIGNALS, "fail")
 
 
 def strike(case: Case, note: Callable[[], None]) -> None:
     """Do what happens to this rank, now or after the delay, and note it first."""
-    assert case.fault is not None
-    if case.delay_s == 0 or case.fault not in SIGNALS:
-        note()
-        FAULTS[case.fault]()
-        return
-    number = SIGNALS[case.fault]
 
-    def strike_later() -> None:
+    def send() -> None:
         time.sleep(case.delay_s)
         note()
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), SIGNALS[str(case.fault)])
 
-    threading.Thread(target=strike_later, daemon=True).start()
+    if case.fault == "fail":
+        note()
+        raise ValueError("the model of this rank is broken")
+    if case.delay_s:
+        threading.Thread(target=send, daemon=True).start()
+    else:
+        send()
+        time.sleep(1)  # where an interrupt arrives
 
 
 def train(rank: int, note: Callable[[], None], case: Case, batch: int = 1) -> float:
@@ -374,7 +358,7 @@ def a_case(seed: int, compiled: float) -> Case:
     random = Random(seed)
     form = COMPILED if random.random() < compiled else random.choice([EAGER, AOT])
     world_size = random.choice([2, 3, 4])
-    fault = random.choice(list(FAULTS))
+    fault = random.choice(FAULTS)
     at = random.choice(TIMES[form == EAGER :])
     longest_s = 1.0 if at == "compile" else 0.01
     return Case(

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,19 +37,14 @@ def say(tensor: Tensor) -> tuple[Any, ...]:
     return placements, tuple(tensor.shape), str(local.dtype), local.detach().tolist()
 
 
-def logits_and_labels(*shape: int) -> tuple[Tensor, Tensor]:
+def loss_of(
+    mesh: DeviceMesh, shape: tuple[int, ...], dim: int, run: Callable[..., Tensor], **kwargs: Any
+) -> list[Any]:
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(*shape, generator=generator)
     labels = torch.randint(VOCABULARY, (shape[0], *shape[2:]), generator=generator)
     # Most tokens of the first half count, and few of the second.
     labels[len(labels) // 2 + 1 :] = -100
-    return logits, labels
-
-
-def loss_of(
-    mesh: DeviceMesh, shape: tuple[int, ...], dim: int, run: Callable[..., Tensor], **kwargs: Any
-) -> list[Any]:
-    logits, labels = logits_and_labels(*shape)
     sharded = distribute_tensor(logits, mesh, [Shard(dim)]).requires_grad_()
     placement = Replicate() if dim == 1 else Shard(dim and dim - 1)
     loss = run(sharded, distribute_tensor(labels, mesh, [placement]), **kwargs)
@@ -57,20 +53,7 @@ def loss_of(
     return [say(loss), say(sharded.grad)]
 
 
-def loss_put_right_by_hand(mesh: DeviceMesh) -> list[Any]:
-    """Weigh every rank's mean by what it counts: DTensor gives the mean of means."""
-    logits, labels = logits_and_labels(8, VOCABULARY)
-    target = distribute_tensor(labels, mesh, [Shard(0)])
-    loss = F.cross_entropy(distribute_tensor(logits, mesh, [Shard(0)]), target)
-    assert isinstance(loss, DTensor)
-    count = (target.to_local() != -100).sum()
-    total = torch.stack([loss.to_local() * count, count.float()])
-    dist.all_reduce(total)
-    torch.testing.assert_close(total[0] / total[1], F.cross_entropy(logits, labels))
-    return [say(loss), say(total)]
-
-
-def attention(mesh: DeviceMesh, placement: Any, *, is_causal: bool) -> list[Any]:
+def attention(mesh: DeviceMesh, placement: Any) -> list[Any]:
     """Uses ops that DTensor has rules for; it searches for minutes in those of the CPU's kernel."""
     generator = torch.Generator().manual_seed(8)
     leaves = [
@@ -80,7 +63,7 @@ def attention(mesh: DeviceMesh, placement: Any, *, is_causal: bool) -> list[Any]
     for leaf in leaves:
         leaf.requires_grad_()
     with sdpa_kernel(SDPBackend.MATH):
-        out = F.scaled_dot_product_attention(*leaves, is_causal=is_causal)
+        out = F.scaled_dot_product_attention(*leaves)
     out.sum().backward()
     return [say(tensor) for tensor in (out, *(leaf.grad for leaf in leaves))]
 
@@ -92,25 +75,20 @@ def placements(mesh: DeviceMesh) -> list[Any]:
     return [say(one) for one in results] + [say(one.full_tensor()) for one in results]
 
 
-def compiled_loss(mesh: DeviceMesh) -> list[Any]:
-    torch._dynamo.reset()
-    run = torch.compile(F.cross_entropy, backend="aot_eager", fullgraph=True)
-    return loss_of(mesh, (8, VOCABULARY), 0, run)
-
-
 def run_all(mesh: DeviceMesh) -> dict[str, Any]:
+    torch._dynamo.reset()
+    compiled = torch.compile(F.cross_entropy, backend="aot_eager", fullgraph=True)
     programs: dict[str, Callable[[], Any]] = {
-        "loss put right by hand": lambda: loss_put_right_by_hand(mesh),
         "placements": lambda: placements(mesh),
-        "compiled loss": lambda: compiled_loss(mesh),
+        "compiled loss": lambda: loss_of(mesh, (8, VOCABULARY), 0, compiled),
     }
     for reduction in ("mean", "sum", "none"):
         for shape, dim in (((8, VOCABULARY), 0), ((7, VOCABULARY), 0), ((3, VOCABULARY, 8), 2)):
-            programs[f"{reduction} of {shape}, dim {dim}"] = lambda d=dim, s=shape, r=reduction: (
-                loss_of(mesh, s, d, F.cross_entropy, reduction=r)
+            programs[f"{reduction} of {shape}, dim {dim}"] = partial(
+                loss_of, mesh, shape, dim, F.cross_entropy, reduction=reduction
             )
     for placement in (Replicate(), Shard(0), Shard(1)):
-        programs[f"attention {placement}"] = lambda p=placement: attention(mesh, p, is_causal=False)
+        programs[f"attention {placement}"] = partial(attention, mesh, placement)
     results = {}
     for name, program in programs.items():
         try:
@@ -175,18 +153,15 @@ def check(rank: int, store: str) -> list[str]:
 
 
 def main() -> int:
-    code = 0
     with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
         child = os.fork()
-        changed = check(0 if child else 1, store)
+        rank = 0 if child else 1
+        changed = check(rank, os.path.join(folder, "store"))
         for line in changed:
-            print(f"rank {0 if child else 1}: {line}")
-        sys.stdout.flush()
+            print(f"rank {rank}: {line}", flush=True)
         if not child:
             os._exit(bool(changed))
-        code = os.waitpid(child, 0)[1]
-    return 1 if code or changed else 0
+        return 1 if os.waitpid(child, 0)[1] or changed else 0
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ import torch._inductor.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
 import cp_inductor.backend.compile
@@ -201,6 +201,7 @@ def train(rank: int, note: Callable[[], None], case: Case, batch: int = 1) -> fl
     # Masks are of the whole sequence.
     documents = None if is_static else (torch.arange(LENGTH) // 7).expand(batch, -1).contiguous()
     run: Any = model
+    needs_region = case.form == EAGER or not is_static
     if case.form != EAGER:
         options = {"mesh": mesh} if is_static else {"plan": "runtime"}
         run = torch.compile(model, backend=case.form, fullgraph=True, options=options)
@@ -219,7 +220,7 @@ def train(rank: int, note: Callable[[], None], case: Case, batch: int = 1) -> fl
     ):
         for step in range(STEPS):
             strike_if("forward", step)
-            with region(mesh, case):
+            with cp_inductor.context_parallel(mesh) if needs_region else nullcontext():
                 loss = run(x, documents)
                 strike_if("backward", step)
                 loss.backward()
@@ -227,11 +228,6 @@ def train(rank: int, note: Callable[[], None], case: Case, batch: int = 1) -> fl
             optimizer.step()
             optimizer.zero_grad()
     return loss.item()
-
-
-def region(mesh: DeviceMesh, case: Case) -> Any:
-    needs_one = case.form == EAGER or case.plan == "runtime"
-    return cp_inductor.context_parallel(mesh) if needs_one else nullcontext()
 
 
 def prepare_debugging(debugging: str) -> None:

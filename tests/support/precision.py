@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 from unittest import mock
@@ -69,41 +69,30 @@ CASES: dict[str, dict[str, str]] = {
 LONG = {"logits x 1", "sink", "sink of a model", "uniform rows", "one huge key"}
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What is right, and how far off one device is.
-
-    Attributes:
-        whole: the inputs, in the dtype of the attention.
-        exact: out, dq, dk and dv in float64.
-        least: the errors that others are divided by.
-    """
-
-    whole: Whole
-    exact: tuple[Tensor, ...]
-    least: tuple[Errors, ...]
-
-
 def batch_of(length: int) -> int:
     """Some results hang on few rows: of short sequences there are several, against luck."""
     return max(1, 2000 // length)
 
 
 @lru_cache(maxsize=2)
-def make_reference(attention: Attention) -> Reference:
+def make_reference(attention: Attention) -> tuple[Whole, list[Tensor], list[Errors]]:
+    """Return the inputs, out, dq, dk and dv in float64, and the errors that others are divided by.
+
+    The latter are those of one device.
+    """
     whole = make_whole(attention)
     of_one = replace(attention, num_heads=1, num_kv_heads=1)
     # A head at a time: scores of all of them are large.
     of_heads = [attend_exactly(of_one, part) for part in heads_of(whole)]
     exact, sums = (
-        tuple(torch.cat(parts, 1) for parts in zip(*results, strict=True))
+        [torch.cat(parts, 1) for parts in zip(*results, strict=True)]
         for results in zip(*((one.results[:4], one.sums[:4]) for one in of_heads), strict=True)
     )
     single = attend_on_one_device(attention, whole)
     errors = (size_of(a.double() - b) for a, b in zip(single, exact, strict=True))
     roundings = (size_of(UNIT * one) for one in sums)
-    least = (Errors(*map(max, *both)) for both in zip(errors, roundings, strict=True))
-    return Reference(whole, exact, tuple(least))
+    least = [Errors(*map(max, *both)) for both in zip(errors, roundings, strict=True)]
+    return whole, exact, least
 
 
 def heads_of(whole: Whole) -> list[Whole]:
@@ -149,7 +138,7 @@ def measure(
     sizes: dict[str, Any] = {"batch": batch_of(length), "num_heads": heads, "num_kv_heads": heads}
     sizes |= {"head_dim": HEAD_DIM, "seq_len": length, "kv_len": length, "seed": length}
     attention = replace(PLAIN, dtype=dtype, stages=0, **{**sizes, **CASES[case]})
-    reference = make_reference(attention)
+    inputs, *right = make_reference(attention)
     exact_tiles = mock.patch.object(views, "get_kernel", return_value=ExactTiles())
     ratios: dict[str, dict[str, Errors]] = {}
     for strategy in strategies:
@@ -159,9 +148,9 @@ def measure(
         except UnsupportedStrategy:
             continue
         with exact_tiles if has_exact_tiles else nullcontext():
-            ranks = attend_sharded(planned, reference.whole, recipe)
+            ranks = attend_sharded(planned, inputs, recipe)
         ratios[strategy] = {}
-        for index, (exact, least) in enumerate(zip(reference.exact, reference.least, strict=True)):
+        for index, (exact, least) in enumerate(zip(*right, strict=True)):
             whole = torch.cat([of_rank[index] for of_rank in ranks], 2).double()
             assert whole.isfinite().all(), (case, strategy)
             ratios[strategy][RESULTS[index]] = Errors(*map(_ratio, size_of(whole - exact), least))

@@ -103,14 +103,22 @@ def full(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "") -> None:
-    """Compare by the largest difference relative to the largest expected magnitude."""
+def assert_close(
+    actual: Tensor,
+    expected: Tensor,
+    dtype: torch.dtype,
+    what: str = "",
+    *,
+    bound: float | None = None,
+) -> None:
+    """Compare by the largest difference, relative to the largest expected magnitude or bounded."""
     assert actual.shape == expected.shape, f"{what}: {actual.shape} != {expected.shape}"
     assert actual.dtype == dtype, f"{what}: {actual.dtype}"
     if not actual.numel():
         return
     difference = (actual.double() - expected.double()).abs().max().item()
-    bound = TOLERANCE[dtype] * max(1.0, expected.abs().max().item())
+    if bound is None:
+        bound = TOLERANCE[dtype] * max(1.0, expected.abs().max().item())
     assert difference <= bound, f"{what}: {difference:.3g} > {bound:.3g}"
 
 

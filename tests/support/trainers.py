@@ -163,6 +163,7 @@ def train_on(ranks: int, *args: Any, by: Callable[..., Result] | None = None) ->
     return results[0]
 
 
+@launched()
 def train(name: str, folder: str, settings: Mapping[str, Any]) -> Result:
     """Train a model with Trainer as it is documented.
 
@@ -172,8 +173,12 @@ def train(name: str, folder: str, settings: Mapping[str, Any]) -> Result:
         settings: fields of TrainingArguments; "resume" is a step to resume from, "metrics" whether
             evaluation returns logits, "own_loss" whether a `compute_loss_func` is given.
     """
-    with launched():
-        return _train(name, folder, dict(settings))
+    own = dict(settings)
+    resume = own.pop("resume", None)
+    trainer, kept = _trainer(name, folder, own)
+    logs, gradients, weights = _run(trainer, folder, resume)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return Result(logs, gradients, weights, kept[-1] if kept else None, graphs)
 
 
 def squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -183,22 +188,14 @@ def squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Ten
     return total / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
 
 
+@launched()
 def evaluate(name: str, folder: str, settings: Mapping[str, Any]) -> tuple[float, Tensor]:
     """Evaluate a model that is not trained; return the loss and the logits of `predict`."""
-    with launched():
-        trainer, _ = _trainer(name, folder, dict(settings))
-        loss = trainer.evaluate()["eval_loss"]
-        predicted = trainer.predict(trainer.eval_dataset)
-        assert predicted.metrics["test_loss"] == loss
-        return loss, torch.tensor(predicted.predictions)
-
-
-def _train(name: str, folder: str, settings: dict[str, Any]) -> Result:
-    resume = settings.pop("resume", None)
-    trainer, kept = _trainer(name, folder, settings)
-    logs, gradients, weights = _run(trainer, folder, resume)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return Result(logs, gradients, weights, kept[-1] if kept else None, graphs)
+    trainer, _ = _trainer(name, folder, dict(settings))
+    loss = trainer.evaluate()["eval_loss"]
+    predicted = trainer.predict(trainer.eval_dataset)
+    assert predicted.metrics["test_loss"] == loss
+    return loss, torch.tensor(predicted.predictions)
 
 
 def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, list[Tensor]]:
@@ -255,18 +252,15 @@ def alone(settings: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def train_sft(folder: str, settings: Mapping[str, Any]) -> Result:
+@launched()
+def train_sft(folder: str, given: Mapping[str, Any]) -> Result:
     """Train a Qwen3 with TRL's SFTTrainer as it is documented; arguments as of train."""
-    with launched():
-        return _train_sft(folder, dict(settings))
-
-
-def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
     import datasets
     import transformers
     from trl import SFTConfig, SFTTrainer
 
     transformers.set_seed(0)
+    settings = dict(given)
     model = make("Qwen3", **settings.pop("sizes", {}))
     settings = with_axes(settings)
     resume = settings.pop("resume", None)
@@ -277,7 +271,7 @@ def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
 
         linear = ["q_proj", "v_proj"]
         adapters = peft.LoraConfig(r=4, target_modules=linear, init_lora_weights="gaussian")
-    given = {
+    arguments = {
         **ARGUMENTS,
         "bf16": False,
         "packing": True,
@@ -290,14 +284,14 @@ def _train_sft(folder: str, settings: dict[str, Any]) -> Result:
     rows = datasets.Dataset.from_list(texts())
     trainer = SFTTrainer(
         model,
-        SFTConfig(str(folder), **given),
+        SFTConfig(str(folder), **arguments),
         train_dataset=rows,
         eval_dataset=rows,
         processing_class=letters(),
         compute_loss_func=squares if own_loss else None,
         peft_config=adapters,
     )
-    assert trainer.args.packing is given["packing"]
+    assert trainer.args.packing is arguments["packing"]
     result = Result(*_run(trainer, folder, resume))
     is_compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert is_compiled or dist.get_world_size() == 1

@@ -175,7 +175,7 @@ class Forgetting(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         forget_results()
-        return super().forward(x) * torch.ones((), dtype=x.dtype)
+        return super().forward(x) * torch.ones(4)
 
 
 @torch.compiler.assume_constant_result

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import os
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,48 +35,34 @@ from tests.support.processes import run_python
 from tests.support.ranks import fake_rank, run_ranks, stop_workers
 
 
-def train_alone(way: str) -> None:
+def train_alone() -> None:
     """Train in a process group of one's own, and print what caches did."""
     dist.init_process_group("gloo")
-    print(f"{train_once(way)}\n", end="", flush=True)
+    print(f"{train_once()}\n", end="", flush=True)
     dist.destroy_process_group()
 
 
-def train_in(cache: Path, way: str) -> dict[str, int]:
+def train_in(cache: Path) -> dict[str, int]:
     """Train in a folder of kernels."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    return train_once(way)
+    return train_once()
 
 
-def train_once(way: str) -> dict[str, int]:
+def train_once() -> dict[str, int]:
     """Compile, run and check one step against the unsharded model; return what caches did."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
-    model, x = AttentionBlock(), torch.randn(2, 6 * world_size, 32)
-    expected = model(x)
-    expected.square().sum().backward()
-    expected_grads = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    if way == "parallelize":
-        cp_inductor.parallelize(model, mesh, seq_dims={"x": 1})
-        compiled = torch.compile(model, backend="cp_inductor", fullgraph=True)
-        out = compiled(x)
-        out.square().sum().backward()
-        grads = [parameter.grad for parameter in model.parameters()]
-        out = out.to_local()
-    else:
-        compiled = torch.compile(
-            model, backend="cp_inductor", fullgraph=True, options={"mesh": mesh}
-        )
-        out = compiled(x.chunk(world_size, 1)[rank])
-        out.square().sum().backward()
-        grads = [parameter.grad for parameter in model.parameters()]
-        for grad in grads:
-            dist.all_reduce(grad)
-    torch.testing.assert_close(out, expected.chunk(world_size, 1)[rank], atol=1e-5, rtol=1e-4)
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad, expected_grad, atol=1e-4, rtol=1e-4)
+    reference, x = AttentionBlock(), torch.randn(2, 6 * world_size, 32)
+    model = cp_inductor.parallelize(copy.deepcopy(reference), mesh, seq_dims={"x": 1})
+    out = torch.compile(model, backend="cp_inductor", fullgraph=True)(x)
+    expected = reference(x)
+    for result in (out, expected):
+        result.square().sum().backward()
+    close = partial(torch.testing.assert_close, rtol=1e-4)
+    close(out.to_local(), expected.chunk(world_size, 1)[rank], atol=1e-5)
+    for weight, other in zip(model.parameters(), reference.parameters(), strict=True):
+        close(weight.grad, other.grad, atol=1e-4)
     return {
         "fx_hit": counters["inductor"]["fxgraph_cache_hit"],
         "fx_miss": counters["inductor"]["fxgraph_cache_miss"],
@@ -84,26 +71,22 @@ def train_once(way: str) -> dict[str, int]:
     }
 
 
-def launch(cache: Path, way: str) -> list[dict[str, int]]:
+def launch(cache: Path) -> list[dict[str, int]]:
     """Run `train_alone` in two new processes that share a cache directory."""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    said = run_python("-m", *torchrun, __name__, way, TORCHINDUCTOR_CACHE_DIR=str(cache))
+    said = run_python("-m", *torchrun, __name__, TORCHINDUCTOR_CACHE_DIR=str(cache))
     return [ast.literal_eval(line) for line in said.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way",
-    ["parallelize"] + [pytest.param(way, marks=pytest.mark.long) for way in ("plain shards",)],
-)
-def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path, way: str) -> None:
+def test_two_ranks_share_a_cache_cold_and_warm(tmp_path: Path) -> None:
     # Ranks that have compiled nothing yet; and processes that hash strings otherwise.
     stop_workers()
-    cold_ranks = run_ranks(2, train_in, tmp_path, way)
+    cold_ranks = run_ranks(2, train_in, tmp_path)
     stop_workers()  # the folder of kernels is theirs
     for cold in cold_ranks:
         assert cold == {"fx_hit": 0, "fx_miss": 2, "aot_hit": 0, "aot_miss": 1}
-    warm_ranks = launch(tmp_path, way)
+    warm_ranks = launch(tmp_path)
     assert len(warm_ranks) == 2
     for warm in warm_ranks:
         assert warm == {"fx_hit": 2, "fx_miss": 0, "aot_hit": 1, "aot_miss": 0}
@@ -182,4 +165,4 @@ def test_the_source_of_every_pass_is_in_the_key(
 
 
 if __name__ == "__main__":
-    train_alone(sys.argv[1])
+    train_alone()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -145,6 +145,14 @@ def of_whole_length(query: Tensor, key: Tensor, value: Tensor, documents: Tensor
     return attend_causal(query, key, value) * (10 / query.shape[2])
 
 
+def behind_a_layer(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    """Attend behind a linear layer, which flattens the batch and the sequence."""
+    width = query.shape[1] * query.shape[3]
+    weight = torch.linspace(-1, 1, width * width, dtype=query.dtype).view(width, width)
+    projected = F.linear(query.transpose(1, 2).flatten(2), weight)
+    return attend_causal(projected.unflatten(2, (-1, 8)).transpose(1, 2), key, value)
+
+
 def attend_window(query: Any, key: Any, value: Any, documents: Any = None) -> Any:
     place = torch.arange(query.shape[2])
     mask = (place <= place[:, None]) & (place[:, None] < place + 5)
@@ -208,6 +216,8 @@ ATTENTIONS = {
     "unmarked": (causal, CHANGING, UNMARKED, 2, 3),
     "unmarked, static": (causal, CHANGING, {"dynamic": False}, 2, 2),
     "unmarked window": (attend_window, CHANGING, UNMARKED, 2, 4),
+    "behind a layer": (behind_a_layer, (12, 16, 20), {}, 2, 1),
+    "behind a layer, unmarked": (behind_a_layer, (12, 16, 15, 20), UNMARKED, 2, 3),
     # Rank 0 holds 11 tokens of 21 and of 22; Dynamo by itself would not look at the whole.
     "whole lengths": (of_whole_length, (21, 22, 21, 24, 23), {**UNMARKED, "dynamic": False}, 2, 4),
     # The last of four ranks has one of 13 and of 10 tokens, none of 9, and none of 5.
@@ -226,12 +236,11 @@ ATTENTIONS = {
         *(4, 2),
     ),
 }
-SHORT = ("unmarked", "whole lengths")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in ATTENTIONS]
+    "name", [pytest.param(n, marks=() if n == "unmarked" else pytest.mark.long) for n in ATTENTIONS]
 )
 def test_one_attention(name: str) -> None:
     function, lengths, how, ranks, expected = ATTENTIONS[name]
@@ -360,58 +369,6 @@ def test_a_symbol_that_became_a_number_is_guarded(attend: Any) -> None:
             torch._dynamo.maybe_mark_dynamic(shards, 1)
             with implicit_replication():
                 assert compiled(table, shards).shape == (1, 1, length, 8)
-
-
-# --- Behind a layer -----------------------------------------------------------------------------
-
-
-class Heads(nn.Module):
-    """Attention behind a linear layer, which flattens the batch and the sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.project = nn.Linear(8, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.project(x).unflatten(-1, (2, 12)).transpose(1, 2)
-        return F.scaled_dot_product_attention(*heads.chunk(3, -1), is_causal=True)
-
-
-def check_batches(is_marked: bool, lengths: tuple[int, ...]) -> int:
-    mesh = world_mesh()
-    whole = Heads().double()
-    model = cp_inductor.parallelize(Heads().double(), mesh)
-    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True)
-    for length in lengths:
-        x = torch.randn(3, length, 8, dtype=torch.float64)
-        expected = whole(x)
-        expected.square().sum().backward()
-        own = distribute_tensor(x, mesh, [Shard(1)])
-        if is_marked:
-            torch._dynamo.mark_dynamic(own, 1)
-        with implicit_replication():
-            out = compiled(own)
-        torch.testing.assert_close(out.full_tensor(), expected)
-        out.square().sum().backward()
-        for weight, reference in zip(model.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(weight.grad, reference.grad)
-    return int(counters["stats"]["unique_graphs"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("is_marked", "lengths", "num_graphs"),
-    [
-        (True, (12, 16, 20), 1),
-        # One for 12 tokens, one for all that divide, and one for 15.
-        (False, (12, 16, 15, 20), 3),
-    ],
-)
-def test_batches_of_several_sequences(
-    is_marked: bool, lengths: tuple[int, ...], num_graphs: int
-) -> None:
-    assert run_ranks(2, check_batches, is_marked, lengths) == [num_graphs] * 2
 
 
 # --- What DTensor chooses is remembered within a compile ------------------------------------------

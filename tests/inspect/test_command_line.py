@@ -134,6 +134,9 @@ def build(mesh):
 def broken(mesh):
     return [].pop()
 
+def nonsense(mesh):
+    return Model()
+
 def wrong(mesh):
     return torch.nn.Linear(3, 3), (torch.zeros(1, 2),)
 """
@@ -155,7 +158,11 @@ def test_a_model_that_makes_its_own_positions(
     assert main(["explain", f"{path}:broken", *rest]) == 1
     said = capsys.readouterr().err
     assert f"got IndexError: pop from empty list ({path}:22)" in said and said.count("\n") == 1
+    assert main(["code", "nowhere_at_all:build", *rest]) == 1
+    assert "No module named 'nowhere_at_all'" in capsys.readouterr().err
     for more, words in (
+        (("missing",), "no attribute 'missing'"),
+        (("nonsense",), r"\(model, args\)"),
         (("wrong",), "CannotLoad.*a model that runs on its arguments.*RuntimeError"),
         (("build", "--inference", "--graph", "backward"), "expected inference, the graphs that"),
         (("build", "--mesh-shape", "2,2", "--mesh-names", "a,a"), "none of them twice, got"),

@@ -183,24 +183,6 @@ def test_code_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert kernels and all(kernel["registers"] > 0 for kernel in kernels)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((f"{HERE}:missing", "--world-size", 2), "no attribute 'missing'"),
-        (("nowhere_at_all:plain", "--world-size", 2), "No module named 'nowhere_at_all'"),
-        ((f"{HERE}:nonsense", "--world-size", 2), "(model, args)"),
-        ((f"{HERE}:plain", "--world-size", 2, "--target", "cuda:sm_1"), "UnsupportedTarget"),
-        ((f"{HERE}:plain", "--world-size", 4, "--mesh-shape", "2,3"), "UnsupportedPlacement"),
-    ],
-)
-def test_code_command_says_what_is_wrong(
-    capsys: pytest.CaptureFixture[str], words: tuple[object, ...], message: str
-) -> None:
-    code, out, err = run(capsys, "code", *words)
-    assert code == 1 and not out
-    assert message in err
-
-
 def test_code_command_on_two_axes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--world-size", 8, "--mesh-shape", "4,2", "--mesh-names", "tp,cp", "--rank", 3)
     code, out, _ = run(capsys, "explain", f"{HERE}:plain", *words)

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
-from cp_inductor import UnsupportedPlacement
 from tests.support import models
-from tests.support.combinations import AOT, EAGER, assert_beside, compiled, whole
+from tests.support.combinations import AOT, EAGER, assert_beside, compiled
 from tests.support.ranks import fake_mesh, on_ranks, world_mesh
 
 pytest.importorskip("transformers")
@@ -79,43 +78,6 @@ def test_stochastic_depth_over_sharded_images(form: str) -> None:
     inputs = {key: distribute_tensor(t, mesh, [Replicate()]) for key, t in inputs.items()}
     with implicit_replication(), pytest.raises(cp_inductor.RanksDisagree, match=r"manual_seed"):
         called(**inputs)
-
-
-# --- Caches of keys and values: a prefill over a sharded sequence fills them with shards.
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_prefill_fills_a_cache_of_shards() -> None:
-    """`model(input_ids, labels=...)` with all defaults, of which a cache is one."""
-    transformers = pytest.importorskip("transformers")
-    mesh, model = world_mesh(), models.make("Llama").double()
-    ids = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
-    expected = model(input_ids=ids, labels=ids)
-    expected.loss.backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-
-    cp_inductor.parallelize(model, mesh)
-    compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True)
-    shards = distribute_tensor(ids, mesh, [Shard(1)])
-    with implicit_replication():
-        result = compiled(input_ids=shards, labels=shards)
-        result.loss.backward()
-    assert (whole(result.loss) - expected.loss).abs() < 1e-5
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(whole(parameter.grad), gradient)
-    for layer, other in zip(
-        result.past_key_values.layers, expected.past_key_values.layers, strict=True
-    ):
-        for actual, wanted in ((layer.keys, other.keys), (layer.values, other.values)):
-            assert actual.placements == (Shard(2),)
-            torch.testing.assert_close(whole(actual), wanted)
-
-    fixed = transformers.StaticCache(config=model.config, max_cache_len=40)
-    refused = pytest.raises(UnsupportedPlacement, match="use a cache that grows")
-    with implicit_replication(), torch.no_grad(), refused:
-        compiled(input_ids=shards, past_key_values=fixed)
 
 
 # --- What encoder-decoders of transformers make of labels whose sequence is sharded.

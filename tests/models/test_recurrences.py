@@ -54,11 +54,10 @@ TOLERANCE = 1e-4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3, 5])
-def test_forms_beside_float64(world_size: int) -> None:
+def test_forms_beside_float64() -> None:
     pytest.importorskip("transformers")
     for name in TABLE:
-        shared, alone, seed = run_ranks(world_size, errors_of_many, name, 5)[0]
+        shared, alone, seed = run_ranks(5, errors_of_many, name, 5)[0]
         assert shared <= max(TOLERANCE, 2 * alone), (name, seed)
 
 
@@ -169,13 +168,8 @@ def test_a_recurrence_of_the_user(form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("length", "form"),
-    [
-        *((length, EAGER) for length in (1, 2, 5, 6)),
-        *(pytest.param(length, AOT, marks=pytest.mark.long) for length in (1, 2, 5, 6)),
-    ],
-)
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
+@pytest.mark.parametrize("length", [1, 5])  # of 5 tokens the last rank has none
 def test_ranks_with_few_tokens_and_none(length: int, form: str) -> None:
     run_ranks(4, check_model, length, (4,), [Shard(1)], form)
 
@@ -183,15 +177,13 @@ def test_ranks_with_few_tokens_and_none(length: int, form: str) -> None:
 @pytest.mark.slow
 def test_beside_a_sharded_batch_and_within_a_checkpoint() -> None:
     run_ranks(4, check_model, 7, (2, 2), [Shard(0), Shard(1)])
-    run_ranks(2, check_model, 7, (2,), [Shard(1)], EAGER, True)
     run_ranks(2, check_model, 7, (2,), [Shard(1)], AOT, True)
 
 
 @pytest.mark.slow
 def test_ranks_of_tensor_parallelism_share_the_tokens_they_all_hold() -> None:
     # 2 ranks hold 2 tokens each: of the 4 that share them the second and the last have none.
-    for length in (2, 9):
-        run_ranks(4, check_model, length, (2, 2), [Shard(1), Replicate()])
+    run_ranks(4, check_model, 2, (2, 2), [Shard(1), Replicate()])
     run_ranks(4, check_model, 7, (2, 2), [Replicate(), Shard(1)])
 
 
@@ -265,11 +257,10 @@ def exchange_always(function: Any, *args: Any) -> Any:
 @pytest.mark.slow
 def test_many_ranks_exchange_elements_of_states() -> None:
     pytest.importorskip("transformers")
-    for name in ("chunk_gated_delta_rule", "mamba_chunk_scan", "causal_conv1d"):
+    for name in ("chunk_gated_delta_rule", "mamba_chunk_scan"):
         shared, alone, seed = run_ranks(3, exchange_always, errors_of_many, name, 3)[0]
         assert shared <= max(TOLERANCE, 2 * alone), (name, seed)
-    for length in (1, 5):
-        run_ranks(4, exchange_always, check_model, length, (4,), [Shard(1)])
+    run_ranks(4, exchange_always, check_model, 5, (4,), [Shard(1)])
 
 
 @pytest.mark.parametrize("is_matrix", [False, True])
@@ -494,7 +485,7 @@ DOCUMENTS = [(5, 4, 7), (1, 1, 1, 13), (8, 8), (16,), (3, 1, 12), (7, 12, 13)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [3, 4, 5])
+@pytest.mark.parametrize("world_size", [3, 5])
 @on_ranks("world_size")
 def test_documents_are_apart(world_size: int) -> None:
     """Each document is as if it were alone, forward and backward, wherever its borders fall."""

@@ -46,8 +46,6 @@ from accelerate.utils import (  # noqa: E402
 from cp_inductor.integrations.accelerate import register  # noqa: E402
 from tests.support.models import make  # noqa: E402
 
-SAVING = {**COMPILED, "save_strategy": "steps", "save_steps": 2}
-
 
 @pytest.mark.slow
 def test_trainer_computes_what_one_process_does(tmp_path: Path) -> None:
@@ -61,28 +59,11 @@ def test_trainer_computes_what_one_process_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
-def test_trainer_saves_and_resumes(name: str, tmp_path: Path) -> None:
-    """Padding and packed documents; a checkpoint goes on, on as many ranks or on one."""
-    two = train_on(2, name, tmp_path / "two", SAVING)
-    one = train_on(1, name, tmp_path / "one", SAVING)
-    check_same(two, one)
-    resumed = {**COMPILED, "resume": 2}
-    for ranks in (2, 1):
-        again = train_on(ranks, name, tmp_path / "two", resumed)
-        assert len(again.gradients) == 1
-        for key, weight in one.weights.items():
-            check_close(key, again.weights[key], weight, WEIGHT_TOLERANCE)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [
-        {"average_tokens_across_devices": False},
-        {"max_grad_norm": 0.1, "weight_decay": 0.1},
-        {"gradient_checkpointing": True},
-        {"label_smoothing_factor": 0.1},
+        {"average_tokens_across_devices": False, "max_grad_norm": 0.1, "weight_decay": 0.1},
+        {"gradient_checkpointing": True, "label_smoothing_factor": 0.1},
         {"own_loss": True},
     ],
     ids=lambda settings: next(iter(settings)),
@@ -91,17 +72,6 @@ def test_settings_of_trainer(settings: Mapping[str, Any], tmp_path: Path) -> Non
     settings = {**COMPILED, "max_steps": 2, **settings}
     two = train_on(2, "Llama", tmp_path / "two", settings)
     check_same(two, train_on(1, "Llama", tmp_path / "one", settings))
-
-
-@pytest.mark.long
-def test_evaluation_while_training(tmp_path: Path) -> None:
-    """The last batch has one sample, and every rank has the logits of all."""
-    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "metrics": True}
-    settings = {**COMPILED, "max_steps": 2, **evaluating}
-    two = train_on(2, "Llama", tmp_path / "two", settings)
-    check_same(two, train_on(1, "Llama", tmp_path / "one", settings))
-    assert sum("eval_loss" in entry for entry in two.logs) == 2
-    assert two.logits is not None
 
 
 @pytest.mark.long
@@ -180,30 +150,54 @@ def test_trainer_shards_weights(
         assert torch.equal(weight, many.weights[key]), key
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_sharded_weights_are_saved_and_resumed(kind: str, tmp_path: Path) -> None:
-    settings = sharded(2, fsdp_config={"state_dict_type": kind})
-    one = train_on(1, CAUSAL, tmp_path / "one", settings)
-    saving = {**settings, "save_strategy": "steps", "save_steps": 1}
-    check_same(train_on(4, CAUSAL, tmp_path / "many", saving), one)
-    again = train_on(4, CAUSAL, tmp_path / "many", {**settings, "resume": 1})
-    assert len(again.gradients) == 1
-    for key, weight in one.weights.items():
-        check_close(key, again.weights[key], weight, WEIGHT_TOLERANCE)
+def sharded_as(kind: str) -> dict[str, Any]:
+    return sharded(2, fsdp_config={"state_dict_type": kind})
 
 
 @pytest.mark.long
-def test_evaluation_with_sharded_weights(tmp_path: Path) -> None:
-    """Ranks with other batches have other samples, each of which counts once.
+@pytest.mark.parametrize(
+    ("name", "ranks", "settings", "steps"),
+    [
+        ("Qwen3", 2, COMPILED, 2),  # packed documents
+        (CAUSAL, 4, sharded_as("FULL_STATE_DICT"), 1),
+        (CAUSAL, 4, sharded_as("SHARDED_STATE_DICT"), 1),
+    ],
+    ids=["whole weights", "FULL_STATE_DICT", "SHARDED_STATE_DICT"],
+)
+def test_trainer_saves_and_resumes(
+    name: str, ranks: int, settings: Mapping[str, Any], steps: int, tmp_path: Path
+) -> None:
+    """A checkpoint goes on, on as many ranks; if weights are whole, on one as well."""
+    one = train_on(1, name, tmp_path / "one", settings)
+    saving = {**settings, "save_strategy": "steps", "save_steps": steps}
+    check_same(train_on(ranks, name, tmp_path / "many", saving), one)
+    for resuming in (ranks, 1) if ranks == 2 else (ranks,):
+        again = train_on(resuming, name, tmp_path / "many", {**settings, "resume": steps})
+        assert len(again.gradients) == 1
+        for key, weight in one.weights.items():
+            check_close(key, again.weights[key], weight, WEIGHT_TOLERANCE)
 
-    In batches of one: Trainer completes a smaller last batch by samples of the first, which count
-    in the mean of that batch, with or without this library.
-    """
-    settings = sharded(2, eval_strategy="steps", eval_steps=1, metrics=True)
-    settings["per_device_eval_batch_size"] = 1
-    many = train_on(4, CAUSAL, tmp_path / "many", settings)
-    check_same(many, train_on(1, CAUSAL, tmp_path / "one", settings))
+
+# In batches of one where batches are shared: Trainer completes a smaller last batch by samples of
+# the first, which count in the mean of that batch, with or without this library.
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "ranks", "settings"),
+    [
+        ("Llama", 2, {**COMPILED, "max_steps": 2}),
+        (CAUSAL, 4, {**sharded(2), "per_device_eval_batch_size": 1}),
+    ],
+    ids=["whole weights", "FSDP2"],
+)
+def test_evaluation_while_training(
+    name: str, ranks: int, settings: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """The last batch has one sample, each counts once, and every rank has the logits of all."""
+    settings = {**settings, "eval_strategy": "steps", "eval_steps": 1, "metrics": True}
+    many = train_on(ranks, name, tmp_path / "many", settings)
+    check_same(many, train_on(1, name, tmp_path / "one", settings))
+    assert sum("eval_loss" in entry for entry in many.logs) == 2
+    assert many.logits is not None
 
 
 IDS = torch.arange(2 * 33).reshape(2, 33) % 61

@@ -171,22 +171,20 @@ def num_starts(inputs: list[Tensor], policy: dict[str, Any] | None, **flags: Any
     ]
 
 
-@pytest.mark.parametrize(
-    ("policy", "is_again"),
-    [
-        ({}, True),
-        (selective(OURS), False),
-        (selective(CPU_KERNEL), False),
-        (selective(None, OURS), True),
-        (selective(None, CPU_KERNEL), True),
-        (selective(CPU_KERNEL, OURS), True),  # the policy of the op has the last word
-    ],
-)
-def test_what_is_computed_again_is_fetched_again(
-    inputs: list[Tensor], policy: dict[str, Any], is_again: bool
-) -> None:
+AGAIN: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    (selective(OURS), False),
+    (selective(CPU_KERNEL), False),
+    (selective(None, OURS), True),
+    (selective(None, CPU_KERNEL), True),
+    (selective(CPU_KERNEL, OURS), True),  # the policy of the op has the last word
+]
+
+
+def test_what_is_computed_again_is_fetched_again(inputs: list[Tensor]) -> None:
     forward, backward = num_starts(inputs, None)
-    assert num_starts(inputs, policy) == [forward, backward + forward * is_again]
+    for policy, is_again in AGAIN:
+        assert num_starts(inputs, policy) == [forward, backward + forward * is_again], policy
 
 
 def test_what_is_kept_is_not_fetched_again(inputs: list[Tensor]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import cp_inductor
@@ -18,6 +21,7 @@ from tests.support.combinations import (
     averaged_grads,
     combination,
     compiled,
+    grads_of,
     make_batch,
     make_mesh,
     make_model,
@@ -62,36 +66,40 @@ class Received(nn.Module):
             return self.part(*inputs)
 
 
-def check_schedule(form: str, schedule: type[ScheduleGPipe | Schedule1F1B]) -> None:
-    mesh = make_mesh(2, 2, names=("pp", "cp"))
-    loss, grads = unsharded()
+def run_stage(
+    run: nn.Module, mesh: DeviceMesh, schedule: type[ScheduleGPipe | Schedule1F1B], batch: Any
+) -> Tensor | None:
+    """Run one step of this rank's stage; return the mean loss if it is the last stage."""
     place, pp = mesh["pp"].get_local_rank(), mesh["pp"]
-    part = (First, Last)[place](make_model())
-    # What a stage receives, the region has not seen made: the program says that it is shards.
-    run = Received(part) if form == "eager" else compiled(part, form, fullgraph=True)
     stage = PipelineStage(run, place, 2, torch.device("cpu"), group=pp.get_group())
     pipeline = schedule(stage, NUM_MICROBATCHES, loss_fn=mean_loss)
+    ids, positions, labels = batch
     losses: list[Tensor] = []
-    with shards_of(make_batch(), mesh) as (ids, positions, labels):
-        if place == 0:
-            pipeline.step(ids, positions)
-        else:
-            pipeline.step(target=labels, losses=losses)
-    assert_rewritten(form)
-    if place == 1:
-        assert len(losses) == NUM_MICROBATCHES < BATCH
-        actual = torch.stack(losses).mean().detach()
-        dist.all_reduce(actual, group=mesh["cp"].get_group())
-        torch.testing.assert_close(actual / 2, loss)
-    actual_grads = averaged_grads(part, mesh["cp"])
-    assert_grads(actual_grads, {name: grads[name] for name in actual_grads})
+    if place == 0:
+        pipeline.step(ids, positions)
+        return None
+    pipeline.step(target=labels, losses=losses)
+    assert len(losses) == NUM_MICROBATCHES < BATCH
+    return torch.stack(losses).mean().detach()
 
 
 @combination("pipeline of two stages, GPipe and 1F1B", *FORMS)
 @on_ranks(4)
 def test_pipeline(form: str) -> None:
     for schedule in (ScheduleGPipe, Schedule1F1B):
-        check_schedule(form, schedule)
+        mesh = make_mesh(2, 2, names=("pp", "cp"))
+        loss, grads = unsharded()
+        part = (First, Last)[mesh["pp"].get_local_rank()](make_model())
+        # What a stage receives, the region has not seen made: the program says that it is shards.
+        run = Received(part) if form == "eager" else compiled(part, form, fullgraph=True)
+        with shards_of(make_batch(), mesh) as batch:
+            actual = run_stage(run, mesh, schedule, batch)
+        assert_rewritten(form)
+        if actual is not None:
+            dist.all_reduce(actual, group=mesh["cp"].get_group())
+            torch.testing.assert_close(actual / 2, loss)
+        actual_grads = averaged_grads(part, mesh["cp"])
+        assert_grads(actual_grads, {name: grads[name] for name in actual_grads})
 
 
 @pytest.mark.slow
@@ -101,18 +109,9 @@ def test_parallelized_stages(form: str) -> None:
     """Stages that hand on whole activations, each of which its ranks cut."""
     mesh = make_mesh(2, 2, names=("pp", "cp"))
     loss, grads = unsharded()
-    place, pp = mesh["pp"].get_local_rank(), mesh["pp"]
-    part = (First, Last)[place](make_model())
+    part = (First, Last)[mesh["pp"].get_local_rank()](make_model())
     cp_inductor.parallelize(part, mesh["cp"], outputs="whole", seq_dims={"x": 1})
-    run = compiled(part, form)
-    stage = PipelineStage(run, place, 2, torch.device("cpu"), group=pp.get_group())
-    pipeline = Schedule1F1B(stage, NUM_MICROBATCHES, loss_fn=mean_loss)
-    ids, positions, labels = make_batch()
-    losses: list[Tensor] = []
-    if place == 0:
-        pipeline.step(ids, positions)
-    else:
-        pipeline.step(target=labels, losses=losses)
-        torch.testing.assert_close(torch.stack(losses).mean().detach(), loss)
-    actual = {name: parameter.grad for name, parameter in part.named_parameters()}
-    assert_grads(actual, {name: grads[name] for name in actual})
+    actual = run_stage(compiled(part, form), mesh, Schedule1F1B, make_batch())
+    if actual is not None:
+        torch.testing.assert_close(actual, loss)
+    assert_grads(grads_of(part), {name: grads[name] for name, _ in part.named_parameters()})

@@ -5,7 +5,6 @@ The imports of torchtitan are half of what these cost, so ranks of the suite hav
 
 from __future__ import annotations
 
-import argparse
 import sys
 from unittest import mock
 
@@ -14,7 +13,7 @@ import pytest
 from cp_inductor.backend.graph_passes import lower_attention, schedule_exchange
 from cp_inductor.graph.collectives import STARTS
 from cp_inductor.passes.lower_attention import EXPANSIONS
-from tests.support.examples import EXAMPLES, import_example, number_in, run_example
+from tests.support.examples import EXAMPLES, number_in, run_example
 from tests.support.ranks import on_ranks
 from tests.support.traced_step import assert_sums, count, trace_step
 
@@ -24,22 +23,9 @@ LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_llama_trains_as_on_one_process() -> None:
-    """Its FSDP2 over both ranks, which share each sequence."""
-    sizes = {"cp": 2, "layers": 2, "batch": 2, "seq_len": 256, "steps": 2}
-    arguments = argparse.Namespace(**sizes, backend="cp_aot_eager")
-    rows = import_example("torchtitan_llama").train(arguments)
-    assert len(rows) == 2
-    for _, _, _, loss, gradients in rows:
-        assert loss <= LOSS_TOLERANCE
-        assert gradients <= GRADIENT_TOLERANCE
-
-
 @pytest.mark.long
-def test_example() -> None:
-    """The same as users run it, on two pairs of ranks."""
+def test_llama_trains_as_on_one_process() -> None:
+    """The example, as users run it: FSDP2 over two pairs of ranks, which share each sequence."""
     arguments = "--cp 2 --layers 2 --steps 3 --backend cp_aot_eager"
     said = run_example("torchtitan_llama", 4, arguments).stdout
     assert number_in(said, "difference of loss") <= LOSS_TOLERANCE

@@ -13,10 +13,7 @@ from cp_inductor.errors import InvalidArgument
 from tests.support.examples import run_example
 from tests.support.ranks import on_ranks
 from tests.support.trainers import (
-    CHECKPOINTED,
     COMPILED,
-    OFFLOADED,
-    Result,
     check_same,
     launched,
     letters,
@@ -26,6 +23,7 @@ from tests.support.trainers import (
 
 pytest.importorskip("trl", reason="trl is not installed")
 
+CHECKPOINTED_AND_OFFLOADED = {"activation_checkpointing": True, "cpu_offload": True}
 PADDED = {"packing": False, "per_device_train_batch_size": 3, "pad_to_multiple_of": 25}
 
 
@@ -47,17 +45,20 @@ def test_packed_documents(tmp_path: Path) -> None:
     "settings",
     [
         {**PADDED, "loss_type": "dft"},
-        {"packing_strategy": "wrapped"},
-        {"average_tokens_across_devices": False, "gradient_checkpointing": False},
-        {"sizes": {"tie_word_embeddings": True}},
-        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2},
-        {"label_smoothing_factor": 0.1},
+        {
+            **{"average_tokens_across_devices": False, "gradient_checkpointing": False},
+            "sizes": {"tie_word_embeddings": True},
+        },
+        {
+            **{"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2},
+            **{"label_smoothing_factor": 0.1, "packing_strategy": "wrapped"},
+        },
         {"own_loss": True},
         {"own_loss": True, "average_tokens_across_devices": False},
         {"adapters": True, "sizes": {"num_hidden_layers": 1}},
     ],
     ids=[
-        *("padded, dft", "wrapped", "averages", "tied", "evaluation", "smoothed"),
+        *("padded, dft", "averages, tied", "evaluation, smoothed, wrapped"),
         *("own loss", "own loss, averages", "adapters"),
     ],
 )
@@ -72,8 +73,7 @@ def test_settings(settings: Mapping[str, Any], tmp_path: Path) -> None:
     ("ranks", "batches", "more"),
     [
         (4, 2, {}),
-        (2, 1, {**CHECKPOINTED, "gradient_checkpointing": False}),
-        (2, 1, OFFLOADED),
+        (2, 1, {"gradient_checkpointing": False, "fsdp_config": CHECKPOINTED_AND_OFFLOADED}),
     ],
 )
 def test_sharded_weights(ranks: int, batches: int, more: Mapping[str, Any], tmp_path: Path) -> None:
@@ -85,17 +85,6 @@ def test_sharded_weights(ranks: int, batches: int, more: Mapping[str, Any], tmp_
 @pytest.mark.long
 def test_more_ranks_than_one_document_has_tokens(tmp_path: Path) -> None:
     check_ranks(tmp_path, COMPILED, ranks=3)
-
-
-@pytest.mark.long
-def test_resumes_on_one(tmp_path: Path) -> None:
-    settings = {**COMPILED, "save_strategy": "steps", "save_steps": 1}
-    two = train_on(2, tmp_path, settings, by=train_sft)
-    again = train_on(1, tmp_path, {"resume": 1}, by=train_sft)
-    assert len(again.gradients) == 1
-    check_same(
-        Result([], again.gradients, again.weights), Result([], two.gradients[1:], two.weights)
-    )
 
 
 @pytest.mark.long

@@ -71,11 +71,10 @@ WHAT_BECAME_OF_IT = {
 IN_EVERY_RUN = [
     *(Case(EAGER, "kill", at) for at in ("forward", "backward", "optimizer")),
     Case(EAGER, "stop", "backward"),
-    Case(AOT, "kill", "forward"),
     Case(AOT, "kill", "backward"),
     *(Case(AOT, fault, "compile", step=0) for fault in ("kill", "fail")),
     Case(AOT, "fail", "backward"),
-    *(Case(AOT, "kill", at, debugging="recorder") for at in ("forward", "backward")),
+    Case(AOT, "kill", "backward", debugging="recorder"),
     Case(AOT, "kill", "backward", odd=0, store="first"),
 ]
 MORE = [
@@ -84,8 +83,9 @@ MORE = [
         for number, (form, fault, at) in enumerate(product((EAGER, AOT, COMPILED), FAULTS, TIMES))
         if (number + number // 4 + number // 16) % 2 and (form, at) != (EAGER, "compile")
     ),
+    Case(AOT, "kill", "forward"),
     *(Case(AOT, fault, "backward", debugging="detail") for fault in ("kill", "stop")),
-    *(Case(AOT, "stop", at, debugging="recorder") for at in ("forward", "backward")),
+    Case(AOT, "stop", "forward", debugging="recorder"),
     Case(AOT, "stop", "backward", odd=0, store="first"),
     Case(EAGER, "kill", "forward", odd=0, store="first"),
     *(Case(AOT, fault, "compile", odd=0, step=0, store="first") for fault in ("stop", "kill")),

@@ -42,8 +42,9 @@ def batch(number: int) -> Tensor:
     return torch.randint(50, (1, 8), generator=torch.Generator().manual_seed(number))
 
 
-@pytest.mark.parametrize("form", ["eager", "cp_aot_eager"])
-@pytest.mark.parametrize("where", ["region", "DTensors"])
+@pytest.mark.parametrize(
+    ("where", "form"), [("region", "eager"), ("region", "cp_aot_eager"), ("DTensors", "eager")]
+)
 @on_ranks(2)
 def test_a_skipped_batch_is_noticed_before_its_attention(where: str, form: str) -> None:
     mesh = world_mesh()

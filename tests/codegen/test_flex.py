@@ -107,18 +107,10 @@ def kinds_of_tiles(rank: int, world_size: int, mask: str) -> list[Mask]:
     return [tile.mask for stage in plan.program(rank) for tile in stage.tiles]
 
 
-LONG = pytest.mark.long
-CASES = [
-    pytest.param("packed", 2, 4, id="packed, rank 2 of 4"),
-    pytest.param("window", 2, 4, id="window, rank 2 of 4", marks=LONG),
-    pytest.param("capped", 2, 4, id="capped, rank 2 of 4", marks=LONG),
-    pytest.param("packed", 0, 4, id="packed, rank 0 of 4", marks=LONG),
-    pytest.param("window", 517, 1024, id="window, rank 517 of 1024", marks=LONG),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mask", "rank", "world_size"), CASES)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mask", "rank", "world_size"), [("packed", 2, 4), ("capped", 2, 4), ("window", 517, 1024)]
+)
 def test_a_template_for_each_tile_under_a_mask(mask: str, rank: int, world_size: int) -> None:
     tiles = kinds_of_tiles(rank, world_size, mask)
     compiled = code_of(rank, world_size, mask)
@@ -143,7 +135,6 @@ def test_a_template_for_each_tile_under_a_mask(mask: str, rank: int, world_size:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_90", "cuda:sm_100"])
 def test_templates_compile_to_machine_code(target: str) -> None:
     kernels = code_of(2, 4, "packed", target).compile_kernels()

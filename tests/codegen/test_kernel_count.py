@@ -46,23 +46,12 @@ def launches(
 LIMITS = {
     ("auto", 32, 8): (12, 20, 1000),
     ("auto", 8, 8): (12, 20, 620),
-    ("heads", 32, 8): (12, 20, 1000),
     ("heads_own_forward", 32, 8): (12, 20, 1000),
     ("heads_own", 32, 8): (14, 20, 1500),
     ("heads2_own+blocks", 32, 8): (12, 20, 1900),
     ("ring", 32, 8): (12, 20, 1400),
     ("blocks", 32, 8): (12, 20, 2400),
     ("auto", 32, 1024): (12, 20, 5700),
-}
-# Those that take longer than 20 s, and those that auto's cases stand for.
-LONG = {
-    ("auto", 8, 8),
-    ("blocks", 32, 8),
-    ("heads", 32, 8),
-    ("heads_own", 32, 8),
-    ("heads_own_forward", 32, 8),
-    ("heads2_own+blocks", 32, 8),
-    ("auto", 32, 1024),
 }
 
 
@@ -71,7 +60,7 @@ LONG = {
     "case",
     [
         pytest.param(
-            case, marks=pytest.mark.long if case in LONG else (), id="-".join(map(str, case))
+            case, marks=() if case[0] == "ring" else pytest.mark.long, id="-".join(map(str, case))
         )
         for case in LIMITS
     ],

@@ -26,7 +26,7 @@ import cp_inductor
 from tests.support.combinations import AOT, EAGER, compiled, make_mesh
 from tests.support.processes import run_python
 from tests.support.ranks import on_ranks
-from tests.support.reference import attend, make_qkv, shard
+from tests.support.reference import attend, attend_with_grads, make_qkv, shard, with_grads
 
 # Two ranks make quarters of it that are not round.
 LENGTH = 20
@@ -85,29 +85,11 @@ def cut(tensors: Sequence[Tensor], mesh: DeviceMesh, balancer: Any) -> list[Tens
     return [piece.detach().clone() for piece in pieces]
 
 
-def check_against_float64(
-    run: Callable[..., Tensor], mesh: DeviceMesh, balancer: Any, *, after: Any = None
-) -> None:
-    """Compare what `run` makes of torch's shards, and its gradients, with one process.
-
-    Args:
-        run: query, key, value to out.
-        mesh: of the ranks.
-        balancer: of torch's, or None.
-        after: a context for the backward.
-    """
-    query, key, value, grad_out = make_qkv(LENGTH)
-    leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
-    expected = attend(*leaves, is_causal=True)
-    expected.backward(grad_out.double())
-    *pieces, grad = cut((query, key, value, grad_out), mesh, balancer)
-    for piece in pieces:
-        piece.requires_grad_()
-    out = run(*pieces)
-    with after or nullcontext():
-        out.backward(grad)
-    wholes = [expected.detach(), *(leaf.grad for leaf in leaves)]
-    for actual, wanted in zip([out, *(piece.grad for piece in pieces)], wholes, strict=True):
+def check_against_float64(run: Callable[..., Tensor], mesh: DeviceMesh, balancer: Any) -> None:
+    """Compare what `run` makes of query, key and value that torch cut, with one process."""
+    whole = make_qkv(LENGTH)
+    found = with_grads(run, cut(whole, mesh, balancer))
+    for actual, wanted in zip(found, attend_with_grads(*whole, is_causal=True), strict=True):
         torch.testing.assert_close(actual, *cut([wanted.float()], mesh, balancer))
 
 

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -97,20 +96,6 @@ def test_losses(form: str) -> None:
             run().sum().backward()
         # Numbers are added up; no logits move. The labels that are shifted do.
         assert is_shifted or set(counts.get_comm_counts()) <= {ALL_REDUCE}, case
-
-
-@pytest.mark.slow
-@on_ranks(3)
-def test_losses_of_a_distributed_model() -> None:
-    """No attention, and no `shard`: the model alone says that sequences lie on the mesh."""
-    mesh = make_mesh(3, names=("cp",))
-    logits, labels, _ = make_logits()
-    model = torch.nn.Linear(VOCABULARY, VOCABULARY).double()
-    expected = loss_of(model(logits), labels, None, "mean", True)
-    cp_inductor.parallelize(model, mesh)
-    out, targets = (distribute_tensor(one, mesh, [Shard(1)]) for one in (logits, labels))
-    actual = loss_of(model(out), targets, None, "mean", True)
-    torch.testing.assert_close(whole(actual.detach()), expected.detach())
 
 
 @combination("vocabulary on tp (loss_parallel), sequence on cp, one loss", EAGER, AOT)

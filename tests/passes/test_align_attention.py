@@ -62,10 +62,7 @@ def check_distributed(
 @pytest.mark.parametrize(
     ("value_dim", "placements", "scale"),
     [
-        (5, (SHARD, SHARD, SHARD), None),
-        (12, (SHARD, SHARD, SHARD), None),
         (12, (SHARD, SHARD, SHARD), 0.3),
-        (8, (SHARD, WHOLE, SHARD), None),
         (8, (WHOLE, SHARD, Shard(1)), None),
         (5, (SHARD, WHOLE, WHOLE), 0.3),
     ],

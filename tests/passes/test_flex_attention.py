@@ -33,7 +33,7 @@ from cp_inductor import UnsupportedAttention, flex_gradients_on_cpu
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.torch_private.modes import name_of_function
 from tests.support.graphs import recorded_capture
-from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
+from tests.support.ranks import fake_mesh, on_ranks, world_mesh
 from tests.support.reference import (
     assert_close,
     assert_shards_close,
@@ -215,18 +215,11 @@ def run_cases(backend: str, names: tuple[str, ...] = (), **options: Any) -> None
 SOME = ("windows of heads", "documents", "relative", "softcap, mqa, bfloat16", "a sink")
 
 
-@pytest.mark.slow
-@on_ranks(3)
-def test_numerics_of_some() -> None:
-    """By a plan for all batches, which is traced sooner; the models below have plans of batches."""
-    run_cases(AOT, SOME, plan="static")
-
-
 @pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_numerics(world_size: int) -> None:
-    run_ranks(world_size, run_cases, AOT)
+@on_ranks(3)
+def test_numerics() -> None:
+    run_cases(AOT)
+    run_cases(AOT, SOME, plan="static")
 
 
 @pytest.mark.long
@@ -265,19 +258,10 @@ class Block(nn.Module):
         return with_sink(out, aux.lse)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "has_checkpoint"),
-    [
-        pytest.param(
-            how,
-            has_checkpoint,
-            id=f"{how}-{'checkpoint' if has_checkpoint else 'plain'}",
-            marks=pytest.mark.long if has_checkpoint or how != "DTensors" else (),
-        )
-        for how in ("DTensors", "region", "mesh")
-        for has_checkpoint in (False, True)
-    ],
+    [("DTensors", False), ("DTensors", True), ("region", True), ("mesh", False)],
 )
 @on_ranks(2)
 def test_layers_share_a_mask_that_is_made_inside(how: str, has_checkpoint: bool) -> None:
@@ -353,7 +337,6 @@ def test_a_mask_that_is_made_inside_is_not_computed(mesh: DeviceMesh) -> None:
     ("score", "mask", "rule"),
     [
         (None, None, "full"),
-        (None, masks.causal, "causal"),
         (scores.masking, None, "causal"),
         (scores.softcap, masks.window, "(k-q<=0)&(-k+q-8<=0);2*Tanh(0.5*s)"),
         (scores.relative, None, "True;x0(h,-k+q+37);float32"),

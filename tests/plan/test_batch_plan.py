@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -263,16 +264,9 @@ BATCHES = [
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize(("world_size", "length", "log_mean", "sigma", "heads", "most"), BATCHES)
-def test_work_is_balanced_and_little_moves(
-    world_size: int,
-    length: int,
-    log_mean: float,
-    sigma: float,
-    heads: tuple[int, int],
-    most: tuple[float, float],
-    stages: int,
-) -> None:
+@pytest.mark.parametrize("case", BATCHES)
+def test_work_is_balanced_and_little_moves(case: tuple[Any, ...], stages: int) -> None:
+    world_size, length, log_mean, sigma, heads, most = case
     lengths = [len(part) for part in np.array_split(np.arange(length), world_size)]
     for seed in range(4 if world_size < 64 else 1):
         tables = {0: lognormal(seed, length, log_mean, sigma)}

@@ -15,7 +15,6 @@ from torch._dynamo.exc import Unsupported
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
@@ -40,18 +39,18 @@ from tests.support.combinations import (
     make_model,
     mean_loss,
     shards_of,
-    unsharded,
 )
 from tests.support.comms import Counts
 from tests.support.graphs import attend_causal
 from tests.support.ranks import fake_rank, on_ranks, run_ranks
 from tests.support.reference import (
-    assert_close,
+    assert_shards_close,
     attend,
     attend_with_grads,
     check_shards,
     make_qkv,
     shard,
+    with_grads,
 )
 
 # Imported once and for all: a patch of torch.nn.functional would not reach it.
@@ -161,9 +160,9 @@ def region_of(mesh: DeviceMesh, function: Any = None, *given: Any, **how: Any) -
             function(*given)
 
 
-def masked(mask: Tensor, query: Tensor, key: Tensor | None = None, **how: Any) -> Tensor:
-    key = query if key is None else key
-    return F.scaled_dot_product_attention(query, key, key, attn_mask=mask, **how)
+def masked(mask: Tensor, query: Tensor, *key_and_value: Tensor, **how: Any) -> Tensor:
+    key, value = key_and_value or (query, query)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **how)
 
 
 # A call -> the class of its error: parts of the text.
@@ -196,7 +195,7 @@ region(lambda: masked(m, q, is_causal=True)) -> UnsupportedAttention: include ca
 region(masked, m.expand(3, 8, 8), q) -> UnsupportedAttention: broadcasts to (1, 2, 8, 8)
 region(masked, m[:4, :4], q) -> UnsupportedAttention: over the whole sequence, (8, 8)
 region(masked, bias, q) -> UnsupportedAttention: an attn_mask without a gradient
-region(masked, m, q, q[:, :1]) -> UnsupportedAttention: enable_gqa=True
+region(masked, m, q, q[:, :1], q[:, :1]) -> UnsupportedAttention: enable_gqa=True
 region(masked, m.as_subclass(Mask), q) -> UnsupportedAttention: a Mask
 region(nn.MultiheadAttention(8, 2), q[0], q[0], q[0]) -> UnsupportedAttention: need_weights=False
 region(flex.flex_attention, q, q, q) -> UnsupportedAttention: compile the function that calls
@@ -286,19 +285,17 @@ def test_sizes_for_which_sdpa_calls_no_flash_kernel() -> None:
 def test_a_length_that_the_outer_knows(form: str) -> None:
     """A nested context brings a length of its own; the attention is over that of the outer."""
     mesh = make_mesh(3, names=("cp",))
-    rank = dist.get_rank()
     whole = make_qkv(11, num_kv_heads=2)  # as shards of 4, 4 and 3
-    *pieces, grad_out = (shard(t, rank, 3).clone() for t in whole)
-    for piece in pieces:
-        piece.requires_grad_()
-    expected = attend_with_grads(*whole, is_causal=True)
     outer = {"buffers": [torch.arange(11)], "buffer_seq_dims": [0]}
     inner = {"buffers": [torch.arange(20)], "buffer_seq_dims": [0]}  # as shards of 7, 7 and 6
-    with cp_inductor.context_parallel(mesh, **outer), cp_inductor.context_parallel(mesh, **inner):
-        out = compiled(attend_causal, form)(*pieces)
-    found = out.detach(), *torch.autograd.grad(out, pieces, grad_out)
-    for what, actual, wanted in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
-        assert_close(actual, shard(wanted, rank, 3), torch.float32, what)
+    context = cp_inductor.context_parallel
+
+    def run(*pieces: Tensor) -> Tensor:
+        with context(mesh, **outer), context(mesh, **inner):
+            return compiled(attend_causal, form)(*pieces)
+
+    found = with_grads(run, (shard(t, dist.get_rank(), 3).clone() for t in whole))
+    assert_shards_close(found, attend_with_grads(*whole, is_causal=True), torch.float32)
 
 
 class Checkpointed(nn.Module):
@@ -329,25 +326,31 @@ class Checkpointed(nn.Module):
         return x
 
 
+def check_step(mesh: DeviceMesh, model: Decoder, run: nn.Module, batch: tuple[Tensor, ...]) -> None:
+    """Train on shards, the backward behind the region; gradients are those of one process."""
+    alone = make_model()
+    F.cross_entropy(alone(*batch[:2]).mT, batch[2], reduction="sum").backward()
+    with shards_of(batch, mesh) as shards:
+        ids, positions, labels = (tensor.clone() for tensor in shards)
+        part = F.cross_entropy(run(ids, positions).mT, labels, reduction="sum")
+    (mesh.size() * part).backward()
+    assert_grads(averaged_grads(model, mesh["cp"]), grads_of(alone))
+
+
 @pytest.mark.parametrize(
     "kind", ["reentrant", "non-reentrant", "nested", "composable", "compiled blocks"]
 )
 @on_ranks(3)
 def test_recomputation_behind_the_context(kind: str) -> None:
     """The forward runs again in a backward behind the context, and still over all shards."""
-    mesh = make_mesh(3, names=("cp",))
-    batch, model, alone = make_batch(length=11), make_model(), make_model()  # 4, 4 and 3 tokens
-    F.cross_entropy(alone(*batch[:2]).mT, batch[2], reduction="sum").backward()
+    model = make_model()
     if kind == "compiled blocks":
         for block in model.layers:
             block.compile(backend=AOT, fullgraph=True)
-    run = Checkpointed(model, kind)
-    with shards_of(batch, mesh) as shards:
-        ids, positions, labels = (tensor.clone() for tensor in shards)
-        loss = 3 * F.cross_entropy(run(ids, positions).mT, labels, reduction="sum")
-    loss.backward()
+    # As 4, 4 and 3 tokens.
+    batch = make_batch(length=11)
+    check_step(make_mesh(3, names=("cp",)), model, Checkpointed(model, kind), batch)
     assert_rewritten(AOT if kind == "compiled blocks" else EAGER)
-    assert_grads(averaged_grads(model, mesh["cp"]), grads_of(alone))
 
 
 def test_a_body_that_is_given_no_tensor_is_refused(mesh: DeviceMesh) -> None:
@@ -409,8 +412,6 @@ def test_another_backend_cannot_lose_a_checkpoint(mesh: DeviceMesh) -> None:
 
 
 def check_graph_break(form: str, kind: str) -> None:
-    mesh = make_mesh(2, names=("cp",))
-    loss, grads = unsharded()
     model = make_model()
     if kind == "break inside":
         for block in model.layers:
@@ -419,16 +420,9 @@ def check_graph_break(form: str, kind: str) -> None:
         first = model.layers[0]
         first.forward = torch.compiler.disable(first.forward)
     stance = "force_eager" if kind == "force_eager" else "default"
-    with shards_of(make_batch(), mesh) as (ids, positions, labels):
-        with torch.compiler.set_stance(stance):
-            logits = compiled(model, form)(ids, positions)
-        actual = mean_loss(logits, labels)
-        actual.backward()
+    with torch.compiler.set_stance(stance):
+        check_step(make_mesh(2, names=("cp",)), model, compiled(model, form), make_batch())
     assert_rewritten(EAGER if kind == "force_eager" else form)
-    actual = actual.detach()
-    dist.all_reduce(actual)
-    torch.testing.assert_close(actual / 2, loss)
-    assert_grads(averaged_grads(model, mesh["cp"]), grads)
 
 
 @combination(
@@ -483,40 +477,21 @@ def make_mask(kind: str) -> Tensor:
     return scores.masked_fill(scores > 1, -torch.inf)
 
 
-def attend_on_shards(form: str, mesh: DeviceMesh, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Return this rank's part of out, dq, dk and dv."""
-    rank, world_size = dist.get_rank(), mesh.size()
-    whole = make_qkv(MASKED_LENGTH, num_kv_heads=2)
-    *pieces, grad_out = (shard(t, rank, world_size).clone() for t in whole)
-    pieces = [piece.requires_grad_() for piece in pieces]
-
-    def model(*tensors: Tensor, **kwargs: Any) -> Tensor:
-        return F.scaled_dot_product_attention(*tensors, **kwargs, enable_gqa=True)
-
-    places = torch.arange(MASKED_LENGTH)
-    with (
-        cp_inductor.context_parallel(mesh, buffers=[places], buffer_seq_dims=[0]),
-        # Dynamo gets through dropout on the CPU, which no kernel there has, by torch's own ops.
-        implicit_replication(),
-    ):
-        out = compiled(model, form, fullgraph=True)(*pieces, **kwargs)
-    out.backward(grad_out)
-    return out.detach(), *(piece.grad for piece in pieces)
-
-
 @pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
 @on_ranks(3)
 def test_masks_of_the_whole_sequence(form: str) -> None:
-    world_size = dist.get_world_size()
-    mesh = make_mesh(world_size, names=("cp",))
+    mesh = make_mesh(3, names=("cp",))
+    whole = make_qkv(MASKED_LENGTH, num_kv_heads=2)
     for kind in MASKS if form == EAGER else ("pairs", "bias of heads"):
-        mask = make_mask(kind)
+        mask, places = make_mask(kind), torch.arange(MASKED_LENGTH)
         named = {"allowed" if mask.dtype == torch.bool else "bias": mask}
-        expected = attend_with_grads(*make_qkv(MASKED_LENGTH, num_kv_heads=2), **named)
-        actual = attend_on_shards(form, mesh, attn_mask=mask)
-        for name, one, other in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
-            piece = shard(other, dist.get_rank(), world_size)
-            assert_close(one, piece, torch.float32, f"{kind}: {name}")
+
+        def run(*qkv: Tensor, mask: Tensor = mask, places: Tensor = places) -> Tensor:
+            with cp_inductor.context_parallel(mesh, buffers=[places], buffer_seq_dims=[0]):
+                return compiled(masked, form, fullgraph=True)(mask, *qkv, enable_gqa=True)
+
+        found = with_grads(run, (shard(t, dist.get_rank(), 3).clone() for t in whole))
+        assert_shards_close(found, attend_with_grads(*whole, **named), torch.float32, kind)
 
 
 @pytest.mark.parametrize("form", [EAGER, AOT])
@@ -526,26 +501,17 @@ def test_mask_objects(form: str) -> None:
     mesh = make_mesh(2, names=("cp",))
     generator = torch.Generator().manual_seed(5)
     for num_queries, num_keys, make in ((10, 10, causal_upper_left), (10, 14, causal_lower_right)):
-        sizes = ((num_queries, 8), (num_keys, 8), (num_keys, 5))
+        sizes = ((num_queries, 8), (num_keys, 8), (num_keys, 5), (num_queries, 5))
         whole = [torch.randn(2, 4, *size, generator=generator).double() for size in sizes]
-        pieces = [shard(tensor, dist.get_rank(), 2).clone() for tensor in whole]
         mask = make(num_queries, num_keys)
-        for tensor in (*whole, *pieces):
-            tensor.requires_grad_()
 
-        def model(*tensors: Tensor, mask: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+        def run(*qkv: Tensor, mask: Tensor = mask) -> Tensor:
+            with cp_inductor.context_parallel(mesh):
+                return compiled(masked, form, fullgraph=True)(mask, *qkv)
 
-        with cp_inductor.context_parallel(mesh):
-            out = compiled(model, form, fullgraph=True)(*pieces, mask=mask)
-        expected = model(*whole, mask=mask)
-        grads = torch.autograd.grad(out.sin().sum(), pieces)
-        for one, other in zip(
-            (out, *grads),
-            (expected, *torch.autograd.grad(expected.sin().sum(), whole)),
-            strict=True,
-        ):
-            torch.testing.assert_close(one, shard(other, dist.get_rank(), 2))
+        found = with_grads(run, (shard(t, dist.get_rank(), 2).clone() for t in whole))
+        expected = with_grads(partial(masked, mask), whole)
+        assert_shards_close(found, expected, torch.float64)
 
 
 @on_ranks(2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -189,50 +190,33 @@ def run(
     assert counters["cp_inductor"]["sites_rewritten"] == 1
 
 
-def run_kinds(kinds: tuple[str, ...], backend: str = AOT, how: str = HOW[0]) -> None:
+def run_kinds(kinds: tuple[str, ...], **how: Any) -> None:
     for kind in kinds:
-        run(kind, torch.float64, backend, how)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients(world_size: int) -> None:
-    run_ranks(world_size, run_kinds, tuple(SHAPES))
-
-
-def test_gradient_of_buckets() -> None:
-    """On three ranks, of which the last has fewer rows."""
-    run_ranks(3, run, "buckets")
-
-
-@pytest.mark.long
-def test_gradient_in_half_precision() -> None:
-    run_ranks(2, run, "relative", torch.bfloat16)
-
-
-@pytest.mark.slow
-def test_gradient_in_a_checkpoint() -> None:
-    run_ranks(2, run, "relative", torch.float64, AOT, HOW[0], True)
-
-
-@pytest.mark.long
-@on_ranks(2)
-def test_gradients_through_inductor() -> None:
-    run_kinds(("of heads", "buckets"), "cp_inductor")
+        run(kind, **how)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how", ["DTensors", pytest.param("region", marks=pytest.mark.long), "mesh"]
+    ("world_size", "kinds", "how"),
+    [
+        (2, ("of pairs",), {"how": "DTensors"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (3, tuple(SHAPES), {}),
+                (2, ("relative",), {"dtype": torch.bfloat16}),
+                (2, ("relative",), {"has_checkpoint": True}),
+                (2, ("of heads", "buckets"), {"backend": "cp_inductor"}),
+                (2, ("of pairs",), {"how": "region"}),
+                (2, ("of pairs",), {"how": "mesh"}),
+                (4, ("of all", "slope"), {"how": "batch"}),
+                (4, ("of all", "slope"), {"how": "heads"}),
+            )
+        ),
+    ],
 )
-def test_gradients_of_plain_tensors(how: str) -> None:
-    run_ranks(2, run, "of pairs", torch.float64, AOT, how)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("how", ["batch", "heads"])
-def test_gradients_on_two_axes(how: str) -> None:
-    run_ranks(4, run_kinds, ("of all", "slope"), AOT, how)
+def test_gradients(world_size: int, kinds: tuple[str, ...], how: dict[str, Any]) -> None:
+    run_ranks(world_size, partial(run_kinds, **how), kinds)
 
 
 @pytest.mark.long

@@ -34,7 +34,7 @@ def leaves_of(rank: int) -> list[Tensor]:
     return [shard(tensor, rank, WORLD).clone() for tensor in whole]
 
 
-def run_strategies(strategies: Sequence[str], form: str, is_asked: bool) -> None:
+def run_strategies(form: str, is_asked: bool) -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("cp",))
     *leaves, grad_out = leaves_of(rank)
@@ -42,7 +42,7 @@ def run_strategies(strategies: Sequence[str], form: str, is_asked: bool) -> None
         leaf.requires_grad_()
     torch.use_deterministic_algorithms(is_asked)
     try:
-        for strategy in strategies:
+        for strategy in STRATEGIES:
             for is_causal in (True, False):
                 torch._dynamo.reset()
 
@@ -69,22 +69,14 @@ def run_strategies(strategies: Sequence[str], form: str, is_asked: bool) -> None
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize(
-    "is_asked",
-    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.long)],
-    ids=["default", "deterministic algorithms"],
-)
-def test_every_strategy(is_asked: bool) -> None:
-    run_ranks(WORLD, run_strategies, STRATEGIES, "eager", is_asked)
-
-
-@pytest.mark.slow
 @pytest.mark.long
-def test_every_strategy_compiled() -> None:
-    run_ranks(WORLD, run_strategies, STRATEGIES, "cp_aot_eager", True)
+@pytest.mark.parametrize(("form", "is_asked"), [("eager", False), ("cp_aot_eager", True)])
+def test_every_strategy(form: str, is_asked: bool) -> None:
+    run_ranks(WORLD, run_strategies, form, is_asked)
 
 
-def run_batch_plan(rule: str, stages: int, is_asked: bool) -> None:
+def run_batch_plan(stages: int, is_asked: bool) -> None:
+    rule = "(k - q <= 0) & Eq(t0(b, k), t0(b, q))"
     rank, name = dist.get_rank(), dist.group.WORLD.group_name
     *leaves, grad_out = leaves_of(rank)
     for leaf in leaves:
@@ -105,8 +97,6 @@ def run_batch_plan(rule: str, stages: int, is_asked: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_asked", [False, True], ids=["default", "deterministic algorithms"])
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(("stages", "is_asked"), [(1, False), (3, True)])
 def test_plans_at_run_time(stages: int, is_asked: bool) -> None:
-    rule = "(k - q <= 0) & Eq(t0(b, k), t0(b, q))"
-    run_ranks(WORLD, run_batch_plan, rule, stages, is_asked)
+    run_ranks(WORLD, run_batch_plan, stages, is_asked)

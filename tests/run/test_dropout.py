@@ -18,8 +18,16 @@ import cp_inductor
 from cp_inductor.dtensor.axis import first_batch_and_head
 from tests.support.combinations import AOT, EAGER, compiled, make_mesh
 from tests.support.random_attention import keep_of
-from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
-from tests.support.reference import assert_all_close, attend_with_grads, make_qkv, shard
+from tests.support.ranks import fake_rank, run_ranks, world_mesh
+from tests.support.reference import (
+    assert_all_close,
+    attend_with_grads,
+    full,
+    make_qkv,
+    on_mesh,
+    shard,
+    with_grads,
+)
 
 DROPOUT_P = 0.3
 LENGTH = 29
@@ -43,51 +51,48 @@ def check_against_one_process(tensors: Sequence[Tensor], whole: tuple[Tensor, ..
     assert_all_close(tensors, expected, torch.float64)
 
 
-def check_other_axis(form: str, batch: int, length: int, *placements: Placement) -> None:
-    """DTensors, over an axis for the batch or the heads, and one for the sequence."""
+def check_other_axis(form: str, batch: int, length: int, other: Placement, in_region: bool) -> None:
+    """DTensors, over an axis for the batch or the heads, and one for the sequence.
+
+    In a region DTensors shard the heads alone, and the region says that the sequence is sharded.
+    """
     mesh = make_mesh(2, 2, names=("other", "cp"))
-    whole = whole_of(batch, length)
-    *leaves, grad_out = (distribute_tensor(t, mesh, placements) for t in whole)
-    leaves = [leaf.requires_grad_() for leaf in leaves]
+    whole = given = whole_of(batch, length)
+    placements = (mesh, [other, Shard(2)])
+    if in_region:
+        given = tuple(shard(t, mesh["cp"].get_local_rank(), 2).contiguous() for t in whole)
+        placements = (mesh["other"], [other])
+
+    def run(*qkv: Tensor) -> Tensor:
+        with cp_inductor.context_parallel(mesh["cp"]), implicit_replication():
+            return compiled(drop, form, fullgraph=True)(*qkv)
+
     torch.manual_seed(3)
-    with cp_inductor.context_parallel(mesh["cp"]), implicit_replication():
-        out = compiled(drop, form, fullgraph=True)(*leaves)
-    grads = torch.autograd.grad(out, leaves, grad_out)
-    tensors = [tensor.full_tensor().detach() for tensor in (out, *grads)]
+    found = with_grads(run, (distribute_tensor(t, *placements) for t in given))
+    tensors = [full(tensor) for tensor in found]
+    if in_region:
+        tensors = cp_inductor.context_parallel_unshard(mesh["cp"], tensors, [2] * 4)
     check_against_one_process(tensors, whole)
 
 
-# Dynamo learns placements by the rules of DTensor for what SDPA consists of. They cannot flatten
-# what is cut unevenly, nor batch and heads where heads are cut.
+# Batch, length, placement on the other axis, and whether a region has the sequence. Dynamo learns
+# placements by the rules of DTensor for what SDPA consists of. They cannot flatten what is cut
+# unevenly, nor batch and heads where heads are cut.
 OTHER_AXES = {
-    EAGER: ((3, LENGTH, Shard(0)), (2, LENGTH, Shard(1)), (2, LENGTH, Replicate())),
-    AOT: ((4, 28, Shard(0)), (1, 28, Shard(1))),
+    EAGER: (
+        (3, LENGTH, Shard(0), False),
+        (2, LENGTH, Shard(1), False),
+        (2, LENGTH, Replicate(), False),
+        (2, 28, Shard(1), True),
+    ),
+    AOT: ((4, 28, Shard(0), False), (1, 28, Shard(1), False), (2, 28, Shard(1), True)),
 }
 
 
 @pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
 def test_no_two_batch_entries_or_heads_drop_the_same(form: str) -> None:
-    for batch, length, placement in OTHER_AXES[form]:
-        run_ranks(4, check_other_axis, form, batch, length, placement, Shard(2))
-
-
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
-@on_ranks(4)
-def test_heads_of_a_region_drop_their_own(form: str) -> None:
-    """DTensors that shard the heads, of whose sequence a region says that it is sharded."""
-    mesh = make_mesh(2, 2, names=("tp", "cp"))
-    tp, cp = mesh["tp"], mesh["cp"]
-    whole = whole_of(2, 28)
-    pieces = (shard(t, cp.get_local_rank(), 2).contiguous() for t in whole)
-    *leaves, grad_out = (distribute_tensor(piece, tp, [Shard(1)]) for piece in pieces)
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    torch.manual_seed(3)
-    with cp_inductor.context_parallel(cp), implicit_replication():
-        out = compiled(drop, form, fullgraph=True)(*leaves)
-    grads = torch.autograd.grad(out, leaves, grad_out)
-    heads = [tensor.full_tensor().detach() for tensor in (out, *grads)]
-    tensors = cp_inductor.context_parallel_unshard(cp, heads, [2] * len(heads))
-    check_against_one_process(tensors, whole)
+    for case in OTHER_AXES[form]:
+        run_ranks(4, check_other_axis, form, *case)
 
 
 def test_where_shards_begin() -> None:
@@ -142,33 +147,20 @@ def test_all_may_be_dropped() -> None:
     assert keep_of(1, (2, 4, 5, 7), 1.0).eq(0).all()
 
 
-def run_dropout(backend: str) -> list[Tensor]:
+def run_through_inductor() -> None:
+    """Its numbers are other ones than those of eager code, and follow the seed as well."""
     whole = make_qkv(LENGTH, dtype=torch.float64)
-    *leaves, grad_out = (distribute_tensor(t, world_mesh(), [Shard(2)]) for t in whole)
-    for leaf in leaves:
-        leaf.requires_grad_()
-    compiled = torch.compile(drop, backend=backend, fullgraph=True)
+    sharded = on_mesh(whole, world_mesh(), Shard(2))
+    compiled = torch.compile(drop, backend="cp_inductor", fullgraph=True)
     results = []
     for seed in (7, 7, 8):
         torch.manual_seed(seed)
         with implicit_replication():
-            out = compiled(*leaves)
-            grads = torch.autograd.grad(out, leaves, grad_out)
-        results.append(torch.stack([t.full_tensor().detach() for t in (out, *grads)]))
+            results.append(torch.stack([full(t) for t in with_grads(compiled, sharded)]))
     assert torch.equal(results[0], results[1])
     assert not torch.allclose(results[0], results[2])
-    return results[::2]
-
-
-@pytest.mark.slow
-def test_dropout_follows_the_seed_and_not_the_ranks() -> None:
-    alone = run_ranks(1, run_dropout, "cp_aot_eager")[0]
-    for world_size in (2, 3):
-        for results in run_ranks(world_size, run_dropout, "cp_aot_eager"):
-            for actual, expected in zip(results, alone, strict=True):
-                torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.long
 def test_dropout_through_inductor() -> None:
-    run_ranks(2, run_dropout, "cp_inductor", deadline_s=900)
+    run_ranks(2, run_through_inductor, deadline_s=900)

@@ -1,6 +1,6 @@
-"""Masks and biases through the compiler: numbers, graphs, what is kept and what is not.
+"""Masks and biases through the compiler: numbers and gradients.
 
-More than 90 s of CPU: every kind of mask is a graph of its own, on each of three ranks.
+All cases are long: every kind of mask is a graph of its own, on each rank.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-import cp_inductor
 from tests.support.packed import in_documents
-from tests.support.ranks import on_ranks, run_ranks, world_mesh
-from tests.support.reference import assert_all_close, assert_close, make_qkv, on_mesh, with_grads
+from tests.support.ranks import on_ranks, world_mesh
+from tests.support.reference import (
+    assert_all_close,
+    assert_close,
+    full,
+    make_qkv,
+    on_mesh,
+    with_grads,
+)
 
 
 def causal(query: Tensor, key: Tensor) -> Tensor:
@@ -201,18 +207,18 @@ def run_cases(backend: str, names: tuple[str, ...] = (), **options: Any) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_numerics(world_size: int) -> None:
-    run_ranks(world_size, run_cases, "cp_aot_eager")
+@on_ranks(3)
+def test_numerics() -> None:
+    run_cases("cp_aot_eager")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_ranks(3)
 def test_balanced_numerics() -> None:
     run_cases("cp_aot_eager", ("documents", "padding", "ALiBi"), strategy="blocks")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_ranks(2)
 def test_longer_masks_and_integers_at_the_ends() -> None:
     run_cases("cp_aot_eager", ("longer masks",), **STATIC)
@@ -224,54 +230,32 @@ def test_inductor_numerics() -> None:
     run_cases("cp_inductor", ("window", "documents", "a mask", "rows that see nothing"))
 
 
-@on_ranks(2)
-def test_switched_off() -> None:
-    """Without lowering, the kernel of the op computes the same."""
-    with cp_inductor.config.patch(enabled=False):
-        run_cases("cp_aot_eager", ("window", "documents", "a bias"))
-    assert not counters["cp_inductor"]["starts"]
-
-
-# Where the inputs of cases are on the axis of the batch, and options; the others are long.
-OF_BATCHES = {
-    "documents": [(Shard(0), {})],
-    "padding": [(Replicate(), STATIC)],
-    "a mask": [(Shard(0), {})],
-}
-OTHERS_OF_BATCHES = {
-    "documents": [(Replicate(), {})],
-    "padding": [(Shard(0), {}), (Replicate(), {})],
-    "a mask": [(Replicate(), {})],
+# Where the inputs of cases are on the axis of the batch, and options.
+OF_BATCHES: dict[str, tuple[Placement, dict[str, Any]]] = {
+    "documents": (Shard(0), {}),
+    "padding": (Replicate(), STATIC),
+    "a mask": (Shard(0), {}),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "ways",
-    [
-        pytest.param(OF_BATCHES, id="some"),
-        pytest.param(OTHERS_OF_BATCHES, id="others", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
 @on_ranks(4)
-def test_batch_on_another_axis(ways: dict[str, list[tuple[Placement, dict[str, Any]]]]) -> None:
+def test_batch_on_another_axis() -> None:
     """Batch entries on one axis of the mesh, the sequence on another; masks follow."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     for case in CASES:
-        if case.name not in ways:
+        if case.name not in OF_BATCHES:
             continue
         given = on_mesh(case.tensors(), mesh, Shard(0), Shard(2))
-        for first, options in ways[case.name]:
-            torch._dynamo.reset()
-            inputs = [distribute_tensor(t, mesh, [first, Replicate()]) for t in case.inputs]
-            with implicit_replication():
-                compiled = torch.compile(
-                    case.function, backend="cp_aot_eager", fullgraph=True, options=options
-                )
-                found = with_grads(
-                    lambda *qkv, run=compiled, tables=inputs: run(*qkv, *tables), given
-                )
-            assert_all_close(found, case.expected(), case.dtype, case.name)
+        first, options = OF_BATCHES[case.name]
+        torch._dynamo.reset()
+        inputs = [distribute_tensor(t, mesh, [first, Replicate()]) for t in case.inputs]
+        with implicit_replication():
+            compiled = torch.compile(
+                case.function, backend="cp_aot_eager", fullgraph=True, options=options
+            )
+            found = with_grads(lambda *qkv, run=compiled, tables=inputs: run(*qkv, *tables), given)
+        assert_all_close(found, case.expected(), case.dtype, case.name)
 
 
 # --- Gradients of biases ----------------------------------------------------------------------
@@ -291,31 +275,20 @@ def with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor
     return sdpa(query, key, value, masked.expand(shape))
 
 
-def check_bias_gradients() -> None:
+@pytest.mark.long
+@on_ranks(3)
+def test_bias_gradients() -> None:
     mesh = world_mesh()
-    # On three ranks own rows, one bias for all heads, and one for all queries; on two, all of them.
-    for shape, placement in (BIASES[i] for i in ((1, 2, 4) if mesh.size() == 3 else range(5))):
+    for shape, placement in BIASES:
         torch._dynamo.reset()
-        whole = make_qkv(LENGTH, dtype=torch.float64, num_kv_heads=2)
+        *qkv, grad_out = make_qkv(LENGTH, dtype=torch.float64, num_kv_heads=2)
         generator = torch.Generator().manual_seed(3)
         bias = torch.randn(shape, generator=generator, dtype=torch.float64)
-        *leaves, grad_out = (distribute_tensor(t, mesh, [Shard(2)]) for t in whole)
-        leaves.append(distribute_tensor(bias, mesh, [placement]))
-        for leaf in leaves:
-            leaf.requires_grad_()
+        expected = with_grads(with_bias, (*qkv, bias, grad_out))
+        *qkv, grad_out = on_mesh((*qkv, grad_out), mesh, Shard(2))
+        sharded = (*qkv, distribute_tensor(bias, mesh, [placement]), grad_out)
         with implicit_replication():
             compiled = torch.compile(with_bias, backend="cp_aot_eager", fullgraph=True)
-            out = compiled(*leaves)
-            grads = torch.autograd.grad(out, leaves, grad_out)
-        inputs = [t.clone().requires_grad_() for t in (*whole[:3], bias)]
-        expected = with_bias(*inputs)
-        of_expected = torch.autograd.grad(expected, inputs, whole[3])
-        assert_close(out.full_tensor().detach(), expected.detach(), torch.float64, str(shape))
-        for actual, wanted in zip(grads, of_expected, strict=True):
-            assert_close(actual.full_tensor(), wanted, torch.float64, str(shape))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_bias_gradients(world_size: int) -> None:
-    run_ranks(world_size, check_bias_gradients)
+            found = with_grads(compiled, sharded)
+        for actual, wanted in zip(found, expected, strict=True):
+            assert_close(full(actual), wanted, torch.float64, str(shape))

@@ -59,8 +59,8 @@ def arguments_of(
 WAYS = (("ring", True, True), ("blocks", True, False), ("blocks", False, True))
 
 
-def check_ops(ways: tuple[tuple[str, bool, bool], ...]) -> None:
-    for strategy, is_causal, is_transposed in ways:
+def check_ops() -> None:
+    for strategy, is_causal, is_transposed in WAYS:
         leaves, grad_out = local_leaves(num_kv_heads=2)
         if is_transposed:
             leaves = [
@@ -78,16 +78,10 @@ def check_ops(ways: tuple[tuple[str, bool, bool], ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "ways"),
-    [
-        pytest.param(1, WAYS, id="1"),
-        pytest.param(2, WAYS[2:], id="2-last", marks=pytest.mark.slow),
-        pytest.param(2, WAYS[:2], id="2-others", marks=pytest.mark.long),
-        pytest.param(3, WAYS, id="3", marks=pytest.mark.long),
-    ],
+    "world_size", [1, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 3))]
 )
-def test_opcheck(world_size: int, ways: tuple[tuple[str, bool, bool], ...]) -> None:
-    run_ranks(world_size, check_ops, ways)
+def test_opcheck(world_size: int) -> None:
+    run_ranks(world_size, check_ops)
 
 
 @pytest.mark.parametrize("world_size", [4, 6, 8])

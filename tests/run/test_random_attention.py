@@ -84,16 +84,15 @@ CASES: dict[str, dict[str, Any]] = {
     "mqa bfloat16": {**HALF, "num_kv_heads": 1},
     "cross, more keys": {"dtype": "float32", "kv_len": 72, **FULL},
     "cross, fewer keys, gqa": {"seq_len": 67, "kv_len": 10, "num_kv_heads": 2, **FULL},
+    # On 4 ranks, the neighbour of rank 0 has none, and hands on what passes.
+    "three tokens": {"seq_len": 3, "dtype": "float32", **FULL},
     "fewer tokens than ranks": {"seq_len": 1},
-    "three tokens": {"seq_len": 3, "dtype": "float32"},
     "batch 1, head dim 80": {"batch": 1, "head_dim": 80, "dtype": "float32"},
     "scale": {"scale": 0.3, "dtype": "float32"},
     "dropout": {"dropout_p": 0.3, "num_kv_heads": 2},
     "dropout, full": {"dropout_p": 0.3, "num_heads": 6, "num_kv_heads": 6, "seq_len": 29, **FULL},
     "not contiguous": {"strides": ("tokens before heads",) * 4, "num_kv_heads": 2},
-    "long": {"seq_len": 1000, "head_dim": 33, "batch": 1, "num_kv_heads": 2, "dtype": "float32"},
-    "long, prime": {"seq_len": 1021, "batch": 1, "num_kv_heads": 2, "dtype": "float32"},
-    "long, prime, bfloat16": {"seq_len": 1021, "batch": 1, **HALF},
+    "long, prime": {"seq_len": 1021, "head_dim": 33, "batch": 1, "num_kv_heads": 2, **HALF},
     "long, prime, full": {"seq_len": 1021, "kv_len": 523, "batch": 1, "dtype": "float32", **FULL},
 }
 OF_131 = {"seq_len": 131}
@@ -115,10 +114,10 @@ CASES_UNDER_MASKS: dict[str, dict[str, Any]] = {
 
 
 def on_worlds() -> Iterator[Any]:
-    """Yield each case on 3 ranks, and on another number, in turns; random ones have all."""
+    """Yield each case on two numbers of ranks, in turns; random ones have all."""
     for number, name in enumerate([*CASES, *CASES_UNDER_MASKS]):
-        yield pytest.param(name, 3)
-        yield pytest.param(name, (1, 2, 4)[number % 3], marks=pytest.mark.slow)
+        yield pytest.param(name, (3, 4, 2)[number % 3])
+        yield pytest.param(name, (1, 3, 4)[number % 3], marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize(("name", "world_size"), [*on_worlds()])
@@ -141,22 +140,6 @@ def test_a_scale_that_is_not_positive(scale: float, dtype: str) -> None:
     """The kernel of the CPU masks before it scales: -inf times 0 is NaN, times less is +inf."""
     for mask in ("causal", "full", "window"):
         check(replace(PLAIN, scale=scale, dtype=dtype, mask=mask))
-
-
-def test_a_rank_without_tokens_hands_on_what_passes() -> None:
-    """Rank 3 of 4 has none of 5 tokens, and is the neighbour of rank 0."""
-    for seq_len in (5, 6):
-        case = replace(PLAIN, world_size=4, seq_len=seq_len, kv_len=seq_len, mask="full")
-        assert check(replace(case, strategy="ring")) != "refused"
-
-
-@pytest.mark.parametrize("strategy", ["blocks", "heads"])
-@pytest.mark.parametrize("kv_len", [24, 56])
-def test_queries_and_keys_of_one_span_and_other_lengths(strategy: str, kv_len: int) -> None:
-    """Between two ranks they are two records: of so many tokens each."""
-    for mask in ("full", "window"):
-        case = replace(PLAIN, kv_len=kv_len, num_kv_heads=2, mask=mask, strategy=strategy)
-        assert check(case) != "refused"
 
 
 def test_a_sum_over_parts_of_a_tile_is_not_rounded_before_it_is_all() -> None:
@@ -204,7 +187,7 @@ def test_ranks_that_pass_on_inputs_and_results(num_nodes: int, ranks: int, rest:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", [0, 10])
 def test_random_attentions_in_small_blocks(first: int) -> None:
     """Tiles of many blocks, as those of long sequences are."""
     names = [name for name in MASKS if name not in ("full", "causal")]

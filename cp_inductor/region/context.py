@@ -76,13 +76,12 @@ class context_parallel(ContextDecorator):  # noqa: N801
         no_restore_buffers: set[Tensor] | None = None,
     ) -> None:
         check_mesh(mesh, site=SITE)
-        _check_sequences(buffers, buffer_seq_dims, no_restore_buffers)
+        _check(buffers, buffer_seq_dims, no_restore_buffers)
         self.mesh = mesh
         self.buffers = tuple(buffers or ())
         self.dims = tuple(buffer_seq_dims or ())
-        self.kept = tuple(no_restore_buffers or ())
+        self.kept = {id(buffer) for buffer in no_restore_buffers or ()}
         self.entered: list[tuple[SequenceRegion, ExitStack]] = []
-        _check(self.buffers, self.dims, self.kept)
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
@@ -104,6 +103,7 @@ class context_parallel(ContextDecorator):  # noqa: N801
             stack.enter_context(torchs_load_balance(is_permuted))
             for place in places:
                 stack.enter_context(self._sharded(place))
+            stack.enter_context(self._unwritten(places))
             stack.enter_context(region)
             self.entered.append((region, stack.pop_all()))
 
@@ -116,20 +116,30 @@ class context_parallel(ContextDecorator):  # noqa: N801
     @contextmanager
     def _sharded(self, place: int) -> Iterator[None]:
         buffer, dim = self.buffers[place], self.dims[place]
-        is_kept = any(buffer is other for other in self.kept)
         lengths = shard_lengths(buffer.shape[dim], self.mesh.size())
         rank = self.mesh.get_local_rank()
         note_batch(str(self.mesh.get_group().group_name), buffer)
         # Whichever mode this is entered in, a tensor stays one of inference, or stays none.
         with torch.inference_mode(buffer.is_inference()):
-            whole = None if is_kept else buffer.data
+            whole = None if id(buffer) in self.kept else buffer.data
             # A copy: the whole is free to go, and views of it do not change.
             shard = buffer.data.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone()
             _put(buffer, shard)
-        version = version_of(buffer)
         try:
             yield
-            if not is_kept and version_of(buffer) != version:
+        finally:
+            if whole is not None:
+                with torch.inference_mode(buffer.is_inference()):
+                    _put(buffer, whole)
+
+    @contextmanager
+    def _unwritten(self, places: Sequence[int]) -> Iterator[None]:
+        """Refuse writes inside. Views of one tensor have one version: all are cut before it."""
+        restored = [place for place in places if id(self.buffers[place]) not in self.kept]
+        versions = {place: version_of(self.buffers[place]) for place in restored}
+        yield
+        for place, version in versions.items():
+            if version_of(self.buffers[place]) != version:
                 _refuse(
                     "a tensor that nothing writes to inside the context",
                     "one that was written to",
@@ -138,10 +148,6 @@ class context_parallel(ContextDecorator):  # noqa: N801
                     " overwrites all shards with rank 0's",
                     place,
                 )
-        finally:
-            if whole is not None:
-                with torch.inference_mode(buffer.is_inference()):
-                    _put(buffer, whole)
 
 
 run_uncompiled(context_parallel.__enter__)
@@ -160,15 +166,15 @@ def _refuse(expected: str, got: str, remedy: str, place: int | None = None) -> N
     raise UnsupportedBuffer(site=site, expected=expected, got=got, remedy=remedy)
 
 
-def _check_sequences(buffers: object, dims: object, kept: object) -> None:
+def _check(
+    buffers: Sequence[Tensor] | None, dims: Sequence[int] | None, kept: set[Tensor] | None
+) -> None:
     for name, given in (("buffers", buffers), ("no_restore_buffers", kept)):
         if isinstance(given, Tensor):
             _refuse(f"{name} to be a list of tensors", "a tensor", f"pass {name}=[tensor]")
     if isinstance(dims, int):
         _refuse("a list of a dim for each buffer", f"{dims}", f"pass buffer_seq_dims=[{dims}]")
-
-
-def _check(buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor]) -> None:
+    buffers, dims, kept = buffers or (), dims or (), kept or set()
     if len(buffers) != len(dims):
         got = f"{len(dims)} dims for {len(buffers)} buffers"
         _refuse("as many buffer_seq_dims as buffers", got, "pass the sequence dim of each buffer")

@@ -54,7 +54,7 @@ UNEVEN = (97, 181, 49, 115)
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
                 ("mistral", 2, 3, "cp_aot_eager", UNEVEN, 1),
-                ("llama", 1, 2, "cp_inductor", EVEN[:2] + UNEVEN[:2], 2),
+                ("llama", 1, 2, "cp_inductor", EVEN[:2], 1),
             )
         ),
     ],

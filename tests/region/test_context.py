@@ -147,6 +147,14 @@ def test_a_buffer_that_is_written_to(mesh: DeviceMesh) -> None:
     with context:
         other.add_(1)
     assert other.tolist() == [7, 8]
+    # Inputs and labels of one tensor, as in training code.
+    inputs, labels = table[:-1], table[1:]
+    both = cp_inductor.context_parallel(mesh, buffers=[inputs, labels], buffer_seq_dims=[0, 0])
+    with both, cp_inductor.per_rank():
+        assert inputs.tolist() == [4, 5, 6] and labels.tolist() == [5, 6, 7]
+    assert inputs.tolist() == [*range(7)] and labels.tolist() == [*range(1, 8)]
+    with pytest.raises(cp_inductor.UnsupportedBuffer, match="broadcast_buffers=False"), both:
+        labels.add_(1)
 
 
 class Mask(Tensor):

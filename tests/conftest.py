@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.support.costs import cpu_seconds, describe_costs, listed_long
+from tests.support.costs import COLLECTED, cpu_seconds, describe_costs, listed_long
 from tests.support.kept_kernels import prepare_cache
 
 # Before torch is imported, here and in the processes that inherit the environment. There are as
@@ -95,7 +95,8 @@ _costs: dict[str, float] = {}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves out cases
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = {item.nodeid for item in items}
     listed = listed_long()
     for item in items:
         if item.nodeid in listed:

@@ -315,7 +315,7 @@ REFUSALS = """
 compiled_with(target="cuda:sm_70") -> UnsupportedTarget: one of cpu, cuda:sm_80 | 'cuda:sm_70'
 compiled_with(options={"max_autotune_gemm": True}) -> UnsupportedTarget: max_autotune
 compiled_with(mode="max-autotune") -> UnsupportedTarget: max-autotune
-CrossCompiled(0, 1, "cpu", {}, {}).compile_kernels() -> UnsupportedTarget: whose code is C
+compiled_with(target="cpu").compile_kernels() -> UnsupportedTarget: whose code is C
 under_autocast("cpu") -> UnsupportedTarget: autocast
 under_autocast("cuda") -> UnsupportedTarget: autocast
 compiled_with(torch.float64) -> UnsupportedKernel: torch.float64 with head dim 32 on cuda

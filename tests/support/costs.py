@@ -16,7 +16,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+
+# The node ids that a run has found, before any is left out.
+COLLECTED = pytest.StashKey[set[str]]()
 
 # A file that takes longer than this, in CPU seconds, is named at the end of a run.
 FILE_BUDGET_S = 90

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.fx.traceback import annotate
 
 from cp_inductor.errors import InvalidArgument, UnsupportedWrite
+from cp_inductor.kept import cache
 from cp_inductor.trust.agreement import note_batch
 
 log = logging.getLogger("cp_inductor")
@@ -242,16 +243,15 @@ def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-_said: set[tuple[str, tuple[tuple[str, int | None], ...]]] = set()
-
-
 # Dynamo calls it while it traces.
 @torch.compiler.assume_constant_result
 def _say(site: str, dims: tuple[tuple[str, int | None], ...]) -> None:
-    """Log once what of a batch is cut."""
-    if (site, dims) in _said:
-        return
-    _said.add((site, dims))
+    _say_once(site, dims)
+
+
+@cache
+def _say_once(site: str, dims: tuple[tuple[str, int | None], ...]) -> None:
+    """Log what of a batch is cut."""
     cut = ", ".join(f"{name} along dim {dim}" for name, dim in dims if dim is not None)
     whole = ", ".join(name for name, dim in dims if dim is None)
     log.info("%s: each rank takes its part of %s; whole: %s", site, cut or "nothing", whole or "-")

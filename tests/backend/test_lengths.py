@@ -221,7 +221,7 @@ ATTENTIONS = {
     # Rank 0 holds 11 tokens of 21 and of 22; Dynamo by itself would not look at the whole.
     "whole lengths": (of_whole_length, (21, 22, 21, 24, 23), {**UNMARKED, "dynamic": False}, 2, 4),
     # The last of four ranks has one of 13 and of 10 tokens, none of 9, and none of 5.
-    "one token or none": (in_documents, (97, 13, 10, 9, 5, 181), {}, 4, 2),
+    "one token or none": (in_documents, (97, 13, 10, 9, 5, 181), {}, 4, 3),
     **{
         f"beside {names}": (in_documents, (96, 97, 180, 33), {"axes": axes}, 4, 2)
         for names, axes in (
@@ -244,9 +244,10 @@ ATTENTIONS = {
 )
 def test_one_attention(name: str) -> None:
     function, lengths, how, ranks, expected = ATTENTIONS[name]
-    for found, num_graphs in run_ranks(ranks, partial(_attend, **how), function, lengths):
-        assert max(found) < 1e-12
-        assert num_graphs == expected
+    results = run_ranks(ranks, partial(_attend, **how), function, lengths)
+    assert max(max(found) for found, _ in results) < 1e-12
+    # Ranks that always hold more than one token need a graph less.
+    assert max(num_graphs for _, num_graphs in results) == expected
 
 
 @pytest.mark.long

@@ -247,7 +247,8 @@ def test_one_attention(name: str) -> None:
     results = run_ranks(ranks, partial(_attend, **how), function, lengths)
     assert max(max(found) for found, _ in results) < 1e-12
     # Ranks that always hold more than one token need a graph less.
-    assert max(num_graphs for _, num_graphs in results) == expected
+    fewer = {expected - 1} if name == "one token or none" else set()
+    assert {num_graphs for _, num_graphs in results} == {expected, *fewer}
 
 
 @pytest.mark.long

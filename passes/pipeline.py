@@ -37,6 +37,7 @@ from cp_inductor.passes.check_mesh import check_mesh
 from cp_inductor.passes.check_placements import check_placements
 from cp_inductor.passes.check_sequence import check_sequence
 from cp_inductor.passes.check_ways import check_ways
+from cp_inductor.passes.complete_outputs import complete_outputs
 from cp_inductor.passes.drop_block_masks import drop_block_masks
 from cp_inductor.passes.drop_idle_objects import drop_idle_objects
 from cp_inductor.passes.find_attention import find_attention, groups_of_sequence
@@ -59,12 +60,10 @@ from cp_inductor.passes.report import (
     say_nothing_found,
 )
 from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
-from cp_inductor.passes.separate_outputs import separate_outputs
 from cp_inductor.passes.settings import Settings
 from cp_inductor.passes.sites import Site, Verdict
 from cp_inductor.passes.translate_policy import translate_policy
 from cp_inductor.passes.verify_graph import verify_graph
-from cp_inductor.passes.whole_scalars import whole_scalars
 from cp_inductor.region.marks import regions_of, remove_marks
 from cp_inductor.region.regions import groups_of_program, typers_of_program
 from cp_inductor.torch_private.dynamo import (
@@ -307,8 +306,7 @@ PASSES = (
     Pass(REWRITE, "translate_policy", lambda this: translate_policy(this.gm),
          lambda this: bool(this.sites)),
     # What leaves the graph is known only now.
-    Pass(REWRITE, "whole_scalars", lambda this: whole_scalars(this.gm)),
-    Pass(REWRITE, "separate_outputs", lambda this: separate_outputs(this.gm)),
+    Pass(REWRITE, "complete_outputs", lambda this: complete_outputs(this.gm)),
     # Behind all that make numbers of whole lengths which were symbols.
     Pass(REWRITE, "guard_whole_lengths", lambda this: guard_whole_lengths(this.gm.graph)),
     # Behind capture_attention, after which nothing reads the mesh of a region.

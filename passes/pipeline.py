@@ -13,7 +13,7 @@ SCHEDULE of a step that somebody else traced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -25,7 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from cp_inductor.errors import CPError
 from cp_inductor.graph.collectives import STARTS, is_start
-from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.graph.nodes import graphs_of, nodes_of
 from cp_inductor.modules.along_sequence import GATHERS
 from cp_inductor.modules.ties import check_ties
 from cp_inductor.ops.attention import attention_of
@@ -217,7 +217,7 @@ class Lowering:
     def lower_attention(self) -> None:
         """Lower all attentions. A backward reads tables that its forward has compared."""
         how = {"note_tables": self.check_tables and self.kind != "backward"}
-        attentions = filter(None, map(attention_of, _nodes_of(self.gm)))
+        attentions = filter(None, map(attention_of, nodes_of(self.gm)))
         with ExitStack() as around:
             if any(attention.is_per_batch for attention in attentions):
                 forget_fakes(around)  # whose sizes only data says
@@ -226,7 +226,7 @@ class Lowering:
     @property
     def is_scheduled(self) -> bool:
         """Whether there are exchanges of attentions or of recurrences."""
-        return self.num_lowered > 0 or any(map(_passes_states, _nodes_of(self.gm)))
+        return self.num_lowered > 0 or any(map(_passes_states, nodes_of(self.gm)))
 
     def schedule_exchanges(self) -> None:
         """Schedule every graph that starts an exchange of attentions or of recurrences."""
@@ -244,11 +244,6 @@ class Lowering:
 
 def _passes_states(node: fx.Node) -> bool:
     return is_start(node) and GATHERS in node.meta.get("custom", {})
-
-
-def _nodes_of(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    for graph in graphs_of(gm):
-        yield from graph.nodes
 
 
 def _of_all_graphs(change: Callable[[fx.Graph], None]) -> Callable[[Lowering], None]:

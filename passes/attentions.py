@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.graph.nodes import nodes_of
 from cp_inductor.mask.reader.lengths import as_number
 from cp_inductor.region.flex_calls import FLEX
 from cp_inductor.region.marks import is_left_alone
@@ -48,12 +48,12 @@ ATTENTIONS = CAPTURED | OPAQUE_ATTENTION | KERNELS_OF_SDPA | {F.multi_head_atten
 
 def has_attentions(gm: fx.GraphModule) -> bool:
     """Whether a Dynamo graph has any attention, sharded or not."""
-    return any(node.target in ATTENTIONS for node in _calls_in(gm))
+    return any(node.target in ATTENTIONS for node in nodes_of(gm))
 
 
 def has_masks(gm: fx.GraphModule) -> bool:
     """Whether any attention of a Dynamo graph has a mask or dropout, or is flex_attention."""
-    for node in _calls_in(gm):
+    for node in nodes_of(gm):
         if node.target is FLEX:
             return True
         if node.target in SDPA:
@@ -61,11 +61,6 @@ def has_masks(gm: fx.GraphModule) -> bool:
             if call["attn_mask"] is not None or call["dropout_p"]:
                 return True
     return False
-
-
-def _calls_in(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    for graph in graphs_of(gm):
-        yield from (node for node in graph.nodes if node.op == "call_function")
 
 
 def calls_to(graphs: Iterable[fx.Graph], functions: Container[Any]) -> list[fx.Node]:

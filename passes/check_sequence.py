@@ -46,7 +46,7 @@ from cp_inductor.dtensor.axis import SequenceAxis, is_sequence_sharded, whole_of
 from cp_inductor.dtensor.limits import dim_of
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import InvalidArgument, SequenceMixed
-from cp_inductor.graph.nodes import graphs_of, name_of
+from cp_inductor.graph.nodes import name_of, nodes_of
 from cp_inductor.graph.subgraphs import method_of
 from cp_inductor.passes.follow_graph import Followed, follow_graph
 from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
@@ -176,26 +176,25 @@ def _with_guesses(
 
 def _count_all_labels(gm: fx.GraphModule, group_name: str) -> None:
     """Let means over labels compare how many count on each rank."""
-    for graph in graphs_of(gm):
-        for node in graph.nodes:
-            if node.op != "call_function" or node.target not in COUNTED_LOSSES or is_per_rank(node):
-                continue
-            given = signature(node.target).bind(*node.args, **node.kwargs)
-            given.apply_defaults()
-            labels = given.arguments["target"]
-            value = labels.meta["example_value"]
-            if given.arguments["reduction"] != "mean" or value.is_floating_point():
-                continue
-            if isinstance(value, DTensor):
-                continue
-            with graph.inserting_before(node):
-                where = (given.arguments["ignore_index"], group_name, name_of(node))
-                counted = graph.call_function(
-                    count_labels, (labels, given.arguments["input"], *where)
-                )
-            counted.meta = {**labels.meta, "stack_trace": node.meta.get("stack_trace")}
-            given.arguments["target"] = counted
-            node.args, node.kwargs = given.args, given.kwargs
+    for node in list(nodes_of(gm)):
+        if node.op != "call_function" or node.target not in COUNTED_LOSSES or is_per_rank(node):
+            continue
+        given = signature(node.target).bind(*node.args, **node.kwargs)
+        given.apply_defaults()
+        labels = given.arguments["target"]
+        value = labels.meta["example_value"]
+        if given.arguments["reduction"] != "mean" or value.is_floating_point():
+            continue
+        if isinstance(value, DTensor):
+            continue
+        with node.graph.inserting_before(node):
+            where = (given.arguments["ignore_index"], group_name, name_of(node))
+            counted = node.graph.call_function(
+                count_labels, (labels, given.arguments["input"], *where)
+            )
+        counted.meta = {**labels.meta, "stack_trace": node.meta.get("stack_trace")}
+        given.arguments["target"] = counted
+        node.args, node.kwargs = given.args, given.kwargs
     gm.recompile()
 
 

@@ -42,7 +42,7 @@ from cp_inductor.dtensor.recipe import (
     whole_lengths,
 )
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedStrategy
-from cp_inductor.graph.nodes import graphs_of, place_of
+from cp_inductor.graph.nodes import graphs_of, nodes_of, place_of
 from cp_inductor.graph.subgraphs import Calls, calls_of, source_of
 from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, is_of_pairs
 from cp_inductor.mask.reader.lengths import lengths_as
@@ -178,8 +178,7 @@ def groups_of_sequence(gm: fx.GraphModule, axis: SequenceAxis | None) -> list[st
     axes = {region.axis for region in regions_of(gm).values()} | ({axis} if axis else set())
     of_tensors = {
         name
-        for graph in graphs_of(gm)
-        for node in graph.nodes
+        for node in nodes_of(gm)
         if node.target in CAPTURED
         for source in node.all_input_nodes
         for name in sequence_groups(source.meta.get("example_value"))

@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from cp_inductor.graph.collectives import WAIT
-from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.graph.nodes import nodes_of
 from cp_inductor.ops.attention import FORWARD
 from cp_inductor.passes.lower_attention import EXPANSIONS
 from cp_inductor.passes.nodes import EXCHANGE_KEY, TILE_KEY
@@ -42,7 +42,7 @@ def number_attentions(gm: fx.GraphModule, kind: str, place_of: dict[Any, int]) -
         place_of: the place of an attention by its `seq_nr`. A forward writes it, and the backward
             of the same compile reads it.
     """
-    nodes = [n for graph in graphs_of(gm) for n in graph.nodes if n.target in EXPANSIONS]
+    nodes = [node for node in nodes_of(gm) if node.target in EXPANSIONS]
     if kind != "backward":
         place_of.clear()
         forward = ((place, node) for place, node in enumerate(nodes) if node.target is FORWARD)

@@ -13,7 +13,7 @@ SCHEDULE of a step that somebody else traced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -25,7 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from cp_inductor.errors import CPError
 from cp_inductor.graph.collectives import STARTS, is_start
-from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.graph.nodes import graphs_of, nodes_of
 from cp_inductor.modules.along_sequence import GATHERS
 from cp_inductor.modules.ties import check_ties
 from cp_inductor.ops.attention import attention_of
@@ -37,6 +37,7 @@ from cp_inductor.passes.check_mesh import check_mesh
 from cp_inductor.passes.check_placements import check_placements
 from cp_inductor.passes.check_sequence import check_sequence
 from cp_inductor.passes.check_ways import check_ways
+from cp_inductor.passes.complete_outputs import complete_outputs
 from cp_inductor.passes.drop_block_masks import drop_block_masks
 from cp_inductor.passes.drop_idle_objects import drop_idle_objects
 from cp_inductor.passes.find_attention import find_attention, groups_of_sequence
@@ -59,12 +60,10 @@ from cp_inductor.passes.report import (
     say_nothing_found,
 )
 from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
-from cp_inductor.passes.separate_outputs import separate_outputs
 from cp_inductor.passes.settings import Settings
 from cp_inductor.passes.sites import Site, Verdict
 from cp_inductor.passes.translate_policy import translate_policy
 from cp_inductor.passes.verify_graph import verify_graph
-from cp_inductor.passes.whole_scalars import whole_scalars
 from cp_inductor.region.marks import regions_of, remove_marks
 from cp_inductor.region.regions import groups_of_program, typers_of_program
 from cp_inductor.torch_private.dynamo import (
@@ -218,7 +217,7 @@ class Lowering:
     def lower_attention(self) -> None:
         """Lower all attentions. A backward reads tables that its forward has compared."""
         how = {"note_tables": self.check_tables and self.kind != "backward"}
-        attentions = filter(None, map(attention_of, _nodes_of(self.gm)))
+        attentions = filter(None, map(attention_of, nodes_of(self.gm)))
         with ExitStack() as around:
             if any(attention.is_per_batch for attention in attentions):
                 forget_fakes(around)  # whose sizes only data says
@@ -227,7 +226,7 @@ class Lowering:
     @property
     def is_scheduled(self) -> bool:
         """Whether there are exchanges of attentions or of recurrences."""
-        return self.num_lowered > 0 or any(map(_passes_states, _nodes_of(self.gm)))
+        return self.num_lowered > 0 or any(map(_passes_states, nodes_of(self.gm)))
 
     def schedule_exchanges(self) -> None:
         """Schedule every graph that starts an exchange of attentions or of recurrences."""
@@ -245,11 +244,6 @@ class Lowering:
 
 def _passes_states(node: fx.Node) -> bool:
     return is_start(node) and GATHERS in node.meta.get("custom", {})
-
-
-def _nodes_of(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    for graph in graphs_of(gm):
-        yield from graph.nodes
 
 
 def _of_all_graphs(change: Callable[[fx.Graph], None]) -> Callable[[Lowering], None]:
@@ -307,8 +301,7 @@ PASSES = (
     Pass(REWRITE, "translate_policy", lambda this: translate_policy(this.gm),
          lambda this: bool(this.sites)),
     # What leaves the graph is known only now.
-    Pass(REWRITE, "whole_scalars", lambda this: whole_scalars(this.gm)),
-    Pass(REWRITE, "separate_outputs", lambda this: separate_outputs(this.gm)),
+    Pass(REWRITE, "complete_outputs", lambda this: complete_outputs(this.gm)),
     # Behind all that make numbers of whole lengths which were symbols.
     Pass(REWRITE, "guard_whole_lengths", lambda this: guard_whole_lengths(this.gm.graph)),
     # Behind capture_attention, after which nothing reads the mesh of a region.

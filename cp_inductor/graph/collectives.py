@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from cp_inductor.graph.exchange_rows import EXCHANGE_ROWS
-from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.graph.nodes import nodes_of
 
 START = torch.ops._c10d_functional.all_to_all_single.default
 
@@ -57,7 +57,7 @@ def list_collectives(gm: fx.GraphModule) -> tuple[Collective, ...]:
     Not what one rank sends to one other, as in a pipeline, where ranks differ.
     """
     found = []
-    for node in (node for graph in graphs_of(gm) for node in graph.nodes if is_start(node)):
+    for node in filter(is_start, nodes_of(gm)):
         target: Any = node.target
         names = [argument.name for argument in target._schema.arguments]
         if "group_name" not in names or {"tag", "tag_list"} & {*names}:

@@ -24,6 +24,11 @@ def graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
     yield from (module.graph for module in modules_of(gm))
 
 
+def nodes_of(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """Yield the nodes of a module and of every graph module below it."""
+    yield from (node for graph in graphs_of(gm) for node in graph.nodes)
+
+
 def recompile_all(gm: fx.GraphModule) -> None:
     """Have a module and every graph module below it run the graphs that they have now."""
     for module in modules_of(gm):

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.graph.nodes import graphs_of, modules_of, recompile_all
+from cp_inductor.graph.nodes import graphs_of, modules_of, nodes_of, recompile_all
 from cp_inductor.graph.subgraphs import bodies_of
 from cp_inductor.region.modes import FLEX
 from cp_inductor.sequence.rules.elements import pointwise
@@ -97,7 +97,7 @@ def regions_of(gm: fx.GraphModule) -> dict[fx.Graph, Region]:
 
 def groups_of_regions(gm: fx.GraphModule) -> list[str]:
     """Return the groups of the ranks of regions that begin in a graph."""
-    customs = (node.meta.get("custom", {}) for graph in graphs_of(gm) for node in graph.nodes)
+    customs = (node.meta.get("custom", {}) for node in nodes_of(gm))
     return sorted({custom[IN_REGION] for custom in customs if IN_REGION in custom})
 
 

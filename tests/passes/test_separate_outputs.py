@@ -38,11 +38,11 @@ def graph_of(function: object, *inputs: Tensor) -> str:
     codes: list[str] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: object) -> object:
-        from cp_inductor.passes.separate_outputs import separate_outputs
+        from cp_inductor.passes.complete_outputs import complete_outputs
 
-        separate_outputs(gm)
+        complete_outputs(gm)
         codes.append(gm.code)
-        separate_outputs(gm)
+        complete_outputs(gm)
         codes.append(gm.code)
         return gm.forward
 

@@ -75,10 +75,10 @@ def _erase_unread(dropped: Sequence[fx.Node]) -> None:
 
 
 def _only_computes(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        return not is_in_place(node)
     if node.target is setitem:
         target = node.args[0]
         return isinstance(target, fx.Node) and target.target in ("new_zeros", torch.zeros)
+    if node.op not in ("call_function", "call_method") or is_in_place(node):
+        return False
     is_body = isinstance(node.target, torch._ops.HigherOrderOperator)
-    return node.op == "call_function" and not is_body and not node.is_impure()
+    return node.op == "call_method" or not (is_body or node.is_impure())

@@ -181,7 +181,8 @@ def groups_of_sequence(gm: fx.GraphModule, axis: SequenceAxis | None) -> list[st
         for node in nodes_of(gm)
         if node.target in CAPTURED
         for source in node.all_input_nodes
-        for name in sequence_groups(source.meta.get("example_value"))
+        if isinstance(value := source.meta.get("example_value"), Tensor)
+        for name in sequence_groups(value)
     }
     return sorted({axis.group_name for axis in axes} | of_tensors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from random import Random
@@ -20,6 +21,7 @@ import cp_inductor
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.reader.aten import OPS
 from cp_inductor.mask.reader.to_rule import Recognized
+from cp_inductor.mask.reader.writes import is_in_place
 from cp_inductor.passes.recognize_mask import read_mask
 from tests.support import random_masks
 from tests.support.ranks import fake_mesh
@@ -421,3 +423,20 @@ def test_random_programs(seed: int) -> None:
 )
 def test_programs_that_failed_once(seed: int) -> None:
     random_masks.check_program(*random_masks.a_program(Random(seed)))
+
+
+@pytest.mark.parametrize(
+    ("function", "writes"),
+    [
+        (operator.iadd, True),
+        (operator.ior, True),
+        (torch.relu_, True),
+        (operator.and_, False),
+        (operator.index, False),
+        (torch.add, False),
+    ],
+)
+def test_calls_that_write(function: Callable[..., object], writes: bool) -> None:
+    graph = fx.Graph()
+    node = graph.call_function(function, (graph.placeholder("x"), 1))
+    assert is_in_place(node) is writes

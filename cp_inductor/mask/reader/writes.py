@@ -12,10 +12,10 @@ Assumes: a graph from Dynamo, whose nodes carry `example_value`, also those in b
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from operator import setitem
 from typing import Any
 
 import torch
@@ -43,12 +43,19 @@ def is_writing_op(node: fx.Node) -> bool:
 
 # add_, __iadd__, __setitem__
 _IN_PLACE = re.compile(r".*[^_]_|__i(?!nvert__).*__|__setitem__")
+# What Dynamo calls for `x += y`. Others of their module, such as `and_`, write nothing.
+_ASSIGNING = {
+    operator.setitem,
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
+    *(operator.imod, operator.ipow, operator.imatmul, operator.ilshift, operator.irshift),
+    *(operator.iand, operator.ior, operator.ixor),
+}
 
 
 def is_in_place(node: fx.Node) -> bool:
     """Whether a call writes to its first tensor, by the name of what it calls."""
-    if node.target is setitem:
-        return True
+    if getattr(node.target, "__module__", "") == operator.add.__module__:
+        return node.target in _ASSIGNING
     name = getattr(node.target, "__name__", str(node.target))
     return _IN_PLACE.fullmatch(name) is not None or "out" in node.kwargs
 

@@ -63,7 +63,7 @@ y = m.attend(x.flip(-1), is_causal=False); x + attention(m.heads(x)[0], *m.heads
 with local_attention(): y = attention(*(x.transpose(0, 1)[:, None],) * 3); x + y.transpose(0, 1)
 y = x.cumsum(1); x
 """
-# What Dynamo has no graph for, and `IN_EAGER` below.
+# Right as well, but Dynamo has no graph for it.
 RIGHT_IN_EAGER = """
 x * nn.Parameter(x.detach() * 2)
 """

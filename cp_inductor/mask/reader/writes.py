@@ -53,7 +53,7 @@ _ASSIGNING = {
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Whether a call writes to its first tensor, by the name of what it calls."""
+    """Whether a call writes to its first tensor, by what it calls, or by its name."""
     if getattr(node.target, "__module__", "") == operator.add.__module__:
         return node.target in _ASSIGNING
     name = getattr(node.target, "__name__", str(node.target))

@@ -91,7 +91,7 @@ def test_pipeline(form: str) -> None:
         loss, grads = unsharded()
         part = (First, Last)[mesh["pp"].get_local_rank()](make_model())
         # What a stage receives, the region has not seen made: the program says that it is shards.
-        run = Received(part) if form == "eager" else compiled(part, form, fullgraph=True)
+        run = compiled(Received(part), form, fullgraph=True)
         with shards_of(make_batch(), mesh) as batch:
             actual = run_stage(run, mesh, schedule, batch)
         assert_rewritten(form)

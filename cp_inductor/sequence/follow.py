@@ -286,8 +286,9 @@ class Typer(OpWatcher):
                     expected=f"{HEADS}, with this rank's tokens in dim {ATTENDED_DIM}",
                     got=f"a {name} of {describe(found)}",
                     remedy="call transpose(1, 2) after the split into heads, name the dim of tokens"
-                    " of every input (buffer_seq_dims), or, if attention is within each shard, put"
-                    " it into cp_inductor.local_attention()",
+                    " of every input (buffer_seq_dims), put what takes in shards from another"
+                    " rank, as a stage of a pipeline, into cp_inductor.per_rank(), or, if attention"
+                    " is within each shard, put it into cp_inductor.local_attention()",
                 )
 
     def _type_attended(self, tensor: Tensor) -> Type:

@@ -212,7 +212,6 @@ def _serve(pipe: Connection, errors: Path) -> None:
             )
             # A rank that leaves before another is connected would close what that one connects to.
             dist.barrier()
-            forget_compiles()
             torch.manual_seed(0)
             pipe.send((True, function(*args)))
         except BaseException:
@@ -220,15 +219,18 @@ def _serve(pipe: Connection, errors: Path) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            forget_compiles()
             forget_groups()
 
 
 def forget_groups() -> None:
     """Let go of process groups that are gone.
 
-    What is left of a compile, such as its guards, refers to meshes; a group that a mesh refers to
-    keeps its threads, which poll for ever: some hundred of them take the machine from everybody.
+    What is left of a model or a compile, such as hooks and guards, refers to groups and to meshes;
+    a group that they refer to keeps its threads, which poll for ever: some tens of them take the
+    machine from everybody.
     """
+    gc.collect()
     for mesh in gc.get_objects():
         if type(mesh) is DeviceMesh and hasattr(mesh, "_pg_registry"):
             mesh._pg_registry.clear()

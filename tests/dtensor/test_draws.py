@@ -206,7 +206,7 @@ def check_draws(backend: str | None) -> None:
             continue
         torch._dynamo.reset()
         run = torch.compile(draw, backend=backend, fullgraph=True) if backend else draw
-        for length in (8, 9):
+        for length in (9,) if backend else (8, 9):
             generator = torch.Generator().manual_seed(length)
             x = torch.randn(2, length, 4, generator=generator, dtype=torch.float64)
             torch.manual_seed(0)

@@ -3,76 +3,94 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import count
+from itertools import islice
 from random import Random
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_inductor.run import merge
 from tests.support.hunt import (
     BAD,
-    WAYS,
     Program,
     Verdict,
     check_drawn,
-    draw,
+    draw_many,
     expand,
-    is_program,
     join,
-    judge_by_hashes,
+    judge_many,
     judge_on_rank,
     names_same_cause,
+    over_dtensors,
     source_of,
 )
 from tests.support.idioms import FAMILIES, LOSSES, TABLES
-from tests.support.ranks import run_ranks
+from tests.support.processes import run_python
+from tests.support.ranks import fake_mesh, run_ranks
 
-# So many programs of each way, from a seed on; the long case runs more, the command hundreds.
-FIRST = 10040
-SAMPLES = {"eager": 8, "aot": 2, "region": 14, "region_aot": 2, "mesh": 4}
-
-
-def first_programs(way: str, seed: int, number: int) -> list[Program]:
-    programs = filter(is_program, (draw(seed, [way]) for seed in count(seed)))
-    return [next(programs) for _ in range(number)]
-
-
-def kinds_if_none_is_bad(programs: list[Program]) -> Counter[str]:
-    """Judge programs on the ranks of as few worlds as there are sizes."""
-    found: dict[Program, Verdict] = {}
-    for ranks in {program.ranks for program in programs}:
-        some = [program for program in programs if program.ranks == ranks]
-        every = run_ranks(ranks, judge_on_rank, some, deadline_s=120 + 60 * len(some))
-        found |= {p: join(said) for p, *said in zip(some, *every, strict=True)}
-    assert {program: said for program, said in found.items() if said.kind in BAD} == {}
-    return Counter(verdict.kind for verdict in found.values())
+# So many programs of each way, from a seed on; the command runs hundreds. Those of a long case are
+# of more seeds; compiled programs take seconds each.
+SAMPLES: list[Any] = [
+    *(("eager", 10040, 6), ("region", 10040, 14), ("mesh", 10040, 4)),
+    *(
+        pytest.param(way, seed, number, marks=pytest.mark.long)
+        for way, seed, number in (
+            *(("aot", 10040, 6), ("region_aot", 10040, 6)),
+            *(("eager", 100, 12), ("region", 100, 12), ("mesh", 100, 6)),
+        )
+    ),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_first_programs(way: str) -> None:
-    kinds = kinds_if_none_is_bad(first_programs(way, FIRST, SAMPLES[way]))
+@pytest.mark.parametrize(("way", "seed", "number"), SAMPLES)
+def test_programs(way: str, seed: int, number: int) -> None:
+    said = judge_many([*islice(draw_many(seed, [way]), number)])
+    verdicts = {program: join(of_ranks) for program, of_ranks in said.items()}
+    assert {p: verdict for p, verdict in verdicts.items() if verdict.kind in BAD} == {}
     # Over plain shards most programs are refused, and in some samples nearly all.
-    assert kinds["RIGHT"] >= SAMPLES[way] / 10, kinds
+    kinds = Counter(verdict.kind for verdict in verdicts.values())
+    assert kinds["RIGHT"] >= number / 10, kinds
+
+
+# Losses of pooled states, of which ranks chose other placements, and waited for each other.
+POOLED = ["F.glu(x.mean(1)).sum()", "F.cosine_similarity(x.amax(1), x.mean(1)).sum()"]
+POOLED += [
+    f"y = x[0].T @ x[0]; {text}.sum()"
+    for text in ("y.tanh()", "y.where(y > 0, x[1].T @ x[1])", "torch.atleast_1d(y)")
+]
+
+
+class Printing(TorchDispatchMode):
+    """Prints the collectives that run, in their order."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # which takes it apart first
+            return NotImplemented
+        if "c10d" in func.namespace and "wait" not in str(func):
+            print(func)
+        return func(*args, **(kwargs or {}))
+
+
+def print_collectives() -> None:
+    """Print what the first of two ranks starts for each of the losses."""
+    with fake_mesh(0, 2), Printing():
+        for loss in POOLED:
+            print(loss)
+            over_dtensors(Program(0, "eager", (), loss=loss, lengths=(8,)))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", WAYS)
-def test_more_programs(way: str) -> None:
-    kinds_if_none_is_bad(first_programs(way, 100, 12))
-
-
-@pytest.mark.slow
 def test_ranks_that_hash_strings_in_their_own_order() -> None:
     """DTensor chose placements by the order of a set: of pooled states the ranks' differed."""
-    losses = ["F.glu(x.mean(1)).sum()", "F.cosine_similarity(x.amax(1), x.mean(1)).sum()"]
-    for text in ("y.tanh()", "y.where(y > 0, x[1].T @ x[1])", "torch.atleast_1d(y)"):
-        losses.append(f"y = x[0].T @ x[0]; {text}.sum()")
-    programs = [Program(0, "eager", (), loss=loss, lengths=(8,)) for loss in losses]
-    verdicts = judge_by_hashes(programs)
-    assert [verdict.kind for verdict in verdicts] == ["RIGHT"] * 5, verdicts
+    program = "import tests.region.test_hunt as hunt; hunt.print_collectives()"
+    first, other = (run_python("-c", program, PYTHONHASHSEED=seed) for seed in "01")
+    assert first == other
+    assert "all_reduce" in first
 
 
 def judge_broken(programs: list[Program]) -> list[Verdict]:

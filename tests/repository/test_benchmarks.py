@@ -38,24 +38,22 @@ def test_peers_counts_what_others_send(
     assert bytes_of({"name": name, "args": given}, 1, 3) == expected
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_peers() -> None:
-    systems = ["--systems", "heads", "gathered, eager", "local"]
+    systems = ["--systems", "heads", "gathered, eager", "--skip-warm"]
     sizes = shlex.split("--layers 1 --dim 32 --heads 4 --seq-len 64 --repetitions 1 --steps 1")
     printed = run_python("benchmarks/peers.py", "--ranks", "2", *systems, *sizes)
     result: dict[str, Any] = json.loads(printed.splitlines()[-1])
     rows = result["rows"]["2"]
-    assert set(rows) == {"heads", "gathered, eager", "local"}
-    for system in ("heads", "gathered, eager"):
-        assert rows[system]["loss_error"] < 1e-6
-        assert 0 < rows[system]["q_proj_error"] < 1e-4
+    assert set(rows) == {"heads", "gathered, eager"}
+    for row in rows.values():
+        assert row["loss_error"] < 1e-6
+        assert 0 < row["q_proj_error"] < 1e-4
+        assert row["step_s"] > 0 and row["peak_bytes"] > 0
     # K and V of the other rank, and a sum of their gradients.
     assert rows["gathered, eager"]["u"] == 2
     # Half of Q, K, V and the output, and of their gradients, each half a unit.
     assert rows["heads"]["u"] == pytest.approx(2, abs=0.2)
-    assert rows["heads"]["x_local"] > 0.5
-    assert all(row["step_s"] > 0 and row["peak_bytes"] > 0 for row in rows.values())
 
 
 def test_traffic_is_counted_from_plans() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -16,68 +15,40 @@ from torch._inductor.codecache import FxGraphCache
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from tests.support import kept_kernels
-from tests.support.costs import COLLECTED, ROOT, cpu_seconds, listed_long
+from tests.support.costs import COLLECTED, ROOT, cpu_seconds, describe_costs, listed_long
 from tests.support.kept_kernels import GRAPHS, prepare_cache
 
 
 def test_what_is_listed_exists(request: pytest.FixtureRequest) -> None:
-    """In the files that this run has collected."""
-    collected = request.config.stash[COLLECTED]
+    """In the files that this run has collected; and it is long."""
+    collected, listed = request.config.stash[COLLECTED], listed_long()
     files = {case.partition("::")[0] for case in collected}
-    assert not [case for case in listed_long() - collected if case.partition("::")[0] in files]
+    assert not [case for case in listed - collected if case.partition("::")[0] in files]
+    some = [item for item in request.session.items if item.nodeid in listed]
+    assert all(item.get_closest_marker("long") for item in some)
 
 
-def selected_by(target: str) -> str:
-    """Return what `make` gives to pytest behind -m; "" if it runs every case."""
-    (command,) = re.findall(rf"^{target}: .*\n(?:.*\n)*?\t.*pytest (.*)$", MAKEFILE, re.MULTILINE)
-    found = re.search(r"-m '([^']+)'", command)
-    return found[1] if found else ""
-
-
-MAKEFILE = (ROOT / "Makefile").read_text()
-SOME = """
-import pytest
-
-@pytest.mark.parametrize("n", range(2))
-def test(n): pass
-
-@pytest.mark.slow
-def test_slow(): pass
-
-@pytest.mark.long
-def test_long(): pass
-"""
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
-        ("check", {"test[0]"}),
-        ("test", {"test[0]", "test_slow"}),
-        ("test-all", {"test[0]", "test[1]", "test_slow", "test_long"}),
+        ("check", [""]),
+        ("test", ["", "slow"]),
+        ("test-all", ["", "slow", "long", "slow long"]),
     ],
 )
-def test_what_make_runs(target: str, expected: set[str], tmp_path: Path) -> None:
-    """Of four cases, of which one is marked long and another is listed."""
-    (tmp_path / "tests/support").mkdir(parents=True)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
-    for name in (
-        "__init__",
-        "conftest",
-        "support/__init__",
-        "support/kept_kernels",
-        "support/costs",
-    ):
-        shutil.copy(ROOT / f"tests/{name}.py", tmp_path / f"tests/{name}.py")
-    (tmp_path / "tests/support/long_cases.txt").write_text("# some\ntests/test_some.py::test[1]\n")
-    (tmp_path / "tests/test_some.py").write_text(SOME)
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-m", selected_by(target)], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert {*re.findall(r"::(\S+) PASSED", done.stdout)} == expected, done.stdout
-    assert f"all of {len(expected)} cases" in done.stdout
+def test_what_make_runs(target: str, expected: list[str]) -> None:
+    """Of cases with these marks, by what `make` gives to pytest behind -m, if anything."""
+    makefile = (ROOT / "Makefile").read_text()
+    (command,) = re.findall(rf"^{target}: .*\n(?:.*\n)*?\t.*pytest (.*)$", makefile, re.MULTILINE)
+    (text,) = re.findall(r"-m '([^']+)'", command) or ["True"]
+    cases = ("", "slow", "long", "slow long")
+    assert [c for c in cases if eval(text, {m: m in c for m in ("slow", "long")})] == expected
+
+
+def test_the_dearest_are_named() -> None:
+    said = describe_costs({"a.py::x": 91.0, "b.py::z": 2.0, "a.py::y": 1.0})
+    assert said[0] == "   91.0 s  a.py::x"
+    assert said[-3:] == ["   92.0 s  a.py", "", "   94.0 s  all of 3 cases"]
 
 
 def test_children_are_counted() -> None:

@@ -3,7 +3,6 @@
     python -m tests.support.hunt --count 600 --way dtensor     or plain, all, or one of `WAYS`
     python -m tests.support.hunt --seed 1234 --way eager       one program
     python -m tests.support.hunt --count 40 --only 'cumsum'    those with a row that holds a pattern
-    python -m tests.support.hunt --count 20 --hash-seeds       a process per rank, each with its own
 
 A program embeds tokens, calls rows of `tests/support/idioms.py` and up to two attentions, and ends
 in a loss. Drawn are these, and all that a test would hold fixed: lengths of 5 to 40 tokens, even,
@@ -29,22 +28,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import json
 import linecache
 import os
-import pickle
 import re
-import subprocess
 import sys
-import tempfile
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
+from itertools import count, islice
 from random import Random
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -55,7 +50,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_inductor
 from cp_inductor import CPError, kept
@@ -83,7 +77,8 @@ LENGTHS = (5, 6, 7, 8, 9, 11, 12, 15, 16, 17, 20, 24, 25, 31, 32, 33, 36, 40)
 TOLERANCE = {"": 1e-8, "rounds": 1e-5, "bfloat16": 5e-2}
 # How much oftener a row is of these than of other families; plain shards refuse what mixes tokens.
 WEIGHTS = {"read": 4, "partial": 4, "loss": 4, "gradient": 2, "attend": 2}
-WEIGHTS_OF_PLAIN = {"loss": 6, "attend": 3, "position": 3, "weights": 3, "pointwise": 3, "sum": 2}
+WEIGHTS_OF_PLAIN = {"loss": 4, "means": 2, "sum": 2, "tokenwise": 4}
+WEIGHTS_OF_PLAIN |= {"attend": 3, "position": 3, "weights": 2, "pointwise": 2}
 # A gradient that is 0 but for rounding is held against this instead of itself.
 SMALLEST = 1e-6
 DEADLINE_S = 300
@@ -138,8 +133,9 @@ def draw(seed: int, ways: Sequence[str] = GROUPS["all"], only: str = "") -> Prog
     is_dtensor = way in GROUPS["dtensor"]
     tables = {name: [f"{name}: {row}" for row in TABLES[name]] for name in SUBJECTS}
     weights = WEIGHTS if is_dtensor else WEIGHTS_OF_PLAIN
-    if not is_dtensor:  # gradients are summands until they are reduced
-        del tables["gradient"]
+    if not is_dtensor:  # gradients are summands until they are reduced; the others are refused
+        for name in ("gradient", "on_whole", "composite", "along", "mixing", "mixed"):
+            del tables[name]
     asked = {name: [row for row in rows if re.search(only, row)] for name, rows in tables.items()}
     steps = ["m.attend(x)"] * random.choice([0, 1, 1, 2] if is_dtensor else [1, 1, 1, 2])
     parts: dict[str, Any] = {"mode": random.choice(MODES)}
@@ -165,7 +161,7 @@ def draw(seed: int, ways: Sequence[str] = GROUPS["all"], only: str = "") -> Prog
     for _ in range(random.choice([0, 0, 1]) if is_dtensor else 0):
         add({name: tables[name] for name in FAMILIES})
     for _ in range(random.choice([0, 0, 1])):
-        add({name: tables[name] for name in ("pointwise", "weights")})
+        add({name: tables[name] for name in ("tokenwise", "pointwise", "weights")})
     add(asked)
     mode, length = parts["mode"], random.choice(LENGTHS)
     num_batches = 1 if mode in ("train", "drawn", "checkpoint", "break") else 2
@@ -475,6 +471,11 @@ class Verdict(NamedTuple):
         return f"{self.kind}: {' '.join(self.why.split())[:600]}"
 
 
+def draw_many(seed: int, ways: Sequence[str], only: str = "") -> Iterator[Program]:
+    """Draw programs that one process can run, of seeds that follow each other."""
+    return filter(is_program, (draw(number, ways, only) for number in count(seed)))
+
+
 def is_program(program: Program) -> bool:
     """Tell whether one process can run it, to numbers that are finite.
 
@@ -576,6 +577,16 @@ def judge_on_rank(programs: Sequence[Program], seconds: float = DEADLINE_S) -> l
     return verdicts
 
 
+def judge_many(programs: Sequence[Program]) -> dict[Program, list[Verdict]]:
+    """Return what each rank says of programs, which run one after another."""
+    found: dict[Program, list[Verdict]] = {}
+    for ranks in sorted({program.ranks for program in programs}):
+        some = [program for program in programs if program.ranks == ranks]
+        every = run_ranks(ranks, judge_on_rank, some, deadline_s=120 + 60 * len(some))
+        found |= {program: said for program, *said in zip(some, *every, strict=True)}
+    return found
+
+
 def judge(program: Program) -> Verdict:
     """Run a program on all ranks, and say what became of it."""
     verdict = judge_on_ranks(program)
@@ -637,75 +648,7 @@ def names_same_cause(one: str, other: str) -> bool:
     return one == other or one in other or other in one
 
 
-# --- Ranks that hash strings in their own order -------------------------------------------------
-
-
-class Collectives(TorchDispatchMode):
-    """Notes the collectives that run, in their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let Dynamo compile; what it has compiled is seen when it runs."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace and "wait" not in str(func):
-            self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def judge_as_rank(rank: int, folder: Path) -> None:
-    """Judge the programs in a folder as a rank that is this process; the first prints verdicts."""
-    how = {"rank": rank, "world_size": 2, "store": dist.FileStore(str(folder / "store"), 2)}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30), **how)
-    for program in pickle.loads((folder / "programs").read_bytes()):
-        with Collectives() as collectives:
-            verdict = judge_here(program)
-        told: Any = [None, None]
-        dist.all_gather_object(told, (verdict, collectives.names))
-        said = join([Verdict(*of_rank) for of_rank, _ in told])
-        if told[0][1] != told[1][1]:
-            said = Verdict("MIXED", f"collectives are {told}")
-        if rank == 0:
-            print(json.dumps(said), flush=True)
-
-
-def judge_by_hashes(programs: Sequence[Program]) -> list[Verdict]:
-    """Run programs of two ranks, in processes that differ in PYTHONHASHSEED."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name, "programs").write_bytes(pickle.dumps([*programs]))
-        command = [sys.executable, "-m", "tests.support.hunt", "--as-rank", name]
-        how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        first, second = (
-            subprocess.Popen([*command, rank], env=os.environ | {"PYTHONHASHSEED": rank}, **how)
-            for rank in "01"
-        )
-        with first, second:
-            try:
-                said, _ = first.communicate(timeout=60 + 20 * len(programs))
-            finally:
-                first.kill()
-                second.kill()
-    verdicts = [Verdict(*json.loads(line)) for line in said.splitlines()]
-    return verdicts if len(verdicts) == len(programs) else [*verdicts, Verdict("HANG", "ended")]
-
-
 # --- The command line ---------------------------------------------------------------------------
-
-
-def programs_from(args: argparse.Namespace) -> Iterator[Program]:
-    """Draw programs that one process can run, of seeds that follow each other."""
-    ways, seed, count = GROUPS.get(args.way, [args.way]), args.seed, args.count
-    while count:
-        program = draw(seed, ways, args.only)
-        seed += 1
-        if is_program(program):
-            count -= 1
-            yield program
 
 
 def parse(command: Sequence[str]) -> argparse.Namespace:
@@ -714,27 +657,15 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first")
     parser.add_argument("--way", default="all", choices=[*GROUPS, *WAYS])
     parser.add_argument("--only", default="", help="a pattern, in the text 'family: row'")
-    parser.add_argument("--hash-seeds", action="store_true", help="a hash seed for each rank")
     parser.add_argument("--show", action="store_true", help="print programs, and run none")
-    parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args(command)
-
-
-def judge_all(args: argparse.Namespace) -> Iterator[tuple[Program, Verdict]]:
-    programs = programs_from(args)
-    if args.hash_seeds:
-        two_ranks = [replace(program, ranks=2) for program in programs]
-        yield from zip(two_ranks, judge_by_hashes(two_ranks), strict=False)
-    for program in programs:
-        yield program, Verdict(source_of(program)[0]) if args.show else judge(program)
 
 
 def main(command: Sequence[str]) -> None:
     args, counts = parse(command), Counter[str]()
-    if args.as_rank:
-        folder, rank = args.as_rank
-        return judge_as_rank(int(rank), Path(folder))
-    for program, verdict in judge_all(args):
+    programs = draw_many(args.seed, GROUPS.get(args.way, [args.way]), args.only)
+    for program in islice(programs, args.count):
+        verdict = Verdict(source_of(program)[0]) if args.show else judge(program)
         counts[verdict.kind] += 1
         if verdict.kind != "RIGHT":
             print(f"{verdict}\n    {program}", flush=True)

@@ -567,26 +567,18 @@ def tokens_of(case: Attention, recipe: Recipe) -> Tokens:
 def pairs_of_tiles(case: Attention, recipe: Recipe) -> Tensor:
     """Return which pairs some tile computes, (B, H, S, T), be it to mask them."""
     tokens = tokens_of(case, recipe)
-    shape = (case.batch, case.num_heads, case.seq_len, case.kv_len)
-    pairs = torch.zeros(shape, dtype=torch.bool)
-    for plan in (forward_plan(recipe), backward_plan(recipe)):
-        for stage in plan.stages:
-            for tile in stage.tiles:
-                rows, columns = (
-                    [
-                        index
-                        for span in spans
-                        for start in [tokens.of(Span(0, span.start), of_keys=of_keys)]
-                        for index in range(
-                            int(start), int(start + tokens.of(span, of_keys=of_keys))
-                        )
-                    ]
-                    for spans, of_keys in ((tile.queries, False), (tile.keys, True))
-                )
-                heads = torch.arange(tile.heads.start, tile.heads.stop)[:, None, None]
-                at = (heads, torch.tensor(rows)[:, None], torch.tensor(columns)[None])
-                if rows and columns:
-                    pairs[:, at[0], at[1], at[2]] = True
+
+    def places(spans: Sequence[Span], *, of_keys: bool) -> Tensor:
+        starts = (int(tokens.of(Span(0, span.start), of_keys=of_keys)) for span in spans)
+        lengths = (int(tokens.of(span, of_keys=of_keys)) for span in spans)
+        parts = zip(starts, lengths, strict=True)
+        return torch.cat([torch.arange(start, start + length) for start, length in parts])
+
+    pairs = torch.zeros(case.batch, case.num_heads, case.seq_len, case.kv_len, dtype=torch.bool)
+    plans = (forward_plan(recipe), backward_plan(recipe))
+    for tile in (tile for plan in plans for stage in plan.stages for tile in stage.tiles):
+        rows, columns = places(tile.queries, of_keys=False), places(tile.keys, of_keys=True)
+        pairs[:, tile.heads.start : tile.heads.stop, rows[:, None], columns] = True
     return pairs
 
 

@@ -75,6 +75,13 @@ def in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
+def in_window(query: Tensor, key: Tensor, value: Tensor, *_: Tensor, window: int) -> Tensor:
+    """Attend causally, to so many keys at the most."""
+    place = torch.arange(query.shape[2], device=query.device)
+    mask = (place[:, None] >= place) & (place[:, None] - place < window)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
 def draw_documents(length: int) -> Tensor:
     return (torch.rand(1, length) < 0.1).cumsum(-1)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -17,29 +16,16 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.testing import FileCheck
 
-from cp_inductor import CrossCompiled, cross_compile, flex_gradients_on_cpu, plan_attention
+from cp_inductor import CrossCompiled, cross_compile, flex_gradients_on_cpu
 from cp_inductor.plan import Mask
-from tests.support.packed import in_documents
+from tests.support.packed import in_documents, in_window
+from tests.support.plans import make_plan
 from tests.support.wrapper import TILE, TILE_BACKWARD, Wrapper
 
 pytest.importorskip("triton")
 
 BATCH, HEADS, KV_HEADS, TOKENS, HEAD_DIM = 2, 8, 2, 1000, 64
 WINDOW = 1500
-
-
-def attend_packed(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
-    """Causal, within documents, and within a window."""
-    place = torch.arange(query.shape[2], device=query.device)
-    mask = (place[:, None] >= place) & (place[:, None] - place < WINDOW)
-    mask = mask & (documents[:, None, :, None] == documents[:, None, None])
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
-
-def attend_window(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
-    place = torch.arange(query.shape[2], device=query.device)
-    mask = (place[:, None] >= place) & (place[:, None] - place < WINDOW)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
 def attend_capped(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
@@ -61,13 +47,13 @@ def attend_capped(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) 
 
 
 MODELS: dict[str, Callable[..., Tensor]] = {
-    "packed": attend_packed,
-    "window": attend_window,
+    "packed": in_documents,
+    "window": partial(in_window, window=WINDOW),
     "capped": attend_capped,
 }
 RULES = {
     "capped": "(k-q<=0)&Eq(t0(b,k),t0(b,q));30*Tanh(s/30)",
-    "packed": f"(k-q<=0)&(q-k-{WINDOW - 1}<=0)&Eq(t0(b,k),t0(b,q))",
+    "packed": "(k-q<=0)&Eq(t0(b,k),t0(b,q))",
     "window": f"(k-q<=0)&(q-k-{WINDOW - 1}<=0)",
 }
 
@@ -95,15 +81,7 @@ def code_of(rank: int, world_size: int, mask: str, target: str = "cuda:sm_90") -
 
 
 def kinds_of_tiles(rank: int, world_size: int, mask: str) -> list[Mask]:
-    plan = plan_attention(
-        seq_len=TOKENS * world_size,
-        world_size=world_size,
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        itemsize=2,
-        mask=RULES[mask],
-    )
+    plan = make_plan(world_size, TOKENS, HEADS, KV_HEADS, head_dim=HEAD_DIM, mask=RULES[mask])
     return [tile.mask for stage in plan.program(rank) for tile in stage.tiles]
 
 
@@ -137,7 +115,7 @@ def test_a_template_for_each_tile_under_a_mask(mask: str, rank: int, world_size:
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_90", "cuda:sm_100"])
 def test_templates_compile_to_machine_code(target: str) -> None:
-    kernels = code_of(2, 4, "packed", target).compile_kernels()
+    kernels = code_of(0, 2, "packed", target).compile_kernels()
     assert {k.graph for k in kernels if k.name.startswith("triton_tem")} == {"forward", "backward"}
 
 

@@ -140,25 +140,16 @@ def run_campaign(results: Path, *args: str) -> str:
     return run_python("benchmarks/gpu_campaign.py", "--tiny", "--results", results, *args)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "stages",
-    [
-        pytest.param(["tiles"], id="tiles"),
-        pytest.param(
-            [stage for stage in STAGES if stage != "tiles"], marks=pytest.mark.long, id="rest"
-        ),
-    ],
-)
-def test_the_campaign_runs_without_a_device(stages: list[str], tmp_path: Path) -> None:
+@pytest.mark.long
+def test_the_campaign_runs_without_a_device(tmp_path: Path) -> None:
     """On a device that is lent for minutes, nothing may fail that could have failed before."""
-    printed = run_campaign(tmp_path, *stages).splitlines()
-    assert {line.split()[0] for line in printed} == set(stages)
+    printed = run_campaign(tmp_path, *STAGES).splitlines()
+    assert {line.split()[0] for line in printed} == set(STAGES)
     files = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert len(files) == len(stages)
+    assert len(files) == len(STAGES)
     assert all("| failed |" not in text for text in files.values())
     # What is there is not run again.
-    assert run_campaign(tmp_path, *stages) == ""
+    assert run_campaign(tmp_path, *STAGES) == ""
 
 
 def fail_in_many_ways(row: str, mesh: DeviceMesh) -> dict[str, Any]:
@@ -171,7 +162,7 @@ def fail_in_many_ways(row: str, mesh: DeviceMesh) -> dict[str, Any]:
     return {"value": row}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_row_of_the_campaign_takes_no_other_with_it() -> None:
     rows = ["raises", "right", "aborts", "hangs", "right too"]
     world, until = World("staged", 2, (0, 1), "cpu"), time.monotonic() + 300

@@ -123,13 +123,10 @@ def test_numbers_of_any_strides(
     expected = attend_with_grads(*tensors, is_causal=is_causal)
     for got, wanted in zip((partial.out, *grads), expected, strict=True):
         assert got.shape == wanted.shape and got.dtype == dtype
-        torch.testing.assert_close(got.double(), wanted, **_within(dtype))
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
     lse = lse_in_float64(*tensors[:2], is_causal=is_causal)
     torch.testing.assert_close(partial.lse.double(), lse, rtol=1e-5, atol=1e-5)
-
-
-def _within(dtype: torch.dtype) -> dict[str, float]:
-    return {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
 
 
 def test_what_cudnn_would_read_wrongly_is_found() -> None:

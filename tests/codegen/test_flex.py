@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.testing import FileCheck
 
 from cp_inductor import CrossCompiled, cross_compile, flex_gradients_on_cpu
 from cp_inductor.plan import Mask
-from tests.support.packed import in_documents, in_window
+from tests.support.packed import in_documents, in_window, packed_on_meta
 from tests.support.plans import make_plan
 from tests.support.wrapper import TILE, TILE_BACKWARD, Wrapper
 
 pytest.importorskip("triton")
 
-BATCH, HEADS, KV_HEADS, TOKENS, HEAD_DIM = 2, 8, 2, 1000, 64
+BATCH, HEADS, KV_HEADS, TOKENS = 2, 8, 2, 1000
 WINDOW = 1500
 
 
@@ -60,28 +60,17 @@ RULES = {
 
 @cache
 def code_of(rank: int, world_size: int, mask: str, target: str = "cuda:sm_90") -> CrossCompiled:
-    length = TOKENS * world_size
-
-    def arguments(mesh: DeviceMesh) -> list[Tensor]:
-        shapes = [(BATCH, heads, length, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-        like = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
-        tokens = [distribute_tensor(torch.empty(s, **like), mesh, [Shard(2)]) for s in shapes]
-        documents = torch.empty(BATCH, length, dtype=torch.int64, device="meta")
-        return [*tokens, distribute_tensor(documents, mesh, [Replicate()])]
-
+    heads, options = (HEADS, KV_HEADS), {"plan": "static"}
+    arguments = partial(
+        packed_on_meta, tokens=TOKENS, batch=BATCH, heads=heads, has_whole_documents=True
+    )
+    how: dict[str, Any] = {"world_size": world_size, "rank": rank, "target": target}
     with implicit_replication(), flex_gradients_on_cpu():
-        return cross_compile(
-            MODELS[mask],
-            arguments,
-            world_size=world_size,
-            rank=rank,
-            target=target,
-            options={"plan": "static"},
-        )
+        return cross_compile(MODELS[mask], arguments, options=options, **how)
 
 
 def kinds_of_tiles(rank: int, world_size: int, mask: str) -> list[Mask]:
-    plan = make_plan(world_size, TOKENS, HEADS, KV_HEADS, head_dim=HEAD_DIM, mask=RULES[mask])
+    plan = make_plan(world_size, TOKENS, HEADS, KV_HEADS, mask=RULES[mask])
     return [tile.mask for stage in plan.program(rank) for tile in stage.tiles]
 
 

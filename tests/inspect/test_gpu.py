@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,13 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.gpu_campaign import STAGES
 from benchmarks.gpu_worlds import World, run_rows
 from cp_inductor import cross_compile
-from cp_inductor.ops.attention import attention
-from cp_inductor.plan import Recipe, resolve
 from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall
 from tests.support.graphs import attend_causal, generate_code
 from tests.support.processes import run_python
-from tests.support.ranks import fake_rank, on_ranks
+from tests.support.ranks import fake_rank
 from tests.support.reference import LAYOUTS, TOLERANCE, attend_with_grads, lse_in_float64, make_qkv
 from tests.support.wrapper import normalize
 
@@ -118,21 +115,6 @@ def test_against_float64(
         fake_results = run_kernel(name, fakes, is_causal=is_causal)
     strides = [significant_strides(tensor) for tensor in (out, lse, *grads)]
     assert strides == [significant_strides(fake) for fake in fake_results]
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("head_dim", [64, 20])
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("flash_cuda", torch.bfloat16), ("efficient_cuda", torch.float32)]
-)
-@on_ranks(1)
-def test_opcheck(name: str, dtype: torch.dtype, head_dim: int) -> None:
-    whole = make_qkv(33, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
-    leaves = [tensor.cuda().requires_grad_() for tensor in whole[:3]]
-    recipe = resolve(Recipe(1, 33, 33, 4, 2, head_dim, dtype.itemsize, "causal"), site="a test")
-    how = (recipe.format(), 0, None, name, dist.group.WORLD.group_name, 0.0, False)
-    torch.library.opcheck(attention, (*leaves, [], *how))
 
 
 def run_campaign(results: Path, *args: str) -> str:

@@ -36,6 +36,7 @@ from tests.support.packed import (
     in_documents,
     make_batch,
     make_model,
+    packed_on_meta,
     shards_of,
     train_step,
 )
@@ -182,25 +183,10 @@ def tensors_on(mesh: DeviceMesh, *, requires_grad: bool = False) -> list[Tensor]
 
 
 def code_of(rank: int, world_size: int, target: str) -> dict[str, str]:
-    def arguments(mesh: Any) -> list[Tensor]:
-        length = 256 * world_size
-        like = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
-        tokens = [
-            distribute_tensor(torch.empty(1, heads, length, 64, **like), mesh, [Shard(2)])
-            for heads in (4, 2, 2)
-        ]
-        documents = torch.empty(1, length, dtype=torch.int64, device="meta")
-        return [*tokens, distribute_tensor(documents, mesh, [Replicate()])]
-
+    arguments = partial(packed_on_meta, tokens=256, has_whole_documents=True)
+    how: dict[str, Any] = {"world_size": world_size, "rank": rank, "target": target}
     with implicit_replication():
-        compiled = cross_compile(
-            in_documents,
-            arguments,
-            world_size=world_size,
-            rank=rank,
-            target=target,
-        )
-    return dict(compiled.code)
+        return dict(cross_compile(in_documents, arguments, **how).code)
 
 
 def test_all_ranks_have_the_same_graphs() -> None:

@@ -108,16 +108,6 @@ def test_what_goes_to_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copied.data_ptr() != pinned[0].data_ptr()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_pinned_numbers_on_a_gpu() -> None:
-    tables = [torch.arange(4096)[None] // 50]
-    found = numbers_of(tables, "Eq(t0(b,q),t0(b,k))", 1, (4096, 4096), (2, 2), 1, 2, 0)
-    pin(found)
-    copied = copy_numbers(found, torch.device("cuda"))
-    assert torch.equal(copied.cpu(), torch.from_numpy(found.numbers))
-
-
 def _plans_made_ahead(batch: dict[str, Tensor]) -> int:
     before = counters["cp_inductor"]["plans_prepared"]
     assert list(prepared([batch])) == [batch]

@@ -4,42 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.testing import FileCheck
 
-from cp_inductor import CrossCompiled, cross_compile, flex_gradients_on_cpu, plan_attention
+from cp_inductor import CrossCompiled, cross_compile, flex_gradients_on_cpu
 from cp_inductor.plan import Mask
-from tests.support.packed import in_documents
+from tests.support.packed import in_documents, in_window, packed_on_meta
+from tests.support.plans import make_plan
 from tests.support.wrapper import TILE, TILE_BACKWARD, Wrapper
 
 pytest.importorskip("triton")
 
-BATCH, HEADS, KV_HEADS, TOKENS, HEAD_DIM = 2, 8, 2, 1000, 64
+BATCH, HEADS, KV_HEADS, TOKENS = 2, 8, 2, 1000
 WINDOW = 1500
-
-
-def attend_packed(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
-    """Causal, within documents, and within a window."""
-    place = torch.arange(query.shape[2], device=query.device)
-    mask = (place[:, None] >= place) & (place[:, None] - place < WINDOW)
-    mask = mask & (documents[:, None, :, None] == documents[:, None, None])
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
-
-def attend_window(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
-    place = torch.arange(query.shape[2], device=query.device)
-    mask = (place[:, None] >= place) & (place[:, None] - place < WINDOW)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
 def attend_capped(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
@@ -61,49 +47,30 @@ def attend_capped(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) 
 
 
 MODELS: dict[str, Callable[..., Tensor]] = {
-    "packed": attend_packed,
-    "window": attend_window,
+    "packed": in_documents,
+    "window": partial(in_window, window=WINDOW),
     "capped": attend_capped,
 }
 RULES = {
     "capped": "(k-q<=0)&Eq(t0(b,k),t0(b,q));30*Tanh(s/30)",
-    "packed": f"(k-q<=0)&(q-k-{WINDOW - 1}<=0)&Eq(t0(b,k),t0(b,q))",
+    "packed": "(k-q<=0)&Eq(t0(b,k),t0(b,q))",
     "window": f"(k-q<=0)&(q-k-{WINDOW - 1}<=0)",
 }
 
 
 @cache
 def code_of(rank: int, world_size: int, mask: str, target: str = "cuda:sm_90") -> CrossCompiled:
-    length = TOKENS * world_size
-
-    def arguments(mesh: DeviceMesh) -> list[Tensor]:
-        shapes = [(BATCH, heads, length, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-        like = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
-        tokens = [distribute_tensor(torch.empty(s, **like), mesh, [Shard(2)]) for s in shapes]
-        documents = torch.empty(BATCH, length, dtype=torch.int64, device="meta")
-        return [*tokens, distribute_tensor(documents, mesh, [Replicate()])]
-
+    heads, options = (HEADS, KV_HEADS), {"plan": "static"}
+    arguments = partial(
+        packed_on_meta, tokens=TOKENS, batch=BATCH, heads=heads, has_whole_documents=True
+    )
+    how: dict[str, Any] = {"world_size": world_size, "rank": rank, "target": target}
     with implicit_replication(), flex_gradients_on_cpu():
-        return cross_compile(
-            MODELS[mask],
-            arguments,
-            world_size=world_size,
-            rank=rank,
-            target=target,
-            options={"plan": "static"},
-        )
+        return cross_compile(MODELS[mask], arguments, options=options, **how)
 
 
 def kinds_of_tiles(rank: int, world_size: int, mask: str) -> list[Mask]:
-    plan = plan_attention(
-        seq_len=TOKENS * world_size,
-        world_size=world_size,
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        itemsize=2,
-        mask=RULES[mask],
-    )
+    plan = make_plan(world_size, TOKENS, HEADS, KV_HEADS, mask=RULES[mask])
     return [tile.mask for stage in plan.program(rank) for tile in stage.tiles]
 
 
@@ -137,7 +104,7 @@ def test_a_template_for_each_tile_under_a_mask(mask: str, rank: int, world_size:
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_90", "cuda:sm_100"])
 def test_templates_compile_to_machine_code(target: str) -> None:
-    kernels = code_of(2, 4, "packed", target).compile_kernels()
+    kernels = code_of(0, 2, "packed", target).compile_kernels()
     assert {k.graph for k in kernels if k.name.startswith("triton_tem")} == {"forward", "backward"}
 
 

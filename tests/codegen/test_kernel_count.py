@@ -8,38 +8,13 @@ attention, with up to 29 tiles, or of a rank of 1024.
 
 from __future__ import annotations
 
-from functools import cache
+from argparse import Namespace
 
 import pytest
-import torch
 
-from cp_inductor import CrossCompiled, cross_compile
-from tests.support.graphs import attend_causal
-from tests.support.kernel_traffic import Traffic, traffic_of
+from benchmarks.kernel_count import measure
 
 pytest.importorskip("triton")
-
-WORLD_SIZE = 8
-HEADS, TOKENS, HEAD_DIM = 32, 4096, 128
-
-
-@cache
-def code_of(strategy: str, kv_heads: int = HEADS, world_size: int = WORLD_SIZE) -> CrossCompiled:
-    shape = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
-    query = torch.empty(1, HEADS, TOKENS, HEAD_DIM, **shape)
-    key = torch.empty(1, kv_heads, TOKENS, HEAD_DIM, **shape)
-    options, rank = {"strategy": strategy}, world_size * 3 // 8
-    return cross_compile(
-        attend_causal, (query, key, key), world_size=world_size, rank=rank, options=options
-    )
-
-
-def launches(
-    strategy: str, kv_heads: int = HEADS, world_size: int = WORLD_SIZE
-) -> dict[str, list[Traffic]]:
-    code = code_of(strategy, kv_heads, world_size).code
-    return {kind: traffic_of(of_kind) for kind, of_kind in code.items()}
-
 
 # (strategy, heads of keys, ranks) -> kernels forward, backward, and MB of both: at most 12 and 20,
 # and a little more than the MB of today. What needs more kernels has today's number.
@@ -66,8 +41,10 @@ LIMITS = {
     ],
 )
 def test_kernels_are_few(case: tuple[str, int, int]) -> None:
-    forward, backward, megabytes = LIMITS[case]
-    found = launches(*case)
-    assert 0 < len(found["forward"]) <= forward
-    assert 0 < len(found["backward"]) <= backward
-    assert sum(one.moved for kind in found for one in found[kind]) <= megabytes * 1e6
+    (strategy, kv_heads, world_size), (forward, backward, megabytes) = case, LIMITS[case]
+    sizes = {"heads": 32, "kv_heads": kv_heads, "head_dim": 128, "tokens": 4096}
+    found = measure(Namespace(rank=-1, kernels=False, **sizes), strategy, world_size)
+    assert 0 < found["forward kernels"] <= forward
+    assert 0 < found["backward kernels"] <= backward
+    # Each is rounded by a half at the most.
+    assert found["forward MB"] + found["backward MB"] + 1 <= megabytes

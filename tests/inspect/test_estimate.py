@@ -23,6 +23,7 @@ from cp_inductor.inspect.price_graph import price_graph
 from cp_inductor.inspect.targets import Target
 from cp_inductor.plan.machine import DEVICES
 from cp_inductor.torch_private.tracing import fakes_of_shapes, trace_fake
+from tests.support.graphs import Layer
 from tests.support.models import Mixing
 
 MB = 10**6
@@ -34,25 +35,15 @@ DIM, VOCABULARY, TOKENS = 64, 256, 512
 PRICES: dict[Any, Any] = {}
 
 
-class Layer(nn.Module):
-    def __init__(self, place: int, window: int = 0) -> None:
-        super().__init__()
-        self.place, self.window = place, window
-        self.qkv = nn.Linear(DIM, 3 * DIM, bias=False)
-        self.up = nn.Linear(DIM, 4 * DIM, bias=False)
-        self.down = nn.Linear(4 * DIM, DIM, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        x = x + F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
-        return x + self.down(F.gelu(self.up(x)))
-
-
 class Model(nn.Module):
     def __init__(self, windows: list[int]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, DIM)
-        self.layers = nn.ModuleList(Layer(i, window) for i, window in enumerate(windows))
+        self.layers = nn.ModuleList(
+            Layer(DIM, 4, 4, DIM // 4, 4 * DIM, bias=False) for _ in windows
+        )
+        for place, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
+            vars(layer).update(place=place, window=window)
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -100,13 +91,12 @@ def test_layers_that_are_alike(windows: list[int], found: Layers | None, fewest:
 def priced(
     function: Callable[..., Any],
     *shapes: tuple[int, ...],
-    kind: str = "forward",
     machine: cp_inductor.Machine | None = None,
 ) -> Any:
     fakes = fakes_of_shapes([(shape, torch.float32) for shape in shapes])
     gm = trace_fake(function, fakes, {})
     assert isinstance(gm, fx.GraphModule)
-    return price_graph(gm, kind, machine or MACHINE, 4)
+    return price_graph(gm, "forward", machine or MACHINE, 4)
 
 
 def test_a_graph_counted_by_hand() -> None:
@@ -198,7 +188,7 @@ def test_further_layers_are_what_they_would_be(monkeypatch: pytest.MonkeyPatch) 
     assert found.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
     assert found.seconds == pytest.approx(whole.seconds, rel=0.02)
     assert found.model_flops == pytest.approx(whole.model_flops, rel=1e-6)
-    weights = 3 * 11 * DIM * DIM + 2 * VOCABULARY * DIM
+    weights = 3 * 12 * DIM * DIM + 2 * VOCABULARY * DIM
     assert found.memory["weights"] == 4 * weights
     assert found.memory["optimizer states"] == 8 * weights
     # Multiplications of a rank's tokens by weights, and a quarter of the causal pairs.
@@ -226,7 +216,7 @@ def test_shards_of_weights_and_the_fewest_ranks(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(estimate_module, "_capacity", lambda target: 10**9)
     whole, shards = estimated(5), estimated(5, sharding="fsdp", held_dtype=torch.bfloat16)
     assert shards.memory["weights"] == -(-whole.memory["weights"] // 8)
-    assert shards.memory["gathered weights"] == 4 * (2 * 11 * DIM * DIM + 2 * VOCABULARY * DIM)
+    assert shards.memory["gathered weights"] == 4 * (2 * 12 * DIM * DIM + 2 * VOCABULARY * DIM)
     assert whole.is_fine and whole.smallest_world == 1
     monkeypatch.setattr(estimate_module, "_capacity", lambda target: whole.peak_bytes)
     found = estimated(5)

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from cp_inductor import explain, parallelize, plan_attention
+from cp_inductor import explain, parallelize
 from cp_inductor.__main__ import main
 from cp_inductor.inspect.explain import Report
 from tests.examples_of_models import attend, mixed
+from tests.support.plans import make_plan
 from tests.support.ranks import fake_mesh, fake_rank
 
 HERE = "tests.examples_of_models"
@@ -56,9 +57,7 @@ def test_what_is_said_is_what_the_plan_says() -> None:
     report = explained(attend, options={"strategy": "ring"})
     assert report.is_fine
     (attention,) = report.attentions
-    plan = plan_attention(
-        seq_len=256, world_size=4, num_heads=4, head_dim=32, itemsize=2, strategy="ring"
-    )
+    plan = make_plan(4, 64, 4, head_dim=32, strategy="ring")
     forward, backward = attention.forward, attention.backward
     assert forward is not None and backward is not None
     assert (forward.collectives, backward.collectives) == (3, 6)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,13 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.gpu_campaign import STAGES
 from benchmarks.gpu_worlds import World, run_rows
 from cp_inductor import cross_compile
-from cp_inductor.ops.attention import attention
-from cp_inductor.plan import Recipe, resolve
 from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall
 from tests.support.graphs import attend_causal, generate_code
 from tests.support.processes import run_python
-from tests.support.ranks import fake_rank, on_ranks
+from tests.support.ranks import fake_rank
 from tests.support.reference import LAYOUTS, TOLERANCE, attend_with_grads, lse_in_float64, make_qkv
 from tests.support.wrapper import normalize
 
@@ -120,45 +117,21 @@ def test_against_float64(
     assert strides == [significant_strides(fake) for fake in fake_results]
 
 
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("head_dim", [64, 20])
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("flash_cuda", torch.bfloat16), ("efficient_cuda", torch.float32)]
-)
-@on_ranks(1)
-def test_opcheck(name: str, dtype: torch.dtype, head_dim: int) -> None:
-    whole = make_qkv(33, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
-    leaves = [tensor.cuda().requires_grad_() for tensor in whole[:3]]
-    recipe = resolve(Recipe(1, 33, 33, 4, 2, head_dim, dtype.itemsize, "causal"), site="a test")
-    how = (recipe.format(), 0, None, name, dist.group.WORLD.group_name, 0.0, False)
-    torch.library.opcheck(attention, (*leaves, [], *how))
-
-
 def run_campaign(results: Path, *args: str) -> str:
     """Run the campaign on tiny shapes; return what it printed."""
     return run_python("benchmarks/gpu_campaign.py", "--tiny", "--results", results, *args)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "stages",
-    [
-        pytest.param(["tiles"], id="tiles"),
-        pytest.param(
-            [stage for stage in STAGES if stage != "tiles"], marks=pytest.mark.long, id="rest"
-        ),
-    ],
-)
-def test_the_campaign_runs_without_a_device(stages: list[str], tmp_path: Path) -> None:
+@pytest.mark.long
+def test_the_campaign_runs_without_a_device(tmp_path: Path) -> None:
     """On a device that is lent for minutes, nothing may fail that could have failed before."""
-    printed = run_campaign(tmp_path, *stages).splitlines()
-    assert {line.split()[0] for line in printed} == set(stages)
+    printed = run_campaign(tmp_path, *STAGES).splitlines()
+    assert {line.split()[0] for line in printed} == set(STAGES)
     files = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert len(files) == len(stages)
+    assert len(files) == len(STAGES)
     assert all("| failed |" not in text for text in files.values())
     # What is there is not run again.
-    assert run_campaign(tmp_path, *stages) == ""
+    assert run_campaign(tmp_path, *STAGES) == ""
 
 
 def fail_in_many_ways(row: str, mesh: DeviceMesh) -> dict[str, Any]:
@@ -171,7 +144,7 @@ def fail_in_many_ways(row: str, mesh: DeviceMesh) -> dict[str, Any]:
     return {"value": row}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_row_of_the_campaign_takes_no_other_with_it() -> None:
     rows = ["raises", "right", "aborts", "hangs", "right too"]
     world, until = World("staged", 2, (0, 1), "cpu"), time.monotonic() + 300

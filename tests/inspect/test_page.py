@@ -18,9 +18,9 @@ pytest.importorskip("matplotlib")
 from cp_inductor import Report, explain
 from cp_inductor.__main__ import main
 from cp_inductor.inspect.page import bytes_between, held_bytes
-from cp_inductor.plan import plan_attention
 from tests.examples_of_models import mixed
 from tests.support.packed import in_documents
+from tests.support.plans import make_plan
 from tests.support.ranks import fake_mesh
 
 
@@ -70,9 +70,7 @@ def test_documents_have_a_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["auto", "heads2+blocks", "rows"])
 def test_what_is_drawn_is_what_the_plan_costs(strategy: str) -> None:
-    plan = plan_attention(
-        seq_len=1024, world_size=4, num_heads=8, num_kv_heads=4, head_dim=64, strategy=strategy
-    )
+    plan = make_plan(4, 256, 8, 4, strategy=strategy)
     for one in (plan, plan.backward()):
         held = np.zeros((len(one.stages), 4))
         for now, rank in np.ndindex(held.shape):

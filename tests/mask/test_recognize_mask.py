@@ -31,9 +31,9 @@ B, H, S, T = 2, 3, 13, 13
 
 def capture(
     function: Callable[..., Tensor], *inputs: Tensor, num_queries: int = S, num_keys: int = T
-) -> tuple[fx.Node, list[Tensor]]:
-    """Return the node of the mask that a function makes, from Dynamo, and the graph's inputs."""
-    found: list[tuple[fx.Node, list[Tensor]]] = []
+) -> tuple[fx.Node, fx.GraphModule]:
+    """Return the node of the mask that a function makes, and the graph that it is in."""
+    found: list[tuple[fx.Node, fx.GraphModule]] = []
 
     def backend(gm: fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
         node = next(n for n in gm.graph.nodes if "scaled_dot_product" in str(n.target))
@@ -49,16 +49,19 @@ def capture(
     return found[0]
 
 
-def values_of(node: fx.Node, gm: fx.GraphModule, inputs: list[Tensor]) -> dict[fx.Node, Tensor]:
-    """Run a graph from Dynamo on real tensors; return the value of each node."""
+def values_in(gm: fx.GraphModule, inputs: tuple[Tensor, ...]) -> dict[fx.Node, Tensor]:
+    """Run a graph that was captured with some inputs; return the value of each node."""
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             values[n] = super().run_node(n)
             return values[n]
 
+    # Dynamo numbers what it takes as it meets it; all else are queries and keys.
+    by_shape = {tensor.shape: tensor for tensor in inputs}
+    shapes = [p.meta["example_value"].shape for p in gm.graph.find_nodes(op="placeholder")]
     values: dict[fx.Node, Tensor] = {}
-    Recorder(gm).run(*inputs)
+    Recorder(gm).run(*(by_shape[s] if s in by_shape else torch.randn(s) for s in shapes))
     return values
 
 
@@ -119,7 +122,7 @@ def test_rows_that_see_nothing_but_finite_minima(num_queries: int, num_keys: int
     recognized = read_mask(node)[0]
     assert recognized is not None
     assert bool(recognized.rule.bias) == (num_queries > num_keys)
-    compare_masks(recognized, values_in(node, gm, ()), function())
+    compare_masks(recognized, values_in(gm, ()), function())
 
 
 def alibi() -> Tensor:
@@ -183,7 +186,7 @@ def test_masks(text: str, name: str, num_tables: str) -> None:
     recognized = read_mask(node)[0]
     assert describe(recognized.rule) == name, recognized.rule
     assert len(recognized.tables) == int(num_tables), recognized.tables
-    compare_masks(recognized, values_in(node, gm, inputs), function(*inputs))
+    compare_masks(recognized, values_in(gm, inputs), function(*inputs))
 
 
 # --- What was misread once --------------------------------------------------------------------
@@ -242,18 +245,7 @@ POSITIONS: counts_that_wrap(x)
 def test_what_was_misread_once(text: str) -> None:
     function, inputs = function_of(text)
     node, gm = capture(function, *inputs)
-    compare_masks(read_mask(node)[0], values_in(node, gm, inputs), function(*inputs))
-
-
-def values_in(
-    node: fx.Node, gm: fx.GraphModule, inputs: tuple[Tensor, ...]
-) -> dict[fx.Node, Tensor]:
-    """Run a graph that was captured with some inputs; return the value of each node."""
-    # Dynamo numbers what it takes as it meets it; all else are queries and keys.
-    by_shape = {tensor.shape: tensor for tensor in inputs}
-    shapes = [p.meta["example_value"].shape for p in gm.graph.find_nodes(op="placeholder")]
-    given = [by_shape[shape] if shape in by_shape else torch.randn(shape) for shape in shapes]
-    return values_of(node, gm, given)
+    compare_masks(read_mask(node)[0], values_in(gm, inputs), function(*inputs))
 
 
 SLICES = """
@@ -273,7 +265,7 @@ def test_a_slice_of_a_longer_mask_is_a_table(text: str, name: str) -> None:
     assert describe(recognized.rule) == name
     (table,) = recognized.tables
     assert table.meta["example_value"].shape[-2:] == (S, T)
-    compare_masks(recognized, values_in(node, gm, (LONGER,)), function(LONGER))
+    compare_masks(recognized, values_in(gm, (LONGER,)), function(LONGER))
 
 
 def test_a_shifted_slice_is_read_where_it_is() -> None:
@@ -281,7 +273,7 @@ def test_a_shifted_slice_is_read_where_it_is() -> None:
     node, gm = capture(lambda buffer: buffer[:, :, 4 : S + 4, 9:], LONGER)
     recognized = read_mask(node)[0]
     assert not recognized.rule.reads_pairs
-    compare_masks(recognized, values_in(node, gm, (LONGER,)), LONGER[:, :, 4 : S + 4, 9:])
+    compare_masks(recognized, values_in(gm, (LONGER,)), LONGER[:, :, 4 : S + 4, 9:])
 
 
 def test_a_slice_of_longer_padding_is_read_through() -> None:
@@ -371,7 +363,7 @@ def test_what_is_not_understood_is_taken_as_it_is(text: str) -> None:
     recognized = read_mask(node)[0]
     # Whatever was claimed, it holds; and something was left to the tensors.
     assert recognized.tables
-    values = values_in(node, gm, inputs)
+    values = values_in(gm, inputs)
     compare_masks(recognized, values, values[node])
 
 

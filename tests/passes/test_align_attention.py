@@ -7,16 +7,15 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor.passes.align_attention import align_attention
 from cp_inductor.passes.attentions import SDPA
 from tests.support.ranks import on_ranks, run_ranks, world_mesh
+from tests.support.reference import shard, with_grads
 
 SHARD, WHOLE = Shard(2), Replicate()
 LENGTH, HEAD_DIM = 13, 8
@@ -28,8 +27,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
 
 
 def inputs(value_dim: int, length: int = LENGTH) -> list[Tensor]:
+    """Return query, key, value and the gradient of the result."""
     generator = torch.Generator().manual_seed(1)
-    dims = (HEAD_DIM, HEAD_DIM, value_dim)
+    dims = (HEAD_DIM, HEAD_DIM, value_dim, value_dim)
     return [
         torch.randn(2, 4, length, dim, generator=generator, dtype=torch.float64) for dim in dims
     ]
@@ -38,34 +38,24 @@ def inputs(value_dim: int, length: int = LENGTH) -> list[Tensor]:
 def check_distributed(
     whole: Sequence[Tensor], placements: Sequence[Placement], run: Callable[..., Tensor] = attend
 ) -> None:
-    mesh = world_mesh()
-    whole = [tensor.contiguous().requires_grad_() for tensor in whole]
-    expected = run(*whole)
-    expected.square().sum().backward()
-    leaves = [
-        distribute_tensor(tensor.detach(), mesh, [placement]).requires_grad_()
-        for tensor, placement in zip(whole, placements, strict=True)
+    expected = with_grads(run, whole)
+    placed = [
+        distribute_tensor(tensor, world_mesh(), [placement])
+        for tensor, placement in zip(whole, (*placements, SHARD), strict=True)
     ]
     compiled = torch.compile(run, backend="cp_aot_eager", fullgraph=True, dynamic=False)
     with implicit_replication():  # Dynamo runs torch's own, which makes a causal mask
-        out = compiled(*leaves)
+        found = with_grads(compiled, placed)
     assert torch._dynamo.utils.counters["cp_inductor"]["sites_rewritten"] == 1
-    assert isinstance(out, DTensor)
-    torch.testing.assert_close(out.full_tensor(), expected)
-    out.square().sum().backward()
-    for leaf, tensor in zip(leaves, whole, strict=True):
-        assert isinstance(leaf.grad, DTensor)
-        torch.testing.assert_close(leaf.grad.full_tensor(), tensor.grad)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert isinstance(actual, DTensor)
+        torch.testing.assert_close(actual.full_tensor(), wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("value_dim", "placements", "scale"),
-    [
-        (12, (SHARD, SHARD, SHARD), 0.3),
-        (8, (WHOLE, SHARD, Shard(1)), None),
-        (5, (SHARD, WHOLE, WHOLE), 0.3),
-    ],
+    [(12, (WHOLE, SHARD, Shard(1)), 0.3), (5, (SHARD, WHOLE, WHOLE), None)],
     ids=str,
 )
 def test_over_dtensors(
@@ -74,20 +64,14 @@ def test_over_dtensors(
     run_ranks(2, check_distributed, inputs(value_dim), placements, partial(attend, scale=scale))
 
 
-def check_plain(value_dim: int) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-    whole = inputs(value_dim, 12)
-    expected = attend(*whole).chunk(world_size, 2)[rank]
-    options = {"mesh": mesh}
-    compiled = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options=options)
-    out = compiled(*(tensor.chunk(world_size, 2)[rank] for tensor in whole))
-    torch.testing.assert_close(out, expected)
-
-
 @pytest.mark.slow
+@on_ranks(2)
 def test_over_plain_shards() -> None:
-    run_ranks(2, check_plain, 5)
+    mesh = world_mesh()
+    *whole, _ = inputs(5, 12)
+    compiled = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options={"mesh": mesh})
+    out = compiled(*(shard(tensor, mesh.get_rank(), mesh.size()) for tensor in whole))
+    torch.testing.assert_close(out, shard(attend(*whole), mesh.get_rank(), mesh.size()))
 
 
 GROUP = 2
@@ -111,15 +95,6 @@ def in_turns(x: Tensor) -> Tensor:
     batch, heads, length, dim = x.shape
     x = x[:, None].expand(batch, GROUP, heads, length, dim)
     return x.reshape(batch, heads * GROUP, length, dim)
-
-
-def repeated(
-    repeat_key: Callable[[Tensor], Tensor], repeat_value: Callable[[Tensor], Tensor]
-) -> Callable[..., Tensor]:
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend(query, repeat_key(key), repeat_value(value))
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -146,9 +121,11 @@ def test_keys_travel_before_they_are_repeated(
         found.append((call.args[1].op == "placeholder", call.kwargs.get("enable_gqa", False)))
         return gm.forward
 
-    query, key, value = inputs(HEAD_DIM)
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query, repeat_key(key), repeat_value(value))
+
+    query, key, value, _ = inputs(HEAD_DIM)
     given = (query, key[:, :2], value[:, :2])
-    run = repeated(repeat_key, repeat_value)
     out = torch.compile(run, backend=backend, fullgraph=True)(*given)
     assert found == [(is_grouped, is_grouped)]
     torch.testing.assert_close(out, run(*given))
@@ -157,6 +134,8 @@ def test_keys_travel_before_they_are_repeated(
 @pytest.mark.slow
 @on_ranks(2)
 def test_repeated_heads_over_dtensors() -> None:
-    query, key, value = inputs(HEAD_DIM)
-    run = repeated(by_index, by_index)
-    check_distributed((query, key[:, :2], value[:, :2]), (SHARD,) * 3, run)
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query, by_index(key), by_index(value))
+
+    query, key, value, grad_out = inputs(HEAD_DIM)
+    check_distributed((query, key[:, :2], value[:, :2], grad_out), (SHARD,) * 3, run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -57,12 +56,10 @@ def on(mesh: DeviceMesh, *placements: Placement, **shape: Any) -> list[Tensor]:
     return [distribute_tensor(t, mesh, placements) for t in make_qkv(**shape)[:3]]
 
 
-def captured(
-    function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None
-) -> list[str]:
+def captured(function: Callable[..., Any], *args: Any) -> list[str]:
     """The ops of the only Dynamo graph after capture; nothing is run."""
     with recorded_capture() as graphs:
-        lowered_graphs(function, *args, options=options)
+        lowered_graphs(function, *args)
     (gm,) = graphs
     return [target for module in gm.modules() for target in targets(module.graph)]
 
@@ -143,12 +140,11 @@ def encoder() -> nn.Module:
     return layer.requires_grad_(False)
 
 
-def wrapped(function: Callable[..., Tensor], *args: Any, backend: str, **options: Any) -> Any:
-    """Call what a backend makes of a function, whose options are those of the compile."""
+def compiled(function: Callable[..., Tensor], *args: Any, **options: Any) -> Any:
+    """Call what the backend makes of a function, whose options are those of the compile."""
     torch._dynamo.reset()
-    is_whole = function is not broken
-    run = torch.compile(function, backend=backend, fullgraph=is_whole, options=options or None)
-    return run(*args)
+    how: dict[str, Any] = {"fullgraph": function is not broken, "options": options or None}
+    return torch.compile(function, backend="cp_inductor", **how)(*args)
 
 
 # A call -> the class of its error: parts of the text.
@@ -208,13 +204,11 @@ def test_refusals(mesh: DeviceMesh, mesh_2d: DeviceMesh, row: str) -> None:
     names |= {"whole": h.redistribute(placements=[Replicate()])}
     names |= {"zeros": distribute_tensor(torch.zeros(8, 8), mesh, [Replicate()])}
     names |= {"axis": cp_inductor.dtensor.axis.axis_of_tensors, "choose_kernel": choose_kernel}
-    for backend in ("cp_inductor", "cp_aot_eager") if "compiled(" in call else ("",):
-        names["compiled"] = partial(wrapped, backend=backend)
-        with pytest.raises(getattr(cp_inductor, error)) as refused:
-            eval(call, names)
-        assert type(refused.value).__name__ == error
-        assert [part for part in parts.split(" | ") if part not in str(refused.value)] == []
-        assert refused.value.remedy
+    with pytest.raises(getattr(cp_inductor, error)) as refused:
+        eval(call, names)
+    assert type(refused.value).__name__ == error
+    assert [part for part in parts.split(" | ") if part not in str(refused.value)] == []
+    assert refused.value.remedy
 
 
 @pytest.mark.filterwarnings("ignore:.*batching rule:UserWarning")
@@ -254,7 +248,7 @@ def test_refused_without_a_process_group(mesh: DeviceMesh) -> None:
     dist.destroy_process_group()
     try:
         with pytest.raises(cp_inductor.ProcessGroupError, match="init_process_group"):
-            wrapped(attend_causal, *make_qkv(8)[:3], backend="cp_aot_eager", mesh=mesh)
+            compiled(attend_causal, *make_qkv(8)[:3], mesh=mesh)
     finally:
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 

@@ -6,7 +6,6 @@ Held against flex_attention of torch in float64 on one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ from cp_inductor.torch_private.modes import name_of_function
 from tests.support.graphs import recorded_capture
 from tests.support.ranks import fake_mesh, on_ranks, world_mesh
 from tests.support.reference import (
+    assert_all_close,
     assert_close,
     assert_shards_close,
     make_qkv,
@@ -119,7 +119,6 @@ def lse_alone(out: Tensor, lse: Tensor) -> Tensor:
 CASES = (
     Case("no mask"),
     Case("causal, grouped", masks.causal, num_kv_heads=2, scale=0.3),
-    Case("window", masks.window),
     Case("documents", and_masks(masks.causal, masks.documents), block_mask=(BATCH, None)),
     Case("prefix", masks.prefix, block_mask=(BATCH, None)),
     Case("windows of heads", masks.of_heads, block_mask=(None, HEADS)),
@@ -129,14 +128,12 @@ CASES = (
     Case("ALiBi of a table, bfloat16", masks.causal, scores.alibi_of_table, dtype=torch.bfloat16),
     Case("relative", None, scores.relative),
     Case("pairs", masks.causal, scores.pairs),
-    Case("softcap", masks.window, scores.softcap),
     Case("softcap, mqa, bfloat16", masks.causal, scores.softcap, torch.bfloat16, num_kv_heads=1),
     Case("softcap and bias", None, scores.softcap_and_bias),
     Case("temperature", masks.causal, scores.temperature),
     Case("a score that masks", None, scores.masking),
     Case("scores that are halved", masks.causal, scores.halved_far_away),
     Case("a sink", masks.window, returns=with_sink),
-    Case("a sink, bfloat16", masks.window, dtype=torch.bfloat16, returns=with_sink),
     Case("a sink, softcap", masks.causal, scores.softcap, returns=with_sink),
     Case("lse alone", masks.causal, returns=lse_alone),
 )
@@ -183,19 +180,12 @@ def run_case(case: Case, backend: str, mesh: DeviceMesh, options: dict[str, Any]
     whole, expected = expect(case)
     torch._dynamo.reset()
     counters.clear()
-    *leaves, grad_out = (distribute_tensor(tensor.detach(), mesh, [Shard(2)]) for tensor in whole)
-    for leaf in leaves:
-        leaf.requires_grad_()
     with implicit_replication():
         compiled = torch.compile(
             function_of(case), backend=backend, fullgraph=True, dynamic=False, options=options
         )
-        out = compiled(*leaves)
-        grads = torch.autograd.grad(out, leaves, grad_out, materialize_grads=True)
-    for what, actual, reference in zip(
-        ("out", "dq", "dk", "dv"), (out.detach(), *grads), expected, strict=True
-    ):
-        assert_close(actual.full_tensor(), reference, case.dtype, what)
+        found = with_grads(compiled, on_mesh(whole, mesh, Shard(2)))
+    assert_all_close(found, expected, case.dtype)
     assert counters["cp_inductor"]["sites_rewritten"] == 1
 
 
@@ -225,7 +215,7 @@ def test_numerics() -> None:
 @pytest.mark.long
 @on_ranks(2)
 def test_numerics_through_inductor() -> None:
-    run_cases("cp_inductor", ("documents", "softcap and bias", "a sink"))
+    run_cases("cp_inductor", ("softcap and bias", "a sink"))
 
 
 # --- Models: shared masks, masks made inside, checkpoints, autocast, plain shards ---------------
@@ -259,27 +249,22 @@ class Block(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("how", "has_checkpoint"),
-    [("DTensors", False), ("DTensors", True), ("region", True), ("mesh", False)],
-)
+@pytest.mark.parametrize("how", ["DTensors", "region"])
 @on_ranks(2)
-def test_layers_share_a_mask_that_is_made_inside(how: str, has_checkpoint: bool) -> None:
-    mesh, model = world_mesh(), Block(has_checkpoint)
+def test_layers_share_a_mask_that_is_made_inside(how: str) -> None:
+    mesh = world_mesh()
     whole = make_qkv(36, dtype=torch.float64, num_heads=HEADS, batch=BATCH, head_dim=16)
     rank, world_size = mesh.get_local_rank(), mesh.size()
     with flex_gradients_on_cpu():
         expected = with_grads(Block(), whole)
         torch._dynamo.reset()
         counters.clear()
-        options = {"mesh": mesh} if how == "mesh" else {}
-        compiled = torch.compile(model, backend=AOT, fullgraph=True, options=options)
+        compiled = torch.compile(Block(has_checkpoint=True), backend=AOT, fullgraph=True)
         if how == "DTensors":
             with implicit_replication():
                 actual = with_grads(compiled, on_mesh(whole, mesh, Shard(2)))
         else:
-            region = cp_inductor.context_parallel(mesh) if how == "region" else nullcontext()
-            with region:
+            with cp_inductor.context_parallel(mesh):
                 local = (shard(t, rank, world_size).contiguous() for t in whole)
                 actual = with_grads(compiled, local)
     assert_shards_close(actual, expected, torch.float64, how)
@@ -317,6 +302,7 @@ def captured(model: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
+    """A rank that sends and receives: a fake group does not receive where nothing is sent."""
     with fake_mesh(1, 3) as mesh:
         yield mesh
 
@@ -333,21 +319,20 @@ def test_a_mask_that_is_made_inside_is_not_computed(mesh: DeviceMesh) -> None:
     assert not graph.graph.find_nodes(op="get_attr")
 
 
-@pytest.mark.parametrize(
-    ("score", "mask", "rule"),
-    [
-        (None, None, "full"),
-        (scores.masking, None, "causal"),
-        (scores.softcap, masks.window, "(k-q<=0)&(-k+q-8<=0);2*Tanh(0.5*s)"),
-        (scores.relative, None, "True;x0(h,-k+q+37);float32"),
-        (scores.temperature, masks.causal, "k-q<=0;s*x0(q)"),
-    ],
-)
-def test_what_is_read(
-    mesh: DeviceMesh, score: Callable[..., Tensor] | None, mask: Any, rule: str
-) -> None:
-    case = Case("", mask, score)
-    assert rules_of(captured(function_of(case), *leaves_of_rank(mesh))) == [rule]
+def test_what_is_read(mesh: DeviceMesh) -> None:
+    rules = {
+        "full": (None, None),
+        "causal": (None, scores.masking),
+        "(k-q<=0)&(-k+q-8<=0);2*Tanh(0.5*s)": (masks.window, scores.softcap),
+        "True;x0(h,-k+q+37);float32": (None, scores.relative),
+        "k-q<=0;s*x0(q)": (masks.causal, scores.temperature),
+    }
+    functions = [function_of(Case("", *mods)) for mods in rules.values()]
+
+    def model(*heads: Tensor) -> list[Tensor]:
+        return [function(*heads) for function in functions]
+
+    assert rules_of(captured(model, *leaves_of_rank(mesh))) == list(rules)
 
 
 # --- Refusals -----------------------------------------------------------------------------------

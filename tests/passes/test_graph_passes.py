@@ -15,13 +15,24 @@ from cp_inductor.backend.graph_passes import lower_attention, schedule_exchange
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.graph.collectives import STARTS, WAIT
 from cp_inductor.passes.lower_attention import EXPANSIONS
-from tests.support.ranks import on_ranks, run_ranks, world_mesh
+from tests.support.ranks import on_ranks, world_mesh
 from tests.support.traced_step import assert_sums, count, trace_step
 
 pytestmark = pytest.mark.slow
 
 
-def compile_by_passes() -> None:
+def distances(gm: fx.GraphModule) -> list[int]:
+    nodes = list(gm.graph.nodes)
+    return [
+        nodes.index(user) - index
+        for index, node in enumerate(nodes)
+        for user in node.users
+        if node.target in STARTS and user.target is WAIT
+    ]
+
+
+@on_ranks(2)
+def test_a_step_of_both_directions() -> None:
     """The graph of a list of passes computes on shards what the step does on one process."""
     gm, shard, weights, expected = trace_step()
     assert count(gm, EXPANSIONS) == 4  # forward and backward of two layers
@@ -43,21 +54,6 @@ def compile_by_passes() -> None:
     schedule_exchange(gm, schedule="none")
     assert sum(distances(gm)) < sum(distance)
     assert torch.equal(gm(shard, weights)[1], found[1])
-
-
-def distances(gm: fx.GraphModule) -> list[int]:
-    nodes = list(gm.graph.nodes)
-    return [
-        nodes.index(user) - index
-        for index, node in enumerate(nodes)
-        for user in node.users
-        if node.target in STARTS and user.target is WAIT
-    ]
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_a_step_of_both_directions(ranks: int) -> None:
-    run_ranks(ranks, compile_by_passes)
 
 
 def test_a_graph_without_attention_stays_as_it_is() -> None:

@@ -111,8 +111,8 @@ def test_verify_sees_a_start_that_is_missing_or_out_of_order() -> None:
 # What `disagreements` says of ranks; tests/plan/test_strategies.py asks it.
 
 
-def splits(sends: list[int], receives: list[int], name: str = "all_to_all") -> dict[str, Any]:
-    return {"what": [name], "sends": sends, "receives": receives}
+def splits(sends: list[int], receives: list[int]) -> dict[str, Any]:
+    return {"what": ["all_to_all"], "sends": sends, "receives": receives}
 
 
 def test_collectives_that_differ_are_found() -> None:

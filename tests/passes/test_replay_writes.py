@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor.passes.replay_writes import replay_writes
+from tests.support.graphs import codes_of_pass
 from tests.support.ranks import on_ranks
 
 SHAPE = (2, 33, 8)
@@ -39,22 +39,6 @@ def test_an_input_holds_what_was_written_beside_a_batch() -> None:
     assert given.placements == (Shard(0), Shard(1)) and torch.equal(given.full_tensor(), whole)
 
 
-def graphs_of_pass(function: Callable[..., Any], *inputs: Tensor) -> list[str]:
-    """Return the code of a Dynamo graph before the pass, after it, and after it ran again."""
-    codes: list[str] = []
-
-    def backend(gm: fx.GraphModule, _: object) -> Any:
-        codes.append(gm.code)
-        for _ in range(2):
-            replay_writes(gm)
-            gm.graph.lint()
-            codes.append(gm.code)
-        return gm.forward
-
-    torch.compile(function, backend=backend, fullgraph=True)(*inputs)
-    return codes
-
-
 @on_ranks(2)
 def test_graphs() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -70,13 +54,13 @@ def test_graphs() -> None:
     def whole(x: Tensor) -> Tensor:
         return x.sin().mul_(2).transpose(1, 2).add_(1)
 
-    before, once, twice = graphs_of_pass(stale, given)
+    before, once, twice = codes_of_pass(replay_writes, stale, given)
     assert ".mul_(" in before and ".mul_(" not in once and "copy_" in once
     assert once.index("copy_") < once.index("slice(5, 9, None)")
     # What it writes to is written as a whole, and no view is older than a write.
     assert once == twice
     for unchanged, value in ((whole, given), (stale, plain)):
-        assert len(set(graphs_of_pass(unchanged, value))) == 1
+        assert len(set(codes_of_pass(replay_writes, unchanged, value))) == 1
 
 
 @on_ranks(2)

@@ -12,14 +12,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
 from cp_inductor.graph.collectives import START, WAIT, is_start
 from cp_inductor.passes.nodes import BYTES_KEY
 from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
 from tests.support.graphs import Layer, lowered_graphs
-from tests.support.ranks import fake_mesh, run_ranks
+from tests.support.ranks import fake_mesh, on_ranks, world_mesh
 
 SLOW: Mapping[str, Any] = {"link_bytes_per_s": 1e6, "device_flops_per_s": 1e10}
 
@@ -145,26 +144,34 @@ def test_an_unknown_schedule_is_refused() -> None:
 
 
 def close(got: Tensor, want: Tensor) -> None:
-    tolerance = 1e-9 if want.dtype == torch.float64 else 2e-5
-    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-def check_numerics(backend: str, cases: list[dict[str, Any]], dtype: torch.dtype) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+# (strategy, schedule, memory budget in bytes)
+CASES = (
+    *(("blocks", *how) for how in (("none", -1), ("local", -1), ("global", -1))),
+    *((strategy, "global", 1 << 30) for strategy in ("ring", "blocks", "heads")),
+)
+
+
+@pytest.mark.long
+@on_ranks(2)
+def test_numerics() -> None:
+    mesh = world_mesh()
+    rank, world_size = mesh.get_rank(), mesh.size()
     torch.manual_seed(2)
-    whole = torch.randn(2, 12 * world_size, 32, dtype=dtype)
+    whole = torch.randn(2, 12 * world_size, 32, dtype=torch.float64)
     weights = torch.randn_like(whole)
-    expected_model = make_model(dtype)
+    expected_model = make_model(torch.float64)
     leaf = whole.clone().requires_grad_()
     expected = expected_model(leaf)
     (expected * weights).sum().backward()
-    for options in cases:
+    for strategy, schedule, budget in CASES:
         torch._dynamo.reset()
-        model = make_model(dtype)
-        compiled = torch.compile(
-            model, backend=backend, fullgraph=True, options={"mesh": mesh, **SLOW, **options}
-        )
+        model = make_model(torch.float64)
+        options = {"strategy": strategy, "schedule": schedule, "memory_budget_bytes": budget}
+        options |= {"mesh": mesh, **SLOW}
+        compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, options=options)
         shard = whole.chunk(world_size, 1)[rank].clone().requires_grad_()
         out = compiled(shard)
         (out * weights.chunk(world_size, 1)[rank]).sum().backward()
@@ -174,20 +181,3 @@ def check_numerics(backend: str, cases: list[dict[str, Any]], dtype: torch.dtype
             grad = got.grad.clone()
             dist.all_reduce(grad)
             close(grad, want.grad)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", ["ring", "blocks", "heads"])
-def test_numerics(strategy: str) -> None:
-    budgets = (("none", -1), ("local", -1), ("global", -1), ("global", 1 << 30))
-    cases = [
-        {"strategy": strategy, "schedule": schedule, "memory_budget_bytes": budget}
-        for schedule, budget in budgets
-    ]
-    run_ranks(2, check_numerics, "cp_aot_eager", cases, torch.float64)
-
-
-@pytest.mark.long
-def test_numerics_through_inductor() -> None:
-    cases = [{"strategy": strategy, "schedule": "global"} for strategy in ("ring", "blocks")]
-    run_ranks(2, check_numerics, "cp_inductor", cases, torch.float32)

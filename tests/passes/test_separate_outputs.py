@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from cp_inductor.passes.complete_outputs import complete_outputs
+from tests.support.graphs import codes_of_pass
 from tests.support.ranks import on_ranks, world_mesh
 
 
@@ -33,21 +38,9 @@ def test_views_of_other_outputs() -> None:
             torch.testing.assert_close(actual.full_tensor(), wanted)
 
 
-def graph_of(function: object, *inputs: Tensor) -> str:
-    """Return the code of the graph that the backend makes, after the passes."""
-    codes: list[str] = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: object) -> object:
-        from cp_inductor.passes.complete_outputs import complete_outputs
-
-        complete_outputs(gm)
-        codes.append(gm.code)
-        complete_outputs(gm)
-        codes.append(gm.code)
-        return gm.forward
-
-    torch.compile(function, backend=backend, fullgraph=True)(*inputs)  # type: ignore[call-overload]
-    once, twice = codes
+def graph_of(function: Callable[..., Any], *inputs: Tensor) -> str:
+    """Return the code of a graph after the pass."""
+    _, once, twice = codes_of_pass(complete_outputs, function, *inputs)
     assert once == twice
     return once
 

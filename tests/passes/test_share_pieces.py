@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch import fx
 from torch.distributed.tensor.experimental import implicit_replication
 
+from benchmarks.compile_time import Attentions
 from cp_inductor import CrossCompiled, cross_compile
 from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.compile import kind_of
@@ -26,41 +24,17 @@ from cp_inductor.passes.nodes import tiles_of
 from cp_inductor.passes.share_pieces import Piece
 from cp_inductor.tiles.tile_ops import FLEX_OPS
 from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH
+from tests.support.packed import packed_on_meta
 
-WORLD, TOKENS, HEADS, KV_HEADS, HEAD_DIM = 4, 256, 4, 2, 64
 LIST_BLOCKS = torch.ops.cp_inductor.list_blocks.default
-
-
-def model(layers: int) -> Callable[..., Tensor]:
-    """Return packed attention, layer by layer on the same documents."""
-
-    def run(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
-        place = torch.arange(query.shape[2])
-        mask = documents[:, None, :, None] == documents[:, None, None]
-        mask = mask & (place[:, None] >= place)
-        for _ in range(layers):
-            query = query + F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, enable_gqa=True
-            )
-        return query
-
-    return run
-
-
-def arguments(mesh: DeviceMesh) -> list[Tensor]:
-    like = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
-    shapes = [(1, n, TOKENS * WORLD, HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS)]
-    tokens = [distribute_tensor(torch.empty(s, **like), mesh, [Shard(2)]) for s in shapes]
-    documents = torch.empty(1, TOKENS * WORLD, dtype=torch.int64, device="meta")
-    return [*tokens, distribute_tensor(documents, mesh, [Shard(1)])]
 
 
 def compiled(layers: int) -> CrossCompiled:
     """Compile forward and backward for a GPU."""
     pytest.importorskip("triton")
-    how: Any = {"world_size": WORLD, "target": "cuda:sm_90", "options": {"plan": "runtime"}}
+    how: Any = {"world_size": 4, "target": "cuda:sm_90", "options": {"plan": "runtime"}}
     with implicit_replication():
-        return cross_compile(model(layers), arguments, **how)
+        return cross_compile(Attentions(layers), partial(packed_on_meta, tokens=256), **how)
 
 
 @cache
@@ -111,7 +85,8 @@ def test_layers_call_the_same_pieces(kind: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["forward", "backward"])
-def test_further_layers_add_no_kernels(kind: str) -> None:
-    kernels = [compiled(n).code[kind].count("async_compile.triton(") for n in (3, 4)]
-    assert kernels[0] == kernels[1]
+def test_further_layers_add_no_kernels() -> None:
+    three, four = (compiled(layers).code for layers in (3, 4))
+    for kind in ("forward", "backward"):
+        kernels = [code[kind].count("async_compile.triton(") for code in (three, four)]
+        assert kernels[0] == kernels[1]

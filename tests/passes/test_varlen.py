@@ -1,19 +1,17 @@
 """varlen_attn over packed documents whose tokens are sharded: numbers, rules, and refusals.
 
-torch has no kernel of it for the CPU. It is held against attention within each document, in float64
-on one process.
+torch has no kernel of it for the CPU. It is held against attention under a mask of documents, in
+float64 on one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,9 +22,9 @@ import cp_inductor
 from cp_inductor import UnsupportedAttention
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.torch_private.varlen import varlen_op
+from tests.support import reference
 from tests.support.graphs import recorded_capture
-from tests.support.ranks import fake_mesh, run_ranks, world_mesh
-from tests.support.reference import assert_close, shard
+from tests.support.ranks import on_ranks, world_mesh
 
 pytestmark = pytest.mark.skipif(varlen_op() is None, reason="this torch has no varlen_attn")
 
@@ -63,28 +61,19 @@ def attend(
     return out, lse
 
 
-def per_document(
+def under_mask(
     query: Tensor, key: Tensor, value: Tensor, window: tuple[int, int], scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the same, one document after the other."""
-    outs, lses = [], []
-    for start, stop in pairwise(STARTS):
-        if start == stop:
-            continue
-        sides = [side[start:stop].transpose(0, 1) for side in (query, key, value)]
-        positions = torch.arange(stop - start)
-        distance = positions[:, None] - positions[None]
-        mask = torch.ones_like(distance, dtype=torch.bool)
-        if window[0] >= 0:
-            mask &= distance <= window[0]
-        if window[1] >= 0:
-            mask &= -distance <= window[1]
-        options: Any = {"attn_mask": mask, "scale": scale, "enable_gqa": True}
-        outs.append(F.scaled_dot_product_attention(*sides, **options).transpose(0, 1))
-        wide = sides[1].repeat_interleave(HEADS // KV_HEADS, 0)
-        scores = sides[0] @ wide.transpose(1, 2) * (DIM**-0.5 if scale is None else scale)
-        lses.append(scores.masked_fill(~mask, -float("inf")).logsumexp(-1))
-    return torch.cat(outs), torch.cat(lses, 1)
+    """Compute the same, of whole sequences."""
+    place = torch.arange(STARTS[-1])
+    documents = torch.searchsorted(torch.tensor(STARTS), place, right=True)
+    distance = place[:, None] - place
+    left, right = (STARTS[-1] if side < 0 else side for side in window)
+    allowed = (documents[:, None] == documents) & (distance <= left) & (-distance <= right)
+    query, key, value = (side.transpose(0, 1)[None] for side in (query, key, value))
+    out = reference.attend(query, key, value, scale=scale, allowed=allowed)
+    lse = reference.scores_of(query, key, scale=scale, allowed=allowed).logsumexp(-1)
+    return out[0].transpose(0, 1), lse[0]
 
 
 def make_tokens(dtype: torch.dtype) -> list[Tensor]:
@@ -106,60 +95,36 @@ def results(run: Callable[..., tuple[Tensor, Tensor]], tokens: list[Tensor]) -> 
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-def run_windows(
-    windows: tuple[tuple[int, int], ...], dtype: torch.dtype, backend: str, is_replicated: bool
-) -> None:
-    mesh = world_mesh()
-    starts = torch.tensor(STARTS, dtype=torch.int32)
-    if is_replicated:
-        starts = distribute_tensor(starts, mesh, [Replicate()])
-    for window in windows:
-        compare(mesh, starts, window, dtype, backend)
-
-
-def compare(
-    mesh: DeviceMesh, starts: Tensor, window: tuple[int, int], dtype: torch.dtype, backend: str
-) -> None:
-    scale = 0.3 if window == (-1, 0) else None
-
+def compare(window: tuple[int, int], starts: Tensor, scale: float | None = None) -> None:
     def model(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return attend(query, key, value, starts, window, scale=scale)
 
-    wide = [tensor.double() for tensor in make_tokens(dtype)]
-    expected = results(partial(per_document, window=window, scale=scale), wide)
+    whole = make_tokens(torch.float64)
+    expected = results(partial(under_mask, window=window, scale=scale), whole)
     torch._dynamo.reset()
     counters.clear()
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-    placed = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in make_tokens(dtype)]
+    compiled = torch.compile(model, backend=AOT, fullgraph=True, dynamic=False)
     with implicit_replication():
-        actual = results(compiled, placed)
+        actual = results(compiled, reference.on_mesh(whole, world_mesh(), Shard(0)))
     for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
-        wanted = torch.promote_types(dtype, torch.float32) if name == "lse" else dtype
-        assert_close(one.full_tensor(), other, wanted, f"{window}: {name}")
+        reference.assert_close(one.full_tensor(), other, torch.float64, f"{window}: {name}")
     assert counters["cp_inductor"]["sites_rewritten"] == 1
 
 
+@on_ranks(3)
 def test_causal_documents() -> None:
-    run_ranks(3, run_windows, ((-1, 0),), torch.float64, AOT, False)
+    compare((-1, 0), torch.tensor(STARTS, dtype=torch.int32), scale=0.3)
 
 
 @pytest.mark.long
+@on_ranks(2)
 def test_windows() -> None:
-    run_ranks(2, run_windows, ((3, 2), (-1, -1), (6, 0), (-1, 4)), torch.float64, AOT, True)
-
-
-@pytest.mark.long
-def test_through_inductor() -> None:
-    run_ranks(2, run_windows, ((-1, 0),), torch.float32, "cp_inductor", False)
+    starts = torch.tensor(STARTS, dtype=torch.int32)
+    for window in ((3, 2), (-1, 4)):  # what else they become, the graphs below say
+        compare(window, distribute_tensor(starts, world_mesh(), [Replicate()]))
 
 
 # --- Graphs -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    with fake_mesh(1, 3) as mesh:
-        yield mesh
 
 
 def shards_of(mesh: DeviceMesh) -> list[Tensor]:
@@ -218,7 +183,7 @@ def test_refused_arguments(mesh: DeviceMesh, options: dict[str, Any], message: s
 
 
 def test_refused_over_plain_shards(mesh: DeviceMesh) -> None:
-    shards = [shard(tensor, 1, 3, dim=0) for tensor in make_tokens(torch.float32)[:3]]
+    shards = [reference.shard(tensor, 1, 2, dim=0) for tensor in make_tokens(torch.float32)[:3]]
     compiled = torch.compile(varlen, backend=AOT, fullgraph=True, options={"mesh": mesh})
     message = "which would attend within the local shard only; call varlen_attn on DTensors"
     with pytest.raises(UnsupportedAttention, match=message):

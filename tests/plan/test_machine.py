@@ -6,9 +6,9 @@ import pytest
 
 from cp_inductor.errors import InvalidArgument, InvalidText
 from cp_inductor.inspect.targets import GPUS
-from cp_inductor.plan import plan_attention
 from cp_inductor.plan.machine import DEVICES, Machine, known_machine
 from cp_inductor.tiles.kernel_table import KERNELS
+from tests.support.plans import make_plan
 
 NODES = Machine.parse("8xh100:nvlink4 x 8:ib400")
 
@@ -90,8 +90,7 @@ def test_kernels_compute_whole_blocks_of_causal_tiles() -> None:
     """The longer the tile, the less its diagonal matters; one shorter than a block is a square."""
     plain, blocks = Machine.parse("cpu[causal_keys=0]:tcp"), Machine.parse("cpu:tcp")
     for tokens, share in ((256, 1.0), (1024, 0.75), (4096, 0.5625)):
-        sizes = {"seq_len": tokens, "world_size": 1, "num_heads": 4, "head_dim": 64}
-        plan = plan_attention(**sizes)  # type: ignore[arg-type]
+        plan = make_plan(1, tokens, 4)
         square = plan.flops(0) * 2 * tokens / (tokens + 1)
         launch_s = plain.device.launch_s
         seconds = plan.simulate(blocks).total_s - launch_s
@@ -102,17 +101,14 @@ def test_kernels_compute_whole_blocks_of_causal_tiles() -> None:
 def test_ranks_that_share_cores_may_have_unequal_work() -> None:
     """Four ranks on two cores: an all-gather leaves one with 7/4 of the mean, and moves least."""
     shared = "cpu[launch_s=0.0004,hidden=0,at_once={}]:tcp[bytes_per_s=5e8,latency_s=0.0016]"
-    sizes = {"seq_len": 1024, "world_size": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
     of_two, of_four = (
-        plan_attention(machine=shared.format(cores), itemsize=4, **sizes)  # type: ignore[arg-type]
-        for cores in (2, 0)
+        make_plan(4, 256, 8, 4, machine=shared.format(cores), itemsize=4) for cores in (2, 0)
     )
     assert of_two.strategy == "allgather"
     assert of_two.balance > 1.7
     assert of_four.balance < 1.03
     # Of long sequences all plans take as long, and what is even ends sooner.
-    sizes["seq_len"] = 1 << 15
-    long = plan_attention(machine=shared.format(2), itemsize=4, **sizes)  # type: ignore[arg-type]
+    long = make_plan(4, 1 << 13, 8, 4, machine=shared.format(2), itemsize=4)
     assert long.balance < 1.03
 
 

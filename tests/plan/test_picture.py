@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from cp_inductor.errors import InvalidArgument
-from cp_inductor.mask.rule import Rule
-from cp_inductor.plan import Mask, plan_attention
-from cp_inductor.plan.batch import BatchPlan, plan_batch
+from cp_inductor.plan import Mask
 from cp_inductor.plan.picture import Area, colors_of, panels_of
+from tests.support import batch_plans
+from tests.support.plans import make_plan
 
 
 def area(one: Area) -> float:
@@ -25,9 +25,7 @@ def area(one: Area) -> float:
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize("strategy", ["ring", "rows", "blocks"])
 def test_areas_are_shares(strategy: str, mask: str) -> None:
-    plan = plan_attention(
-        seq_len=4096, world_size=4, num_heads=8, head_dim=64, mask=mask, strategy=strategy
-    )
+    plan = make_plan(4, 1024, 8, mask=mask, strategy=strategy)
     (panel,) = panels_of(plan)
     assert panel.title == "all heads"
     for rank in range(4):
@@ -37,9 +35,7 @@ def test_areas_are_shares(strategy: str, mask: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["heads", "heads_own", "heads2+blocks"])
 def test_all_heads_are_drawn(strategy: str) -> None:
-    plan = plan_attention(
-        seq_len=4096, world_size=4, num_heads=8, head_dim=64, strategy=strategy, mask="full"
-    )
+    plan = make_plan(4, 1024, 8, strategy=strategy, mask="full")
     panels = list(panels_of(plan))
     for panel in panels:  # of each head the whole square, by some rank
         assert sum(map(area, panel.areas)) == pytest.approx(4096**2)
@@ -49,9 +45,7 @@ def test_all_heads_are_drawn(strategy: str) -> None:
 
 
 def test_what_a_rule_leaves_out_is_not_drawn() -> None:
-    plan = plan_attention(
-        seq_len=4096, world_size=4, num_heads=8, head_dim=64, mask="(k-q<=0)&(q-k-127<=0)"
-    )
+    plan = make_plan(4, 1024, 8, mask="(k-q<=0)&(q-k-127<=0)")
     areas = [one for panel in panels_of(plan) for one in panel.areas]
     assert sum(map(area, areas)) < 0.2 * len(list(panels_of(plan))) * 4096**2
     assert any(one.mask is Mask.PARTIAL for one in areas)
@@ -59,9 +53,7 @@ def test_what_a_rule_leaves_out_is_not_drawn() -> None:
 
 def test_the_picture_has_the_colors_of_all_ranks(tmp_path: Path) -> None:
     for strategy in ("blocks", "heads"):
-        plan = plan_attention(
-            seq_len=4096, world_size=4, num_heads=8, head_dim=64, strategy=strategy
-        )
+        plan = make_plan(4, 1024, 8, strategy=strategy)
         for number, one in enumerate((plan, plan, plan.backward())):
             one.draw(tmp_path / f"{number}.svg")
         text, again, backward = ((tmp_path / f"{number}.svg").read_text() for number in range(3))
@@ -72,24 +64,11 @@ def test_the_picture_has_the_colors_of_all_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def batch_plan(num_groups: int) -> BatchPlan:
-    numbers = np.repeat(np.arange(4), [700, 300, 24, 1024])[None]
-    return plan_batch(
-        Rule.parse("(k - q <= 0) & Eq(t0(b, q), t0(b, k))"),
-        {0: numbers},
-        batch=1,
-        query_lengths=[512] * 4,
-        key_lengths=[512] * 4,
-        num_heads=4,
-        num_kv_heads=2,
-        stages=1,
-        num_groups=num_groups,
-    )
-
-
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_a_plan_of_a_batch_is_drawn(num_groups: int, tmp_path: Path) -> None:
-    plan = batch_plan(num_groups)
+    numbers = np.repeat(np.arange(4), [700, 300, 24, 1024])[None]
+    how = {"stages": 1, "num_groups": num_groups}
+    plan = batch_plans.plan(batch_plans.DOCUMENTS, {0: numbers}, [512] * 4, **how)
     plan.draw(tmp_path / "batch.svg")
     text = (tmp_path / "batch.svg").read_text()
     for rank in sorted(set(plan.rank.tolist())):
@@ -99,7 +78,7 @@ def test_a_plan_of_a_batch_is_drawn(num_groups: int, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_drawn_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_attention(seq_len=512, world_size=2, num_heads=2, head_dim=64)
+    plan = make_plan(2, 256, 2)
     with pytest.raises(InvalidArgument, match=r"ends in \.png or \.svg, got .*plan\.gif"):
         plan.draw(tmp_path / "plan.gif")
     real = builtins.__import__

@@ -216,17 +216,9 @@ class DeviceMemory:
 
     def check_read(self, tensor: Tensor, name: str) -> None:
         """Note a tensor that has not arrived, or of which something was never written."""
-        if not tensor.numel():
-            return
-        buffer = self.buffer_of(tensor)
-        if buffer.awaited:
-            self.note("read before wait", name, f"{buffer.awaited} has not been waited for")
-        shadow = self._shadow(tensor, buffer)
-        if shadow is not None:
-            unwritten = int(np.count_nonzero(shadow != _full(shadow.dtype)))
-            if unwritten:
-                what = f"{unwritten} of {tensor.numel()} elements were never written"
-                self.note("read of unwritten memory", name, what)
+        if tensor.numel():
+            buffer = self.buffer_of(tensor)
+            self._check_readable(buffer, name, self._shadow(tensor, buffer))
 
     def mark(self, tensor: Tensor, name: str = "") -> None:
         """Note that all of a tensor was written."""
@@ -245,8 +237,7 @@ class DeviceMemory:
         size = tensor.element_size()
         offset = tensor.storage_offset() * size
         word = _WORDS.get(size, _WORDS[1])  # complex numbers by their first byte
-        count = (buffer.num_bytes - offset) // word.itemsize
-        flat = buffer.written[offset : offset + count * word.itemsize].view(word)
+        flat = _shadow(buffer, word.itemsize)[offset // word.itemsize :]
         strides = [stride * size for stride in tensor.stride()]
         return as_strided(flat, tensor.shape, strides)
 
@@ -326,20 +317,12 @@ class DeviceMemory:
     def _read(self, argument: Argument, addresses: Array, dtype: np.dtype[Any]) -> Array:
         buffer, size = argument.buffer, dtype.itemsize
         is_within = self._within(argument, addresses, size, "load")
-        if buffer.awaited:
-            what = f"{buffer.awaited} has not been waited for"
-            self.note("read before wait", argument.name, what)
-        values = _undefined((len(addresses),), dtype)
         places = self._places(argument, addresses[is_within], size, "load")
-        if not len(places):
-            return values
-        values[is_within] = _memory_of(buffer, dtype)[places]
-        if buffer.written is not None:
-            shadow = _shadow(buffer, size)
-            unwritten = int(np.count_nonzero(shadow[places] != _full(shadow.dtype)))
-            if unwritten:
-                what = f"{unwritten} of {len(addresses)} elements were never written"
-                self.note("read of unwritten memory", argument.name, what)
+        written = None if buffer.written is None else _shadow(buffer, size)[places]
+        self._check_readable(buffer, argument.name, written)
+        values = _undefined((len(addresses),), dtype)
+        if len(places):
+            values[is_within] = _memory_of(buffer, dtype)[places]
         return values
 
     def _write(self, argument: Argument, addresses: Array, values: Array) -> None:
@@ -360,6 +343,15 @@ class DeviceMemory:
         if (offsets % size).any():
             self.note(f"misaligned {what}", argument.name, f"addresses are no multiples of {size}")
         return offsets // size
+
+    def _check_readable(self, buffer: Buffer, name: str, written: Array | None) -> None:
+        """Note a read of what has not arrived, or of elements that were never written."""
+        if buffer.awaited:
+            self.note("read before wait", name, f"{buffer.awaited} has not been waited for")
+        unwritten = 0 if written is None else np.count_nonzero(written != _full(written.dtype))
+        if written is not None and unwritten:
+            what = f"{unwritten} of {written.size} elements were never written"
+            self.note("read of unwritten memory", name, what)
 
     def _check_writable(self, buffer: Buffer, name: str) -> None:
         if buffer.frozen:

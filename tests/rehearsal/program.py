@@ -206,7 +206,7 @@ class Calls:
                 results = op(*args, **kwargs)
                 if not op.is_view:
                     self.device.report.replaced[op.name()] += 1
-            return self._adopt(results, [one for _, one in _tensors(args, kwargs)])
+            return self._adopt(results, (args, kwargs))
 
     def extern(
         self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -236,19 +236,20 @@ class Calls:
         self.device.note("broken contract", "", what)
 
     def _check_inputs(self, op: Any, args: Any, kwargs: Any) -> None:
-        memory, names = self.device.memory, [one.name for one in op._schema.arguments]
-        written = _written_arguments(op)
-        for place, tensor in _tensors(args, kwargs):
-            parameter = names[place] if isinstance(place, int) else place
-            name = self.device.argument_at(place) if isinstance(place, int) else place
-            if parameter in written:
-                memory.mark(tensor, name)
-            elif not op.is_view and parameter not in UNREAD:
-                memory.check_read(tensor, name)
+        memory = self.device.memory
+        for place, parameter in enumerate(op._schema.arguments):
+            is_by_place = place < len(args)
+            given = args[place] if is_by_place else kwargs.get(parameter.name)
+            name = self.device.argument_at(place) if is_by_place else parameter.name
+            for tensor in _tensors(given):
+                if parameter.is_write:
+                    memory.mark(tensor, name)
+                elif not op.is_view and parameter.name not in UNREAD:
+                    memory.check_read(tensor, name)
 
-    def _adopt(self, results: Any, inputs: list[Tensor]) -> Any:
+    def _adopt(self, results: Any, inputs: Any) -> Any:
         """Move what an op has made into the device's memory; views of inputs stay what they are."""
-        known = {one.untyped_storage().data_ptr() for one in inputs}
+        known = {one.untyped_storage().data_ptr() for one in _tensors(inputs)}
 
         def move(result: Tensor) -> Tensor:
             if not result.numel() or result.untyped_storage().data_ptr() in known:
@@ -258,21 +259,5 @@ class Calls:
         return pytree.tree_map_only(Tensor, move, results)
 
 
-def _tensors(args: Any, kwargs: Any) -> list[tuple[int | str, Tensor]]:
-    """Return the tensors among arguments, each with its place or name."""
-    places = [*enumerate(args), *kwargs.items()]
-    return [
-        (place, leaf)
-        for place, value in places
-        for leaf in pytree.tree_leaves(value)
-        if isinstance(leaf, Tensor)
-    ]
-
-
-def _written_arguments(op: Any) -> set[str]:
-    """Return the names of arguments that an op writes to."""
-    return {
-        argument.name
-        for argument in op._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    }
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -175,7 +175,7 @@ def _read_only_inputs(graph: fx.Graph) -> list[int]:
         for node in graph.nodes
         if isinstance(node.target, torch._ops.OpOverload)
         for argument, described in zip(node.args, node.target._schema.arguments, strict=False)
-        if described.alias_info is not None and described.alias_info.is_write
+        if described.is_write
     }
     inputs = graph.find_nodes(op="placeholder")
     return [place for place, node in enumerate(inputs) if node not in written]

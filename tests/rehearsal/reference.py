@@ -17,42 +17,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_inductor.modules.reading import as_on_one_process
-from cp_inductor.torch_private.arguments import bind_arguments
 from tests.rehearsal.report import ROUNDING, Difference
-from tests.rehearsal.stand_ins import attend, differentiate
+from tests.rehearsal.stand_ins import StandIns
 
 Loss = Callable[[Any], Tensor]
-
-aten = torch.ops.aten
-FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
-BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-
-class _KernelsOfGPU(TorchDispatchMode):
-    """A mode in which attention in half types rounds where the kernels of a GPU do."""
-
-    supports_higher_order_operators = True  # flex_attention, which passes through
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Whether it stands aside where flex_attention compiles itself in eager code."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (FORWARD, BACKWARD):
-            return func(*args, **(kwargs or {}))
-        call = bind_arguments(func, args, kwargs or {})
-        query, mask = call["query"], call["attn_mask"]
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
-        if func is BACKWARD:
-            grads = differentiate(call, call["logsumexp"], mask)
-            return tuple(grad.to(query.dtype) for grad in grads)
-        out, lse = attend(query, call["key"], call["value"], mask, call["is_causal"], call["scale"])
-        return out.to(query.dtype), lse
 
 
 def copy_of(model: Any) -> Any:
@@ -84,7 +54,7 @@ def run(
         model = copy.deepcopy(model)
         model = model.to(dtype) if dtype is not None else model
     args, kwargs = pytree.tree_map_only(Tensor, convert, (args, kwargs))
-    with as_on_one_process(), nullcontext() if dtype is not None else _KernelsOfGPU():
+    with as_on_one_process(), nullcontext() if dtype is not None else StandIns():
         outputs = model(*args, **kwargs)
         loss = loss_of(outputs, of_user)
         if loss is not None and loss.requires_grad:

@@ -1,4 +1,4 @@
-"""Plain implementations of the attention kernels that tiles call, and what those kernels ask for.
+"""Plain implementations of attention kernels, and what those that tiles call ask for.
 
     out, lse, ... = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=...)
       => softmax(q k^T) v by matrix multiplications, in the layout in which the kernel returns it
@@ -130,6 +130,18 @@ def _cudnn_backward(call: Mapping[str, Any], complain: Complain) -> tuple[Any, .
     return tuple(torch.empty_like(t).copy_(g) for t, g in zip(tensors, grads, strict=True))
 
 
+def _on_cpu(call: Mapping[str, Any], complain: Complain) -> tuple[Any, ...]:
+    """Attend as the kernel of the CPU, but round where those of a GPU do."""
+    query, mask = call["query"], call["attn_mask"]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+    if "grad_out" in call:
+        grads = differentiate(call, call["logsumexp"], mask)
+        return tuple(grad.to(query.dtype) for grad in grads)
+    out, lse = attend(query, call["key"], call["value"], mask, call["is_causal"], call["scale"])
+    return out.to(query.dtype), lse
+
+
 # op => its plain implementation, of its arguments by name
 STAND_INS: Mapping[Any, Callable[[Mapping[str, Any], Complain], tuple[Any, ...]]] = {
     aten._scaled_dot_product_flash_attention.default: _flash,
@@ -138,6 +150,8 @@ STAND_INS: Mapping[Any, Callable[[Mapping[str, Any], Complain], tuple[Any, ...]]
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_efficient_attention.default: _efficient,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _on_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _on_cpu,
 }
 
 
@@ -311,7 +325,14 @@ def _sum_groups(grad: Tensor, num_heads: int) -> Tensor:
 
 
 class StandIns(TorchDispatchMode):
-    """Replaces the kernels of CUDA, and keeps what they were and what was wrong with the calls."""
+    """Replaces attention kernels, and keeps what they were and what was wrong with the calls."""
+
+    supports_higher_order_operators = True  # flex_attention, which passes through
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether it stands aside where flex_attention compiles itself in eager code."""
+        return True
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,6 @@ What differs from `triton.runtime.interpreter` as it stands:
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from types import SimpleNamespace
@@ -215,10 +214,6 @@ def _reduce_arrays(interpreter: Any) -> None:
         triton_helpers.maximum: np.max,  # numpy's give NaN for NaN, as these do
         triton_helpers.minimum: np.min,
     }
-    by_value: dict[Any, Any] = {
-        triton_helpers.maximum_with_index: operator.gt,
-        triton_helpers.minimum_with_index: operator.lt,
-    }
 
     def reduce(self: Any, input: Sequence[Any]) -> list[Any]:
         axis, arrays = self.axis, [one.handle.data for one in input]
@@ -226,9 +221,6 @@ def _reduce_arrays(interpreter: Any) -> None:
             axis, arrays = 0, [array.reshape(-1) for array in arrays]
         if self.combine_fn in known:
             results = [known[self.combine_fn](arrays[0], axis=axis)]
-        elif self.combine_fn in by_value:
-            values, indices = arrays
-            results = _choose(by_value[self.combine_fn], values, indices, axis)
         else:
             results = halve(self, [np.moveaxis(array, axis, 0) for array in arrays], input)
         if self.keep_dims:
@@ -287,20 +279,6 @@ def _reduce_arrays(interpreter: Any) -> None:
 
     interpreter.ReduceOps.generic_reduce = reduce
     interpreter.ScanOps.generic_scan = scan
-
-
-def _choose(
-    is_before: Callable[[Array, Array], Array], values: Array, indices: Array, axis: int
-) -> list[Array]:
-    """Return the extreme value and its least index; NaN is more extreme than any number."""
-    extreme = np.max if is_before is operator.gt else np.min
-    best = extreme(values, axis=axis, keepdims=True)
-    is_best = (values == best) | (np.isnan(values) & np.isnan(best))
-    last = np.iinfo(indices.dtype).max
-    return [
-        np.squeeze(best, axis),
-        np.min(np.where(is_best, indices, last), axis=axis).astype(indices.dtype),
-    ]
 
 
 # Functions of libdevice that Inductor's code calls. Those that are not here raise when called.

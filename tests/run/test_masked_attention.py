@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from tests.support.packed import in_documents
+from tests.support.packed import in_documents, in_window
 from tests.support.ranks import on_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
@@ -40,11 +41,6 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, enable_gqa=is_grouped, **kwargs
     )
-
-
-def windowed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    q, k = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
-    return sdpa(query, key, value, (k <= q) & (q - k < 9))
 
 
 def padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -150,10 +146,10 @@ class Case:
 
 # A plan for all batches. One that is made at run time costs three times as much to trace.
 STATIC = {"plan": "static"}
+windowed = partial(in_window, window=9)
 SHARD, WHOLE = Shard(1), Replicate()
 
 CASES = (
-    Case("window", windowed),
     Case("window, bfloat16, mqa", windowed, dtype=torch.bfloat16, shape={"num_kv_heads": 1}),
     Case("documents", in_documents, (DOCUMENTS,), (SHARD,)),
     Case("documents, whole", in_documents, (DOCUMENTS,), (WHOLE,), torch.float32, {}, STATIC),
@@ -162,7 +158,6 @@ CASES = (
     Case("a bias in float32, bfloat16", wide, dtype=torch.bfloat16),
     Case("a mask", given, (PAIRS,), (WHOLE,)),
     Case("rows of a mask", given, (PAIRS,), (Shard(2),)),
-    Case("a bias", given, (PAIRS.double(),), (WHOLE,)),
     Case("rows that see nothing", blind_rows),
     # gloo moves no int16.
     Case(
@@ -177,30 +172,38 @@ CASES = (
 )
 
 
-def run_case(case: Case, backend: str, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+def run_case(case: Case, backend: str, mesh: DeviceMesh, batch: tuple[Placement, ...] = ()) -> None:
+    """Hold a case over a mesh against one process.
+
+    Args:
+        batch: placements on an axis before that of the sequence: of queries, and of the inputs,
+            which are whole on the axis of the sequence then.
+    """
     torch._dynamo.reset()
     counters.clear()
+    of_inputs = [[place] for place in case.placements]
+    if batch:
+        of_inputs = [[batch[1], WHOLE]] * len(case.inputs)
     inputs = [
-        distribute_tensor(tensor, mesh, [place], src_data_rank=None)
-        for tensor, place in zip(case.inputs, case.placements, strict=True)
+        distribute_tensor(tensor, mesh, places, src_data_rank=None)
+        for tensor, places in zip(case.inputs, of_inputs, strict=True)
     ]
     with implicit_replication():
-        options = {**case.options, **options}
         compiled = torch.compile(
-            case.function, backend=backend, fullgraph=True, dynamic=False, options=options
+            case.function, backend=backend, fullgraph=True, dynamic=False, options=case.options
         )
-        sharded = on_mesh(case.tensors(), mesh, Shard(2))
+        sharded = on_mesh(case.tensors(), mesh, *batch[:1], Shard(2))
         found = with_grads(lambda *qkv: compiled(*qkv, *inputs), sharded)
     assert_all_close(found, case.expected(), case.dtype)
     assert counters["cp_inductor"]["sites_rewritten"] == case.num_attentions
 
 
-def run_cases(backend: str, names: tuple[str, ...] = (), **options: Any) -> None:
+def run_cases(backend: str, names: tuple[str, ...] = ()) -> None:
     mesh, failures = world_mesh(), []
     for case in CASES:
         if not names or case.name in names:
             try:
-                run_case(case, backend, mesh, options)
+                run_case(case, backend, mesh)
             except AssertionError as error:
                 failures.append(f"{case.name}: {error}")
     assert not failures, "\n".join(failures)
@@ -213,29 +216,13 @@ def test_numerics() -> None:
 
 
 @pytest.mark.long
-@on_ranks(3)
-def test_balanced_numerics() -> None:
-    run_cases("cp_aot_eager", ("documents", "padding", "ALiBi"), strategy="blocks")
-
-
-@pytest.mark.long
-@on_ranks(2)
-def test_longer_masks_and_integers_at_the_ends() -> None:
-    run_cases("cp_aot_eager", ("longer masks",), **STATIC)
-
-
-@pytest.mark.long
 @on_ranks(2)
 def test_inductor_numerics() -> None:
-    run_cases("cp_inductor", ("window", "documents", "a mask", "rows that see nothing"))
+    run_cases("cp_inductor", ("documents", "rows that see nothing"))
 
 
-# Where the inputs of cases are on the axis of the batch, and options.
-OF_BATCHES: dict[str, tuple[Placement, dict[str, Any]]] = {
-    "documents": (Shard(0), {}),
-    "padding": (Replicate(), STATIC),
-    "a mask": (Shard(0), {}),
-}
+# Where the inputs of cases are on the axis of the batch.
+OF_BATCHES = {"documents": Shard(0), "padding": WHOLE, "a mask": Shard(0)}
 
 
 @pytest.mark.long
@@ -244,18 +231,8 @@ def test_batch_on_another_axis() -> None:
     """Batch entries on one axis of the mesh, the sequence on another; masks follow."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     for case in CASES:
-        if case.name not in OF_BATCHES:
-            continue
-        given = on_mesh(case.tensors(), mesh, Shard(0), Shard(2))
-        first, options = OF_BATCHES[case.name]
-        torch._dynamo.reset()
-        inputs = [distribute_tensor(t, mesh, [first, Replicate()]) for t in case.inputs]
-        with implicit_replication():
-            compiled = torch.compile(
-                case.function, backend="cp_aot_eager", fullgraph=True, options=options
-            )
-            found = with_grads(lambda *qkv, run=compiled, tables=inputs: run(*qkv, *tables), given)
-        assert_all_close(found, case.expected(), case.dtype, case.name)
+        if case.name in OF_BATCHES:
+            run_case(case, "cp_aot_eager", mesh, (Shard(0), OF_BATCHES[case.name]))
 
 
 # --- Gradients of biases ----------------------------------------------------------------------

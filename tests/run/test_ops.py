@@ -21,7 +21,7 @@ from cp_inductor.plan.strategies import TABLE
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.own_transfers import reads_shard
 from tests.support.graphs import attend_causal
-from tests.support.ranks import on_ranks, run_ranks, world_mesh
+from tests.support.ranks import on_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
     assert_close,
@@ -59,7 +59,9 @@ def arguments_of(
 WAYS = (("ring", True, True), ("blocks", True, False), ("blocks", False, True))
 
 
-def check_ops() -> None:
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.long)])
+@on_ranks("world_size")
+def test_opcheck(world_size: int) -> None:
     for strategy, is_causal, is_transposed in WAYS:
         leaves, grad_out = local_leaves(num_kv_heads=2)
         if is_transposed:
@@ -75,13 +77,6 @@ def check_ops() -> None:
         torch.library.opcheck(
             attention_backward, (grad_out, *detached, out, lse, [], kept, *arguments)
         )
-
-
-@pytest.mark.parametrize(
-    "world_size", [1, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 3))]
-)
-def test_opcheck(world_size: int) -> None:
-    run_ranks(world_size, check_ops)
 
 
 @pytest.mark.parametrize("world_size", [4, 6, 8])
@@ -135,28 +130,22 @@ def check_eager(
         assert_all_close((out.detach(), *grads), expected, torch.float32)
 
 
+@on_ranks(2)
 @cp_inductor.config.patch(strategy="ring")
-def check_eager_on_a_line() -> None:
+def test_eager_dtensors() -> None:
     check_eager([Shard(2)], (2,), 1)
     check_eager([Shard(1)], (2,), 0)
     check_eager([Shard(0)], (2,), 0)
     check_eager([Replicate()], (2,), 0)
 
 
+@on_ranks(4)
 @cp_inductor.config.patch(strategy="ring")
-def check_eager_on_a_grid() -> None:
+def test_eager_dtensors_on_two_axes() -> None:
     check_eager([Shard(0), Shard(2)], (2, 2), 1)
     check_eager([Shard(2), Shard(1)], (2, 2), 1)
     check_eager([Replicate(), Shard(2)], (2, 2), 1)
     check_eager([Shard(0), Shard(1)], (2, 2), 0)
-
-
-def test_eager_dtensors() -> None:
-    run_ranks(2, check_eager_on_a_line)
-
-
-def test_eager_dtensors_on_two_axes() -> None:
-    run_ranks(4, check_eager_on_a_grid)
 
 
 @on_ranks(3)

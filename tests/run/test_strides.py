@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor import lowering
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.region.regions import SequenceRegion
@@ -19,7 +18,7 @@ from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
 from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
 from tests.support.graphs import attend_causal
 from tests.support.random_attention import STRIDES
-from tests.support.ranks import fake_mesh, on_ranks
+from tests.support.ranks import fake_mesh, on_ranks, world_mesh
 from tests.support.reference import assert_all_close, assert_close, attend_with_grads, make_qkv
 
 
@@ -118,15 +117,11 @@ def attend_in(form: str, leaves: list[Tensor], mesh: Any) -> Tensor:
             return model(*leaves)
     if form.startswith("DTensors"):
         # The whole is said to have its features innermost: SDPA takes the kernel.
-        shape = (*leaves[0].shape[:2], LENGTH, leaves[0].shape[3])
         given = []
         for leaf in leaves:
-            size = torch.Size((leaf.shape[0], leaf.shape[1], *shape[2:]))
-            stride = torch.empty(size, device="meta").stride()
-            placed = DTensor.from_local(
-                leaf, mesh, [Shard(2)], run_check=False, shape=size, stride=stride
-            )
-            given.append(placed)
+            shape = torch.Size((*leaf.shape[:2], LENGTH, leaf.shape[3]))
+            how: dict[str, Any] = {"shape": shape, "stride": torch.empty(shape).stride()}
+            given.append(DTensor.from_local(leaf, mesh, [Shard(2)], run_check=False, **how))
         return model(*given).to_local()
     return model(*leaves)
 
@@ -137,8 +132,7 @@ FORMS = ("DTensors eager", "region eager", "region compiled", "mesh compiled")
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
 def test_shards(form: str) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    mesh, rank, world_size = world_mesh(), dist.get_rank(), dist.get_world_size()
     for name in LAYOUTS if "eager" in form else ["every second"]:
         layout = LAYOUTS[name]
         *whole, grad_out = make_qkv(LENGTH, num_kv_heads=2, dtype=torch.float64)
@@ -205,8 +199,9 @@ class OfAConvolution(nn.Module):
         return attend_causal(*(channel.view(x.shape) for channel in channels.unbind(1)))
 
 
-def run_through_inductor() -> list[tuple[Tensor, ...]]:
-    """Return out and the gradients of the weights, in eager and compiled."""
+@pytest.mark.long
+def test_layouts_that_inductor_changes() -> None:
+    """Out and the gradients of the weights are those of eager code."""
     torch.manual_seed(0)
     model, x = OfAConvolution(), torch.randn(1, 2, 16, 8)
     with fake_mesh(0, 1) as mesh:
@@ -218,13 +213,7 @@ def run_through_inductor() -> list[tuple[Tensor, ...]]:
             out = function(x)
             grads = torch.autograd.grad(out.square().sum(), model.parameters())
             results.append((out.detach(), *grads))
-    return results
-
-
-@pytest.mark.long
-def test_layouts_that_inductor_changes() -> None:
-    expected, actual = run_through_inductor()
-    for got, wanted in zip(actual, expected, strict=True):
+    for wanted, got in zip(*results, strict=True):
         assert_close(got, wanted, torch.float32)
 
 

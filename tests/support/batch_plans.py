@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,21 +51,6 @@ def chunks_moved(transfers: Transfers, *, of_keys: bool) -> tuple[np.ndarray, ..
     return columns[:, SOURCE], columns[:, DESTINATION], columns[:, START]
 
 
-def stages_of_arrival(found: BatchPlan, *, of_keys: bool) -> np.ndarray:
-    """Return for each (rank, chunk) the stage in which it arrives.
-
-    0 where the rank stores it, and -1 where it does not need it.
-    """
-    chunks = found.keys if of_keys else found.queries
-    stages = np.full((found.world_size, len(chunks)), -1)
-    stages[chunks.rank, np.arange(len(chunks))] = 0
-    for stage, transfers in enumerate(found.fetches):
-        _, rank, chunk = chunks_moved(transfers, of_keys=of_keys)
-        assert (stages[rank, chunk] == -1).all()
-        stages[rank, chunk] = stage
-    return stages
-
-
 def tables_of(
     found: BatchPlan, batch: int, lengths: Sequence[int], key_lengths: Sequence[int] | None = None
 ) -> list[RankTables]:
@@ -74,3 +60,16 @@ def tables_of(
         rank_tables(found, rank, num_queries=batch * queries, num_keys=batch * keys)
         for rank, (queries, keys) in enumerate(pairs)
     ]
+
+
+def lognormal(seed: int, length: int, log_mean: float, sigma: float) -> np.ndarray:
+    """Return the document number of each token, of a batch packed with lognormal lengths."""
+    generator = np.random.default_rng(seed)
+    lengths = np.maximum(16, generator.lognormal(log_mean, sigma, length // 16).astype(np.int64))
+    ends = np.cumsum(np.minimum(lengths, length))
+    return np.searchsorted(ends, np.arange(length), side="right")[None]
+
+
+def digest(found: BatchPlan) -> str:
+    arrays = (found.query, found.key, found.weight, found.rank, found.stage)
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()

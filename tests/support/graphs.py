@@ -235,6 +235,24 @@ def recorded_capture() -> Iterator[list[fx.GraphModule]]:
         yield graphs
 
 
+def codes_of_pass(
+    run_pass: Callable[[fx.GraphModule], Any], function: Callable[..., Any], *inputs: Tensor
+) -> list[str]:
+    """Return the code of a Dynamo graph before a pass, after it, and after it ran again."""
+    codes: list[str] = []
+
+    def backend(gm: fx.GraphModule, _: object) -> Any:
+        codes.append(gm.code)
+        for _ in range(2):
+            run_pass(gm)
+            gm.graph.lint()
+            codes.append(gm.code)
+        return gm.forward
+
+    torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    return codes
+
+
 def format_graph(graph: fx.Graph) -> str:
     """Print `name = op(arguments)` per node, sizes of inputs included, plumbing left out."""
     lines = []

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from tests.support.models import make
@@ -75,8 +75,33 @@ def in_documents(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
+def in_window(query: Tensor, key: Tensor, value: Tensor, *_: Tensor, window: int) -> Tensor:
+    """Attend causally, to so many keys at the most."""
+    place = torch.arange(query.shape[2], device=query.device)
+    mask = (place[:, None] >= place) & (place[:, None] - place < window)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
 def draw_documents(length: int) -> Tensor:
     return (torch.rand(1, length) < 0.1).cumsum(-1)
+
+
+def packed_on_meta(
+    mesh: DeviceMesh,
+    tokens: int,
+    *,
+    batch: int = 1,
+    heads: tuple[int, int] = (4, 2),
+    has_whole_documents: bool = False,
+) -> list[Tensor]:
+    """Return query, key, value and documents without numbers, of so many tokens on each rank."""
+    length, like = tokens * mesh.size(), {"dtype": torch.bfloat16, "device": "meta"}
+    shapes = [(batch, number, length, 64) for number in (heads[0], heads[1], heads[1])]
+    whole = [torch.empty(shape, requires_grad=True, **like) for shape in shapes]
+    documents = torch.empty(batch, length, dtype=torch.int64, device="meta")
+    placed = [distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole]
+    where = Replicate() if has_whole_documents else Shard(1)
+    return [*placed, distribute_tensor(documents, mesh, [where])]
 
 
 def difference(

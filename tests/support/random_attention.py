@@ -38,6 +38,7 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.ops import attention as ops
 from cp_inductor.plan import Mask, Recipe, Span, Tile, backward_plan, forward_plan, resolve
 from cp_inductor.plan.strategies import TABLE
+from cp_inductor.tiles import block_tables, masked_tiles
 from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import TileCall
 from cp_inductor.tiles.tile_masks import Extras, TileMasks
@@ -494,8 +495,8 @@ def attend_sharded(case: Attention, whole: Whole, recipe: Recipe) -> list[list[T
     return World(case.world_size).run(run)
 
 
-def piece_of(tensor: Tensor, case: Attention, rank: int, dim: int = 2) -> Tensor:
-    return shard(tensor, rank, case.world_size, dim)
+def piece_of(tensor: Tensor, case: Attention, rank: int) -> Tensor:
+    return shard(tensor, rank, case.world_size)
 
 
 def table_of(table: Tensor, case: Attention, rank: int) -> Tensor:
@@ -505,6 +506,21 @@ def table_of(table: Tensor, case: Attention, rank: int) -> Tensor:
         dim = dims.index("q")
         table = shard(table, rank, case.world_size, dim)
     return table.clone()
+
+
+@contextmanager
+def blocks_of(size: int) -> Iterator[None]:
+    """Cut tiles under a mask into blocks of so few queries and keys."""
+    caches = (masked_tiles._arrange, masked_tiles._cells_without_tables)
+    with (
+        mock.patch.object(block_tables, "BLOCK", size),
+        mock.patch.object(masked_tiles, "BLOCK", size),
+    ):
+        for cache in caches:
+            cache.cache_clear()
+        yield
+    for cache in caches:
+        cache.cache_clear()
 
 
 # --- NaN --------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def attend_with_grads(
 
 
 def with_grads(function: Callable[..., Tensor], tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return what a function returns, and the gradients of its arguments.
+    """Return what a function returns, and the gradients of its arguments; zeros for unused ones.
 
     Args:
         tensors: the arguments, and last the gradient of what is returned.
@@ -87,7 +87,7 @@ def with_grads(function: Callable[..., Tensor], tensors: Iterable[Tensor]) -> tu
     *leaves, grad_out = (tensor.detach() for tensor in tensors)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     out = function(*leaves)
-    return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad_out, materialize_grads=True)
 
 
 def shard(tensor: Tensor, rank: int, world_size: int, dim: int = 2) -> Tensor:
@@ -215,7 +215,7 @@ def meaning_of(
         for dim, n in enumerate(shape)
     )
     names: dict[str, Any] = {"b": b, "h": h, "q": q, "k": k, "full": True, "causal": k <= q}
-    names |= {"Eq": torch.eq, "Ne": torch.ne, "floor": torch.floor}
+    names |= {"Eq": torch.eq, "Ne": torch.ne, "floor": torch.floor, "Mod": torch.remainder}
     names["Step"] = lambda index, start: (index >= start).long()
     for number, table in enumerate(tables):
         for kind in "tx":

@@ -1,8 +1,8 @@
 """Read the code that Inductor generates: what a wrapper calls, in order, and what kernels touch.
 
 wrapper = Wrapper.read(code)
-wrapper.order               ["start", "tile", "wait", ...]: the collectives and the tiles
-wrapper.readers("buf3")     kernels that are given a buffer, by any of its names
+wrapper.order       ["start", "tile", "wait", ...]: the collectives and the tiles
+wrapper.kernels     calls of generated kernels; wrapper.sources has their code
 """
 
 from __future__ import annotations
@@ -43,12 +43,10 @@ class Call:
 
 @dataclass
 class Wrapper:
-    """A wrapper's calls, and the names that its buffers go by."""
+    """A wrapper's calls and lines, and the sources of its kernels."""
 
     calls: list[Call] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    roots: dict[str, str] = field(default_factory=dict)
-    elements: dict[tuple[str, int], str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
@@ -76,16 +74,6 @@ class Wrapper:
         multiplication = re.match(r"extern_kernels\.(?:add|b|badd)?mm\((.*)\)", line)
         if multiplication:
             self.calls.append(Call("mm", "", multiplication[1], number))
-        element = re.match(r"(\w+) = (\w+)\[(\d+)\]$", line)
-        if element:
-            self.elements[element[2], int(element[3])] = element[1]
-        alias = re.match(r"(\w+) = reinterpret_tensor\((buf\d+)\b|(\w+) = (buf\d+);", line)
-        if alias:
-            self.roots[alias[1] or alias[3]] = self.root(alias[2] or alias[4])
-
-    def root(self, name: str) -> str:
-        """Return the buffer that a name stands for: memory is reused under new names."""
-        return self.roots.get(name, name)
 
     @property
     def order(self) -> list[str]:
@@ -100,18 +88,6 @@ class Wrapper:
     def kernels(self) -> list[Call]:
         """Return the calls of generated kernels."""
         return [call for call in self.calls if call.kind.startswith(("triton_", "cpp_"))]
-
-    def buffers(self, call: Call) -> set[str]:
-        """Return the buffers that a call is given."""
-        return {self.root(name) for name in re.findall(r"\bbuf\d+\b", call.arguments)}
-
-    def readers(self, buffer: str) -> list[Call]:
-        """Return the kernels that are given a buffer."""
-        return [kernel for kernel in self.kernels if self.root(buffer) in self.buffers(kernel)]
-
-    def results_of_tiles(self, index: int) -> list[str]:
-        """Return one of the results of every tile: out and lse, or dq, dk and dv."""
-        return [self.elements[tile.result, index] for tile in self.of("tile")]
 
     def float32_rows(self, head_dim: int) -> int:
         """Return the elements of the largest float32 buffer of rows of heads that is allocated.

@@ -20,6 +20,7 @@ from cp_inductor.tiles import block_tables, masked_tiles
 from cp_inductor.tiles.block_tables import make_block_table
 from cp_inductor.tiles.masked_tiles import block_table, masked_tile, masked_tile_backward
 from cp_inductor.tiles.tile_masks import Geometry, Indices, Runs
+from tests.support.random_attention import STRIDES, blocks_of
 from tests.support.random_masks import cells_of_pairs
 from tests.support.reference import TOLERANCE, assert_close, attend_with_grads, make_qkv
 
@@ -46,12 +47,8 @@ def indices_of(
 @pytest.fixture(params=[1, 3, 8])
 def block(request: pytest.FixtureRequest) -> Iterator[int]:
     """Blocks of a few tokens: many of them in a small tile."""
-    size = request.param
-    with (
-        mock.patch.object(block_tables, "BLOCK", size),
-        mock.patch.object(masked_tiles, "BLOCK", size),
-    ):
-        yield size
+    with blocks_of(request.param):
+        yield request.param
 
 
 # --- Tables against pairs ---------------------------------------------------------------------
@@ -174,17 +171,7 @@ TILES = {
 }
 
 
-def lay_out(tensor: Tensor, number: int) -> Tensor:
-    """Return the tensor with other strides."""
-    if number == 0:
-        return tensor
-    if number == 1:
-        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-    if number == 2:
-        return tensor.mT.contiguous().mT
-    padded = tensor.new_full([n + 1 for n in tensor.shape], math.nan)
-    padded[1:, 1:, :-1, 1:] = tensor
-    return padded[1:, 1:, :-1, 1:]
+LAYOUTS = ("contiguous", "tokens before heads", "tokens innermost", "sliced")
 
 
 def make_tile(
@@ -214,7 +201,7 @@ def test_tiles_against_float64(name: str, dtype: torch.dtype) -> None:
     cells, tables, _, _, scale = how
     places = range(len(name), len(name) + 4)
     query, key, value, grad_out = (
-        lay_out(tensor, place % 4) for tensor, place in zip(whole, places, strict=True)
+        STRIDES[LAYOUTS[place % 4]](tensor) for tensor, place in zip(whole, places, strict=True)
     )
     before = counters["cp_inductor"]["blocks_computed"]
     out, lse = masked_tile(query, key, value, *how)

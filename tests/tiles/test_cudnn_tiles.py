@@ -1,4 +1,4 @@
-"""cuDNN's tiles: when they are chosen, what they hand to the op, and what comes of it.
+"""cuDNN's tiles: what they hand to the op, and what comes of it.
 
 No CPU has the op. Its plain implementation takes its place, which complains of what cuDNN, or
 torch's code around it, would refuse or read wrongly.
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_inductor import explain
 from cp_inductor.tiles.cudnn_tiles import CudnnCUDA
-from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
+from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import Gradients, Partial, TileCall
 from tests.rehearsal.stand_ins import StandIns, stand_in
 from tests.support.graphs import attend_causal
@@ -25,48 +25,13 @@ from tests.support.ranks import fake_mesh
 from tests.support.reference import LAYOUTS, TOLERANCE, attend_with_grads, lse_in_float64, make_qkv
 
 aten = torch.ops.aten
-HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
-CUDNN, FLASH, EFFICIENT = (
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-)
-
-
-def choose(
-    capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16, head_dim: int = 64
-) -> str:
-    one = torch.empty(1, 2, 4, head_dim)
-    how: dict[str, Any] = {"site": "here", "device": "cuda", "capability": capability}
-    return choose_kernel(one, one, one, dtype=dtype, **how)
-
-
-@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
-def test_it_is_the_first_choice_where_sdpa_prefers_it(capability: tuple[int, int]) -> None:
-    assert choose(capability) == choose(capability, torch.float16, 128) == "cudnn_cuda"
-    assert choose(capability, torch.float32) == "efficient_cuda"
-    for head_dim in (20, 136, 256):
-        assert choose(capability, head_dim=head_dim) == "flash_cuda"
-    with sdpa_kernel(FLASH):
-        assert choose(capability) == "flash_cuda"
-    with sdpa_kernel([EFFICIENT, CUDNN], set_priority=True):
-        assert choose(capability) == "efficient_cuda"
-
-
-def test_it_is_not_chosen_where_algorithms_must_be_deterministic() -> None:
-    try:
-        torch.use_deterministic_algorithms(True)
-        assert choose(HOPPER) == "flash_cuda"
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        assert choose(HOPPER) == "cudnn_cuda"
-    finally:
-        torch.use_deterministic_algorithms(False)
+CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 
 
 def test_an_old_cudnn_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for version, runs in ((None, False), (8907, False), (91900, True)):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
         assert CudnnCUDA.runs_on(cuda) == runs
@@ -123,13 +88,10 @@ def test_numbers_of_any_strides(
     expected = attend_with_grads(*tensors, is_causal=is_causal)
     for got, wanted in zip((partial.out, *grads), expected, strict=True):
         assert got.shape == wanted.shape and got.dtype == dtype
-        torch.testing.assert_close(got.double(), wanted, **_within(dtype))
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
     lse = lse_in_float64(*tensors[:2], is_causal=is_causal)
     torch.testing.assert_close(partial.lse.double(), lse, rtol=1e-5, atol=1e-5)
-
-
-def _within(dtype: torch.dtype) -> dict[str, float]:
-    return {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
 
 
 def test_what_cudnn_would_read_wrongly_is_found() -> None:

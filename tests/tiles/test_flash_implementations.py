@@ -22,7 +22,13 @@ from cp_inductor.tiles.aten_kernels import FlashCUDA
 from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import TileCall, with_whole_rows
 from tests.rehearsal.stand_ins import attend, differentiate
-from tests.support.reference import LAYOUTS, TOLERANCE, attend_with_grads, lse_in_float64, make_qkv
+from tests.support.reference import (
+    LAYOUTS,
+    assert_close,
+    attend_with_grads,
+    lse_in_float64,
+    make_qkv,
+)
 
 fa3 = pytest.importorskip("torch.nn.attention._fa3")
 fa4 = pytest.importorskip("torch.nn.attention._fa4")
@@ -172,8 +178,7 @@ def test_they_take_tiles_of_any_strides(
     out, lse, *grads = run_tile(tensors, is_causal=is_causal)
     expected = attend_with_grads(*tensors, is_causal=is_causal)
     for got, wanted in zip((out, *grads), expected, strict=True):
-        bound = TOLERANCE[dtype] * max(1.0, wanted.abs().max().item())
-        assert (got.double() - wanted).abs().max() <= bound
+        assert_close(got, wanted, dtype)
     expected_lse = lse_in_float64(*tensors[:2], is_causal=is_causal)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -12,11 +15,12 @@ from cp_inductor.tiles.aten_kernels import FlashCPU
 from cp_inductor.tiles.kernel_table import KERNELS, KernelRow, choose_kernel
 from cp_inductor.tiles.masked_tiles import MaskedCPU
 
+HOPPER, BLACKWELL = (9, 0), (10, 0)
 
-def choose(dtype: torch.dtype, device: str, head_dim: int = 64, *, has_bias: bool = False) -> str:
+
+def choose(dtype: torch.dtype, device: str, head_dim: int = 64, **how: Any) -> str:
     tensor = torch.empty(1, 2, 4, head_dim)
-    how = {"dtype": dtype, "site": "here", "device": device, "has_bias": has_bias}
-    return choose_kernel(tensor, tensor, tensor, **how)  # type: ignore[arg-type]
+    return choose_kernel(tensor, tensor, tensor, dtype=dtype, device=device, site="here", **how)
 
 
 def test_a_new_row_needs_no_more_than_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +49,27 @@ def test_on_cuda_the_order_is_that_of_sdpa() -> None:
         with pytest.raises(UnsupportedKernel, match="memory-efficient attention disabled"):
             choose(torch.bfloat16, "cuda", has_bias=True)
     assert choose(torch.bfloat16, "cuda", has_bias=True) == "flash_cuda"
+
+
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
+def test_cudnn_is_the_first_choice_where_sdpa_prefers_it(capability: tuple[int, int]) -> None:
+    choose_here = partial(choose, device="cuda", capability=capability)
+    assert choose_here(torch.bfloat16) == choose_here(torch.float16, head_dim=128) == "cudnn_cuda"
+    assert choose_here(torch.float32) == "efficient_cuda"
+    for head_dim in (20, 136, 256):
+        assert choose_here(torch.bfloat16, head_dim=head_dim) == "flash_cuda"
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert choose_here(torch.bfloat16) == "flash_cuda"
+    order = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    with sdpa_kernel(order, set_priority=True):
+        assert choose_here(torch.bfloat16) == "efficient_cuda"
+
+
+def test_cudnn_is_not_chosen_where_algorithms_must_be_deterministic() -> None:
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert choose(torch.bfloat16, "cuda", capability=HOPPER) == "flash_cuda"
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert choose(torch.bfloat16, "cuda", capability=HOPPER) == "cudnn_cuda"
+    finally:
+        torch.use_deterministic_algorithms(False)

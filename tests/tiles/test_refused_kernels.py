@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -19,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from cp_inductor import UnsupportedAttention, UnsupportedBuffer, UnsupportedKernel, context_parallel
 from cp_inductor.region.regions import SequenceRegion
 from tests.support.graphs import attend_causal
-from tests.support.ranks import fake_mesh, on_ranks
+from tests.support.ranks import fake_mesh, on_ranks, world_mesh
 from tests.support.reference import assert_close, attend_with_grads, make_qkv
 
 LENGTH = 14
@@ -74,18 +73,13 @@ def test_captured_dtensors_under_a_disabled_kernel_are_refused() -> None:
             torch.compile(model, backend="cp_aot_eager", fullgraph=True)(query)
 
 
-def attend_in_region(leaves: list[Tensor], mesh: Any) -> Tensor:
-    with SequenceRegion(mesh):
-        return attend_causal(*leaves)
-
-
 @on_ranks(2)
 def test_a_backward_is_that_of_its_forward() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     *whole, grad_out = make_qkv(LENGTH, dtype=torch.float64)
     leaves = [t.chunk(world_size, 2)[rank].contiguous().requires_grad_() for t in whole]
-    out = attend_in_region(leaves, mesh)
+    with SequenceRegion(world_mesh()):
+        out = attend_causal(*leaves)
     with sdpa_kernel(SDPBackend.MATH):
         actual = torch.autograd.grad(out, leaves, grad_out.chunk(world_size, 2)[rank])
     expected = attend_with_grads(*whole, grad_out, is_causal=True)[1:]

@@ -25,12 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.testing import FileCheck
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor import (
     InvalidArgument,
     UnsupportedPlacement,
+    cross_compile,
     pass_states,
     tokens_before,
 )
@@ -303,6 +305,29 @@ def test_what_a_rank_receives_does_not_grow_with_their_number() -> None:
     assert count_exchanged(128, decay=decay) == count_exchanged(512, decay=decay) == 4 * elements
     # All of a head's matrix, beside some columns of its state: a gather would have 1,024 of these.
     assert 3 * elements < count_exchanged(512, matrix=matrix) < 40 * elements
+
+
+@pytest.mark.slow
+def test_generated_code_gathers_pairs_and_nothing_else() -> None:
+    """For sm_90. The scan from zeros is before the gather, and its backward is a scatter."""
+    pytest.importorskip("triton")
+    cp_inductor.register_recurrence(mean_of_past, share_mean)
+    with fake_mesh(1, 4) as mesh:
+        model = cp_inductor.parallelize(Model(), mesh, recurrent=(Mixer,))
+        tokens = distribute_tensor(torch.ones(2, 8, 6), mesh, [Shard(1)])
+        with implicit_replication():
+            code = cross_compile(model, (tokens,), world_size=4, rank=1).code
+    gather = "torch.ops._c10d_functional.all_gather_into_tensor.default("
+    scatter = "torch.ops._c10d_functional.reduce_scatter_tensor.default("
+    # Two tokens of (2, 6) before; decay and state, 2 x (2, 6).
+    order = FileCheck().check(gather).check_same("(1, 2, 2, 6)").check("sigmoid")
+    order.check(gather).check("(4, 24)").check("cumprod").run(code["forward"])
+    FileCheck().check(scatter).check_same("(4, 24)").run(code["backward"])
+    sums = "torch.ops._c10d_functional.all_reduce_.default("  # all gradients in one
+    for text, exchange, more in ((code["forward"], gather, 0), (code["backward"], scatter, 1)):
+        assert text.count(exchange) == 2
+        assert text.count(sums) == more
+        assert text.count("_c10d_functional.wait_tensor.default(") == 2 + more
 
 
 class Masked(nn.Module):

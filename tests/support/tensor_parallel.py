@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -55,3 +56,18 @@ def parallelize(model: Decoder, tp: DeviceMesh, style: str) -> None:
     parallelize_module(model, tp, plan)
     if style == "tied":
         model.head.weight = model.tokens.weight
+
+
+def split_llama(model: nn.Module, tp: DeviceMesh) -> None:
+    """Split a Llama of transformers: heads, MLP, and the vocabulary."""
+    column, row = ColwiseParallel, RowwiseParallel
+    attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
+    plan: dict[str, ParallelStyle] = {
+        **{f"{attention}.{name}_proj": column() for name in "qkv"},
+        f"{attention}.o_proj": row(),
+        **{f"{mlp}.{name}_proj": column() for name in ("gate", "up")},
+        f"{mlp}.down_proj": row(),
+        "model.embed_tokens": row(input_layouts=Replicate()),
+        "lm_head": column(output_layouts=Replicate()),
+    }
+    parallelize_module(model, tp, plan)

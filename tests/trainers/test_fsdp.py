@@ -36,6 +36,7 @@ from tests.support.combinations import (
     AOT,
     COMPILED,
     EAGER,
+    FORMS,
     NOTHING,
     NUM_LAYERS,
     TOLERANCE,
@@ -80,9 +81,8 @@ FSDP2 = {
     "FSDP2, compiled block by block": Row(
         (AOT, COMPILED), {EAGER: NOTHING}, {"is_per_block": True}
     ),
-    # What stands around the graphs changes nothing in them, which Inductor would see.
     "FSDP2, weights kept between forward and backward, gradients accumulated over batches": Row(
-        (EAGER, AOT), settings={"policy": {"reshard_after_forward": False}, "accumulates": True}
+        settings={"policy": {"reshard_after_forward": False}, "accumulates": True}
     ),
     # Activations in bfloat16, 2^-9 each, through four layers there and back.
     "FSDP2, bfloat16 weights, gradients reduced in float32": Row(
@@ -92,13 +92,13 @@ FSDP2 = {
         }
     ),
     "FSDP2, weights offloaded": Row(
-        (EAGER, AOT), settings={"policy": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}
+        settings={"policy": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}
     ),
     "FSDP2, embedding and head tied": Row((EAGER, AOT), settings={"is_tied": True}),
     "FSDP2 over (dp, cp), tensor parallelism over tp": Row(
         (EAGER, AOT), settings={"names": ("dp", "cp", "tp")}
     ),
-    "FSDP2 over dp, weights replicated on cp": Row((EAGER, AOT), settings={"names": ("cp", "dp")}),
+    "FSDP2 over dp, weights replicated on cp": Row(settings={"names": ("cp", "dp")}),
 }
 
 
@@ -353,7 +353,7 @@ def losses_on_one_process() -> list[float]:
     return losses
 
 
-@combination("distributed checkpoint: saved on 4 ranks, resumed on 2 and on 1", EAGER, AOT)
+@combination("distributed checkpoint: saved on 4 ranks, resumed on 2 and on 1", *FORMS)
 def test_resumed(form: str, tmp_path: Path) -> None:
     expected = losses_on_one_process()
     (saved, *others) = run_ranks(4, check_training, form, 4, range(NUM_SAVED), str(tmp_path))

@@ -171,14 +171,9 @@ def backward_of(run: Callable[..., Any], mesh: DeviceMesh, style: str) -> Tensor
 
 STYLES = {
     "tensor parallelism: heads and MLP on tp": Row(settings={"style": "blocks"}),
-    **{
-        name: Row((EAGER, AOT), settings={"style": style})
-        for name, style in (
-            ("tensor parallelism, embedding and head tied", "tied"),
-            ("tensor parallelism with Megatron's sequence parallelism", "sequence"),
-            ("tensor parallelism, vocabulary on tp (loss_parallel)", "loss"),
-        )
-    },
+    "tensor parallelism, embedding and head tied": Row(settings={"style": "tied"}),
+    "tensor parallelism with Megatron's sequence parallelism": Row(settings={"style": "sequence"}),
+    "tensor parallelism, vocabulary on tp (loss_parallel)": Row(settings={"style": "loss"}),
 }
 
 

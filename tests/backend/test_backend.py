@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor.passes.check_mesh import _warn_of_no_shards
-from tests.support.graphs import attend_causal, generate_code
-from tests.support.ranks import fake_rank, on_ranks, world_mesh
+from tests.support.graphs import AttentionBlock, attend_causal, generate_code
+from tests.support.ranks import fake_mesh, fake_rank, on_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
     assert_shards_close,
@@ -289,3 +290,46 @@ def test_a_forgotten_mesh_is_warned_of_once() -> None:
     with fake_rank(0, 1):
         _warn_of_no_shards.cache_clear()
         compiled()(query, key, value)
+
+
+# --- Ways of compiling that lose exchanges are refused ------------------------------------------
+
+
+def heads(mesh: DeviceMesh) -> list[DTensor]:
+    return [DTensor.from_local(torch.randn(1, 2, 6, 8), mesh, [Shard(2)]) for _ in range(3)]
+
+
+def test_compile_on_one_rank_is_refused() -> None:
+    model = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
+    with fake_mesh(0, 2) as mesh, dist.config.patch(compile_on_one_rank=True):
+        tensors = heads(mesh)
+        with pytest.raises(cp_inductor.CPError, match="unset TORCH_COMPILE_ON_ONE_RANK"):
+            model(*tensors)
+
+
+@pytest.mark.parametrize("backend", ["cp_aot_eager", "cp_inductor"])
+def test_aot_compile_is_refused(backend: str) -> None:
+    def compiled(model: Any, **kwargs: Any) -> Any:
+        return torch.compile(model, backend=backend, fullgraph=True, **kwargs)
+
+    refused = partial(pytest.raises, cp_inductor.CPError, match="aot_compile")
+    with fake_mesh(0, 2) as mesh:
+        tensors = heads(mesh)
+        with refused():
+            compiled(attend_causal).aot_compile((tuple(tensors), {}))
+        shards = tuple(tensor.to_local() for tensor in tensors)
+        with refused():
+            compiled(attend_causal, options={"mesh": mesh}).aot_compile((shards, {}))
+        model = cp_inductor.parallelize(AttentionBlock(), mesh, seq_dims={"x": 1})
+        with refused():
+            compiled(model).forward.aot_compile(((torch.randn(1, 6, 32),), {}))
+
+
+def test_dtensors_in_nested_regions_are_refused() -> None:
+    """Torch inlines what is called once."""
+    nested = torch.compiler.nested_compile_region(lambda x: x * attend_causal(x, x, x).sum())
+    model = torch.compile(lambda x: nested(nested(x)), backend="cp_aot_eager", fullgraph=True)
+    with fake_mesh(0, 2) as mesh:
+        x, *_ = heads(mesh)
+        with pytest.raises(cp_inductor.CPError, match="nested_compile_region"):
+            model(x)

@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor import metrics
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from tests.rehearsal.rank import Job
 from tests.rehearsal.rehearse import rehearse
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, world_mesh
 
-DIM, VOCABULARY, LENGTH = 16, 192, 96
+DIM, VOCABULARY = 16, 192
 # What makes torch's chunker take logits of a test.
 SMALL = {
     "auto_chunker.enable": True,
@@ -32,12 +31,11 @@ SMALL = {
 
 
 class Model(nn.Module):
-    """Packed documents, labels that are shifted or not, and a head that is tied or not."""
+    """Packed documents, labels that are shifted, and a head that is tied or not."""
 
-    def __init__(self, *, is_tied: bool, is_shifted: bool, vocabulary: int = VOCABULARY) -> None:
+    def __init__(self, *, is_tied: bool, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.is_shifted = is_shifted
         self.embedding = nn.Embedding(vocabulary, DIM)
         self.qkv = nn.Linear(DIM, 3 * DIM, bias=False)
         self.head = nn.Linear(DIM, vocabulary, bias=False)
@@ -58,16 +56,14 @@ class Model(nn.Module):
             )
             out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         x = x + out.transpose(1, 2).flatten(2)
-        if self.is_shifted:
-            labels = F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+        labels = F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
         logits = self.head(x).float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
 def batch(length: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(VOCABULARY, (1, length), generator=generator)
-    labels = torch.randint(VOCABULARY, (1, length), generator=generator)
+    ids, labels = torch.randint(VOCABULARY, (2, 1, length), generator=generator)
     # Some labels are left out, among them all of some chunks of the first rank.
     labels[:, : length // 4] = -100
     labels[:, -7::2] = -100
@@ -75,12 +71,19 @@ def batch(length: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, labels, documents
 
 
-def check(
-    is_tied: bool, is_shifted: bool, length: int, is_packed: bool, dtype: torch.dtype
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "is_tied", "dtype"),
+    [
+        (3, True, torch.float32),
+        pytest.param(2, False, torch.bfloat16, marks=pytest.mark.long),
+    ],
+)
+@on_ranks("ranks")
+def test_packed_and_shifted_over_uneven_shards(
+    ranks: int, is_tied: bool, dtype: torch.dtype
 ) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    cases = batch(length)[: 3 if is_packed else 2]
-    model = Model(is_tied=is_tied, is_shifted=is_shifted)
+    mesh, cases, model = world_mesh(), batch(95), Model(is_tied=is_tied)
     expected = model(*cases)
     (2.5 * expected).backward()  # the chunker takes the gradient of the loss for 1, and scales
     wanted = {name: one.grad for name, one in model.named_parameters()}
@@ -108,23 +111,10 @@ def check(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)]
-)
-def test_packed_shifted_and_tied(dtype: torch.dtype) -> None:
-    run_ranks(2, check, True, True, LENGTH, True, dtype)
-
-
-@pytest.mark.slow
-def test_three_uneven_shards_and_a_head_of_its_own() -> None:
-    run_ranks(3, check, False, False, LENGTH - 1, False, torch.float32)
-
-
-@pytest.mark.slow
 def test_gpu_programs_are_rehearsed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    model, options = Model(is_tied=True, is_shifted=True), {**SMALL}
-    job = Job(model, batch(LENGTH)[:2], placement=Shard(1), options=options, folder=str(tmp_path))
+    model, options = Model(is_tied=True), {**SMALL}
+    job = Job(model, batch(96)[:2], placement=Shard(1), options=options, folder=str(tmp_path))
     report = rehearse(job)
     code = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
     assert code.count("chunking_subgraph") >= 3
@@ -147,7 +137,7 @@ def largest_bytes(code: str) -> int:
 
 def generated(options: dict[str, Any], loss: type[nn.Module] = Model) -> str:
     """Generate the forward of a rank with 16384 tokens and logits of 2 GiB."""
-    model = loss(is_tied=False, is_shifted=True, vocabulary=32768)
+    model = loss(is_tied=False, vocabulary=32768)
 
     def tokens(mesh: DeviceMesh) -> tuple[Any, ...]:
         ids = torch.empty(1, 32768, dtype=torch.int64, device="meta")

@@ -99,15 +99,6 @@ def test_a_compile_within_another(is_inner: bool) -> None:
     assert in_place() == before
 
 
-def test_another_backend_before_and_after(mesh: DeviceMesh) -> None:
-    before, recorder = in_place(), Recorder()
-    whole = distribute_tensor(torch.ones(1, 2, 8, 4), mesh, [Shard(2)])
-    for backend in (recorder, OURS, recorder, TORCHS, OURS, recorder):
-        assert compiled(doubled, backend)(whole).placements == (Shard(2),)
-    assert recorder.seen == 3 * [(before, False)]
-    assert in_place() == before
-
-
 THROUGH_INDUCTOR = pytest.param((OURS, "cp_inductor", TORCHS), marks=pytest.mark.slow)
 
 

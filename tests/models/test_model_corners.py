@@ -25,7 +25,6 @@ from tests.support.ranks import fake_mesh, on_ranks, world_mesh
 
 pytest.importorskip("transformers")
 
-FORMS = pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
 assert_beside = partial(assert_beside, tolerance=2e-5, least=1e-3)  # float32
 
 
@@ -47,8 +46,9 @@ def run_both(name: str, form: str, sizes: dict[str, Any], **how: Any) -> tuple[A
 
 
 @pytest.mark.slow
-@FORMS
-@pytest.mark.parametrize("name", ["JetMoe", "Mixtral"])
+@pytest.mark.parametrize(
+    ("name", "form"), [("JetMoe", EAGER), pytest.param("Mixtral", AOT, marks=pytest.mark.long)]
+)
 @on_ranks(2)
 def test_experts_are_balanced_over_all_tokens(name: str, form: str) -> None:
     how = {"output_router_logits": True, "use_cache": False}
@@ -59,7 +59,7 @@ def test_experts_are_balanced_over_all_tokens(name: str, form: str) -> None:
 
 
 @pytest.mark.slow
-@FORMS
+@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.long)])
 @on_ranks(2)
 def test_stochastic_depth_over_sharded_images(form: str) -> None:
     """Whole residual blocks are dropped, per image: every rank draws the same."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import cp_inductor
 from cp_inductor import CPError, RanksDisagree, UnevenSequence
 from cp_inductor.trust import log
-from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
+from tests.support.ranks import fake_mesh, on_ranks, world_mesh
 
 
 class Model(nn.Module):
@@ -139,8 +139,9 @@ def test_a_rank_that_attends_instead_is_named() -> None:
         call(world_mesh())
 
 
-def _attend_in_a_fork() -> str:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+@on_ranks(2, deadline_s=120)
+def test_a_forked_child_that_attends_is_refused_and_its_parent_goes_on() -> None:
+    mesh = world_mesh()
     attend(mesh)
     reading, writing = os.pipe()
     with warnings.catch_warnings():
@@ -154,13 +155,9 @@ def _attend_in_a_fork() -> str:
         os._exit(0)
     os.waitpid(child, 0)
     attend(mesh)
-    return os.read(reading, 4096).decode()
-
-
-def test_a_forked_child_that_attends_is_refused_and_its_parent_goes_on() -> None:
-    for text in run_ranks(2, _attend_in_a_fork, deadline_s=120):
-        assert text.startswith("ProcessGroupError: attention over a sharded sequence: expected the")
-        assert "which was forked from that one, and could only wait" in text
+    text = os.read(reading, 4096).decode()
+    assert text.startswith("ProcessGroupError: attention over a sharded sequence: expected the")
+    assert "which was forked from that one, and could only wait" in text
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0), (0, 0)])

@@ -202,6 +202,14 @@ def check_distributed(
     return out
 
 
+def warnings_of(call: Callable[[], object]) -> list[str]:
+    """Return what a call warns of that concerns the sequence."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(one.message) for one in caught if one.category is cp_inductor.SequenceWarning]
+
+
 def plain_name(name: str) -> str:
     """Return what a parameter is called in the model that nothing is wrapped around."""
     wrappers = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

@@ -1,11 +1,7 @@
-"""Recurrences with random arguments, and what each computes in float64, token by token.
-
-python -m tests.support.recurrences --count 300     each on 2, 3 and 5 ranks, and the errors
-"""
+"""Recurrences with random arguments, and what each computes in float64, token by token."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +19,7 @@ from cp_inductor.modules.recurrences import (
     share_selective_scan,
     share_short_convolution,
 )
-from tests.support.ranks import run_ranks, world_mesh
+from tests.support.ranks import world_mesh
 
 Arguments = dict[str, Any]
 
@@ -452,22 +448,3 @@ def errors_of_many(name: str, count: int, dtype: torch.dtype = torch.float32) ->
     """Return the largest errors over many draws: of ranks, of one process, and the worst seed."""
     found = [(*errors_of(name, seed, dtype), seed) for seed in range(count)]
     return max(one[0] for one in found), max(one[1] for one in found), max(found)[2]
-
-
-def main() -> None:
-    """Print the errors of every recurrence."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--names", nargs="*", default=list(TABLE))
-    args = parser.parse_args()
-    for name in args.names:
-        for world_size in (2, 3, 5):
-            shared, alone, seed = run_ranks(world_size, errors_of_many, name, args.count)[0]
-            print(
-                f"{name}: {world_size} ranks {shared:.1e}, one process {alone:.1e}, seed {seed}",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main()

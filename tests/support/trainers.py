@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -34,7 +34,12 @@ LOSS_TOLERANCE = 2e-6
 GRADIENT_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-4
 
-COMPILED = {"torch_compile": True, "torch_compile_backend": "cp_aot_eager"}
+# A second layer is compiled as the first one is.
+COMPILED = {
+    "torch_compile": True,
+    "torch_compile_backend": "cp_aot_eager",
+    "sizes": {"num_hidden_layers": 1},
+}
 CHECKPOINTED = {"fsdp_config": {"activation_checkpointing": True}}
 OFFLOADED = {"fsdp_config": {"cpu_offload": True}}
 
@@ -171,14 +176,14 @@ def train(name: str, folder: str, settings: Mapping[str, Any]) -> Result:
         name: of MODELS.
         folder: of checkpoints, the same on all ranks.
         settings: fields of TrainingArguments; "resume" is a step to resume from, "metrics" whether
-            evaluation returns logits, "own_loss" whether a `compute_loss_func` is given.
+            evaluation returns logits, "own_loss" whether a `compute_loss_func` is given, "sizes"
+            are the model's.
     """
     own = dict(settings)
     resume = own.pop("resume", None)
     trainer, kept = _trainer(name, folder, own)
-    logs, gradients, weights = _run(trainer, folder, resume)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return Result(logs, gradients, weights, kept[-1] if kept else None, graphs)
+    result = _run(trainer, folder, resume)
+    return replace(result, logits=kept[-1]) if kept else result
 
 
 def squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -205,7 +210,8 @@ def _trainer(name: str, folder: str, settings: dict[str, Any]) -> tuple[Any, lis
     name, _, kind = name.partition(", ")
     kind = {"": MODELS[name], "causal": ""}.get(kind, kind)
     transformers.set_seed(0)
-    model = make(name, **({"output_router_logits": True} if name == "Qwen3Moe" else {}))
+    routed = {"output_router_logits": True} if name == "Qwen3Moe" else {}
+    model = make(name, **routed, **settings.pop("sizes", {}))
     settings = with_axes(settings)
     metrics, own_loss = settings.pop("metrics", False), settings.pop("own_loss", False)
     stream = settings.pop("stream", False)
@@ -292,9 +298,8 @@ def train_sft(folder: str, given: Mapping[str, Any]) -> Result:
         peft_config=adapters,
     )
     assert trainer.args.packing is arguments["packing"]
-    result = Result(*_run(trainer, folder, resume))
-    is_compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    assert is_compiled or dist.get_world_size() == 1
+    result = _run(trainer, folder, resume)
+    assert result.graphs or dist.get_world_size() == 1
     return result
 
 
@@ -322,8 +327,8 @@ def letters() -> Any:
     )
 
 
-def _run(trainer: Any, folder: str, resume: int | None) -> tuple[Any, Any, Any]:
-    """Train and save; return the logs, the gradients of each step, and the weights at the end."""
+def _run(trainer: Any, folder: str, resume: int | None) -> Result:
+    """Train and save."""
     import transformers
 
     gradients: list[dict[str, Tensor]] = []
@@ -344,4 +349,5 @@ def _run(trainer: Any, folder: str, resume: int | None) -> tuple[Any, Any, Any]:
         for entry in trainer.state.log_history
     ]
     weights = {plain_name(n): whole(p.detach()) for n, p in trainer.model.named_parameters()}
-    return logs, gradients, weights
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return Result(logs, gradients, weights, graphs=graphs)

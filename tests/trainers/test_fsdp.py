@@ -1,7 +1,7 @@
 """FSDP x context parallelism, on 4 ranks: weights sharded over (dp, cp) flattened, or over dp.
 
-Through Inductor FSDP2 is on 2 ranks. More than 90 s of CPU where it is a long case's turn: thirteen
-ways to use it.
+Compiled FSDP2 is on 2 ranks. More than 90 s of CPU where it is a long case's turn: thirteen ways to
+use it.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ FSDP2 = {
 
 
 def sizes_of(row: str, form: str) -> tuple[int, ...]:
-    """Return the sizes of axes: to Inductor, a second half of the batch is the first one's like."""
+    """Return the sizes of axes: to a compiler, the second half of a batch is as the first one."""
     names = FSDP2[row].settings.get("names", ())
     if "tp" in names:
         return (2, 2, 2) if form == EAGER else (1, 2, 2)
-    return (1, 2) if form == COMPILED and not names else (2, 2)
+    return (2, 2) if form == EAGER or names else (1, 2)
 
 
 def check_fsdp2(row: str, form: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,68 +22,51 @@ from tests.support.trainers import (
 
 pytest.importorskip("trl", reason="trl is not installed")
 
-CHECKPOINTED_AND_OFFLOADED = {"activation_checkpointing": True, "cpu_offload": True}
 PADDED = {"packing": False, "per_device_train_batch_size": 3, "pad_to_multiple_of": 25}
-
-
-def check_ranks(folder: Path, settings: Mapping[str, Any], ranks: int = 2) -> None:
-    """Losses, token accuracies, entropies, gradients and weights are those of one process."""
-    shared = train_on(ranks, folder / "shared", settings, by=train_sft)
-    check_same(shared, train_on(1, folder / "one", settings, by=train_sft))
-    assert {"loss", "entropy", "mean_token_accuracy", "num_tokens"} <= shared.logs[0].keys()
-
-
-@pytest.mark.slow
-def test_packed_documents(tmp_path: Path) -> None:
-    """The default packing, at a length that is odd; layers are checkpointed, as is the default."""
-    check_ranks(tmp_path, {**COMPILED, "sizes": {"num_hidden_layers": 1}})
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {**PADDED, "loss_type": "dft"},
+SHARDED = {"fsdp": True, "dp_shard_size": 1, "per_device_train_batch_size": 1}
+# Ranks, and settings. Layers are checkpointed, as is the default.
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "more ranks than one document has tokens": (3, {}),
+    "padded, dft": (2, {**PADDED, "loss_type": "dft"}),
+    "averages, tied": (
+        2,
         {
             **{"average_tokens_across_devices": False, "gradient_checkpointing": False},
-            "sizes": {"tie_word_embeddings": True},
+            "sizes": {"num_hidden_layers": 1, "tie_word_embeddings": True},
         },
+    ),
+    "evaluation, smoothed, wrapped": (
+        2,
         {
             **{"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2},
             **{"label_smoothing_factor": 0.1, "packing_strategy": "wrapped"},
         },
-        {"own_loss": True},
-        {"own_loss": True, "average_tokens_across_devices": False},
-        {"adapters": True, "sizes": {"num_hidden_layers": 1}},
-    ],
-    ids=[
-        *("padded, dft", "averages, tied", "evaluation, smoothed, wrapped"),
-        *("own loss", "own loss, averages", "adapters"),
-    ],
-)
-def test_settings(settings: Mapping[str, Any], tmp_path: Path) -> None:
-    if "adapters" in settings:
+    ),
+    "own loss, averages": (2, {"own_loss": True, "average_tokens_across_devices": False}),
+    "adapters": (2, {"adapters": True}),
+    # FSDP2; one process has the batches of all ranks.
+    "sharded": (4, {**SHARDED, "dp_shard_size": 2}),
+    "sharded, checkpointed, offloaded": (
+        2,
+        {
+            **{**SHARDED, "gradient_checkpointing": False},
+            "fsdp_config": {"activation_checkpointing": True, "cpu_offload": True},
+        },
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RUNS)
+def test_sft_trainer_computes_what_one_process_does(name: str, tmp_path: Path) -> None:
+    """Losses, token accuracies, entropies, gradients and weights, at a length that is odd."""
+    if name == "adapters":
         pytest.importorskip("peft")
-    check_ranks(tmp_path, {**COMPILED, **settings})
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("ranks", "batches", "more"),
-    [
-        (4, 2, {}),
-        (2, 1, {"gradient_checkpointing": False, "fsdp_config": CHECKPOINTED_AND_OFFLOADED}),
-    ],
-)
-def test_sharded_weights(ranks: int, batches: int, more: Mapping[str, Any], tmp_path: Path) -> None:
-    """FSDP2, packed documents: one process has the batches of all ranks."""
-    settings = {"fsdp": True, "dp_shard_size": batches, "per_device_train_batch_size": 1, **more}
-    check_ranks(tmp_path, {**COMPILED, **settings}, ranks)
-
-
-@pytest.mark.long
-def test_more_ranks_than_one_document_has_tokens(tmp_path: Path) -> None:
-    check_ranks(tmp_path, COMPILED, ranks=3)
+    ranks, settings = RUNS[name]
+    settings = {**COMPILED, **settings}
+    shared = train_on(ranks, tmp_path / "shared", settings, by=train_sft)
+    check_same(shared, train_on(1, tmp_path / "one", settings, by=train_sft))
+    assert {"loss", "entropy", "mean_token_accuracy", "num_tokens"} <= shared.logs[0].keys()
 
 
 @pytest.mark.long

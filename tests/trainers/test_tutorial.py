@@ -82,36 +82,12 @@ def test_the_tutorial(ranks: int, is_compiled: bool, tmp_path: Path) -> None:
         assert numbers("".join(shown)) == pytest.approx(numbers(one + first + loaded), abs=2e-3)
 
 
-def losses_of(script: str, is_compiled: bool) -> list[float]:
-    """Run a script of the page for shorter sequences; return the losses that it prints."""
-    model = ModuleType("model")
-    exec(FILES["model.py"].replace("LENGTH = 1024", "LENGTH = 33"), model.__dict__)
-    sys.modules["model"], said = model, io.StringIO()  # what a compile imports beside it stays
-    with (
-        patch.object(dist, "init_process_group"),
-        contextlib.nullcontext() if is_compiled else patch.object(torch, "compile", eager),
-        contextlib.redirect_stdout(said),
-    ):
-        exec(script, {"__name__": "__main__"})
-    return numbers(said.getvalue())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_three_lines_make_a_script_parallel(is_compiled: bool) -> None:
-    """Two more make the mesh, which all scripts of ranks have."""
+def test_three_lines_make_a_script_parallel() -> None:
+    """Two more make the mesh, which all scripts of ranks have; `test_the_tutorial` runs both."""
     before, after = ([line[1:] for line in DIFF if line[:1] in f" {sign}"] for sign in "-+")
     assert len(set(after) - set(before)) == 3 + 2
-    script = FILES["one.py"]
-    assert "\n".join(before) in script
-    imports = "import torch.distributed as dist, cp_inductor\n"
-    imports += "from torch.distributed.device_mesh import init_device_mesh\n"
-    parallel = imports + script.replace("\n".join(before), "\n".join(after))
-    parallel = parallel.replace('"cp_inductor"', '"cp_aot_eager"')
-    alone = losses_of(script, is_compiled=False)
-    assert len(alone) == 4
-    for losses in run_ranks(2, losses_of, parallel, is_compiled):
-        assert losses == pytest.approx(alone, abs=2e-4)
+    assert "\n".join(before) in FILES["one.py"]
+    assert set(after) <= set(FILES["train.py"].splitlines())
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.trust import agreement, claims
 from tests.support.graphs import attend_causal, attend_full
-from tests.support.ranks import on_ranks, run_ranks, world_mesh
+from tests.support.ranks import on_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
     assert_close,
@@ -148,16 +148,6 @@ def test_nodes_of_plans_of_batches_are_compared() -> None:
 
 # --- Lengths ----------------------------------------------------------------------------------
 
-SEQUENCE = 257  # over two ranks, of which the last takes the rest
-
-
-def uneven(mesh: DeviceMesh, *, requires_grad: bool) -> list[Tensor]:
-    rank = dist.get_rank()
-    n = SEQUENCE // 2
-    whole = make_qkv(SEQUENCE, batch=1, num_heads=2)[:3]
-    pieces = [t.tensor_split([n], 2)[rank].contiguous() for t in whole]
-    return [piece.requires_grad_(requires_grad) for piece in pieces]
-
 
 def attend_in(form: str, mesh: DeviceMesh) -> Callable[..., Tensor]:
     """Return causal attention over plain shards, or over DTensors made of them."""
@@ -187,24 +177,25 @@ def attend_in(form: str, mesh: DeviceMesh) -> Callable[..., Tensor]:
     return of_any_length if form == "dynamic" else compiled
 
 
-@pytest.mark.parametrize("form", ["region", "DTensors", "cp_aot_eager", "dynamic"])
+LENGTHS = "queries: 8 on each rank on rank 0, 9 on each rank on rank 1"
+
+
+@pytest.mark.parametrize(
+    ("form", "timeout_s", "lengths"),
+    [
+        *((form, 60.0, ((8, 9),)) for form in ("region", "DTensors", "cp_aot_eager")),
+        # The ranks agreed on each of these lengths before.
+        *((form, 2.0, ((8, 8), (9, 9), (7, 7), (8, 9))) for form in ("region", "dynamic")),
+        # New on one rank alone: the other waits in its exchange, and this one does not send.
+        ("region", 4.0, ((8, 8), (8, 9))),
+    ],
+)
 @on_ranks(2)
-def test_uneven_shards_are_refused_on_every_rank(form: str) -> None:
-    mesh = world_mesh()
-    for requires_grad in (False, True):
-        torch._dynamo.reset()
-        tensors = uneven(mesh, requires_grad=requires_grad)
-        attend = attend_in(form, mesh)
-        with contextlib.nullcontext() if requires_grad else torch.inference_mode():
-            message = refusal_of(partial(attend, *tensors))
-        both = "queries: 128 on each rank on rank 0, 129 on each rank on rank 1;"
-        assert_told_alike(message, both, "name it in options['seq_len']")
-
-
-def check_lengths(form: str, timeout_s: float, *lengths: tuple[int, int]) -> str:
-    """Attend with lengths of each rank in turn; return what the last error said, and where."""
-    mesh = impatient_mesh(timeout_s)
-    attend = attend_in(form, mesh)
+def test_lengths_that_differ_are_told_on_every_rank(
+    form: str, timeout_s: float, lengths: tuple[tuple[int, int], ...]
+) -> None:
+    """Attend with lengths of each rank in turn; the last time, one holds 8 tokens, the other 9."""
+    attend = attend_in(form, impatient_mesh(timeout_s))
     rank, told = dist.get_rank(), ""
     for held in lengths:
         pieces = [t[:, :, : held[rank]].contiguous() for t in make_qkv(9)[:3]]
@@ -212,28 +203,8 @@ def check_lengths(form: str, timeout_s: float, *lengths: tuple[int, int]) -> str
             attend(*pieces)
         except RuntimeError as error:
             told = f"{held} {type(error).__name__}: {error}"
-    return told
-
-
-LENGTHS = "queries: 8 on each rank on rank 0, 9 on each rank on rank 1"
-
-
-@pytest.mark.parametrize(
-    ("form", "timeout_s", "lengths"),
-    [
-        *((form, 2.0, ((8, 8), (9, 9), (7, 7), (8, 9))) for form in ("region", "dynamic")),
-        # New on one rank alone: the other waits in its exchange, and this one does not send.
-        ("region", 4.0, ((8, 8), (8, 9))),
-    ],
-)
-@on_ranks(2)
-def test_lengths_that_were_agreed_on_before(
-    form: str, timeout_s: float, lengths: tuple[tuple[int, int], ...]
-) -> None:
-    """The last time, one holds 8 tokens and the other 9."""
-    told = check_lengths(form, timeout_s, *lengths)
     assert told.startswith("(8, 9) RanksDisagree"), told
-    assert_told_alike(told, LENGTHS)
+    assert_told_alike(told, LENGTHS, "name it in options['seq_len']")
 
 
 @on_ranks(2)
@@ -435,37 +406,40 @@ def fail_on_one(form: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FAILURES)
-@on_ranks(3, deadline_s=120)
-def test_ranks_go_on_after_a_refusal(form: str) -> None:
-    """One rank cannot make its graph, once and then twice; all make those in between.
+@on_ranks(3)
+def test_ranks_go_on_after_a_refusal() -> None:
+    """One rank cannot make its graph, once or twice in turn; all make those in between.
 
     The others would wait for it for half an hour.
     """
-    own, part = FAILURES[form]
-    for call, count in enumerate((1, 2)):
-        for _ in range(count):
-            started = time.monotonic()
-            messages: list[Any] = [None] * 3
-            dist.all_gather_object(messages, fail_on_one(form))
-            assert time.monotonic() - started < 60
-            first, refusal, last = messages
-            assert own in refusal, refusal
-            for message in (first, last):
-                assert message.startswith("RanksDisagree: "), message
-                assert "got rank 1, which refuses to: " in message and part in message, message
-        attend = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
-        attend(*on_mesh(make_qkv(15 + call)[:3], world_mesh(), Shard(2)))
+    for number, (form, (own, part)) in enumerate(FAILURES.items()):
+        started = time.monotonic()
+        messages: list[Any] = [None] * 3
+        dist.all_gather_object(messages, fail_on_one(form))
+        assert time.monotonic() - started < 60
+        first, refusal, last = messages
+        assert own in refusal, refusal
+        for message in (first, last):
+            assert message.startswith("RanksDisagree: "), message
+            assert "got rank 1, which refuses to: " in message and part in message, message
+        if number % 2 == 0:
+            torch._dynamo.reset()
+            attend = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
+            attend(*on_mesh(make_qkv(15 + number)[:3], world_mesh(), Shard(2)))
 
 
-def check_a_rank_that_refuses_and_goes_on() -> list[str]:
+@pytest.mark.slow
+@on_ranks(2, deadline_s=90)
+def test_what_a_rank_calls_after_a_refusal_of_its_own_is_not_taken_for_what_others_wait_for() -> (
+    None
+):
     """In the second of four calls that are alike, one rank has a wrong mask."""
-    mesh, length = impatient_mesh(4.0), 4
+    mesh, length, is_odd = impatient_mesh(4.0), 4, dist.get_rank() == ODD
     tensors = [shard(t, dist.get_rank(), dist.get_world_size()) for t in make_qkv(2 * length)[:3]]
     said = []
     for call in range(4):
         mask = torch.ones(length, length, dtype=torch.bool)
-        how = {"attn_mask": mask} if call == 1 and dist.get_rank() == ODD else {"is_causal": True}
+        how = {"attn_mask": mask} if call == 1 and is_odd else {"is_causal": True}
         batch = torch.full((1, 2 * length), call)
         with cp_inductor.context_parallel(mesh, buffers=[batch], buffer_seq_dims=[1]):
             try:
@@ -473,20 +447,11 @@ def check_a_rank_that_refuses_and_goes_on() -> list[str]:
                 said.append("nothing")
             except cp_inductor.CPError as error:
                 said.append(f"{type(error).__name__}: {error}")
-    return said
-
-
-@pytest.mark.slow
-def test_what_a_rank_calls_after_a_refusal_of_its_own_is_not_taken_for_what_others_wait_for() -> (
-    None
-):
-    others, refusing = run_ranks(2, check_a_rank_that_refuses_and_goes_on, deadline_s=90)
-    assert refusing[0] == others[0] == "nothing"
-    assert "expected an attn_mask over the whole sequence" in refusing[1]
+    first, second, *others = said
+    assert {first, *others} == {"nothing"}
+    assert "expected an attn_mask over the whole sequence" in second
     # The other rank came to its second attention, and learns that this rank did not.
-    assert others[1].startswith("RanksDisagree: ")
-    assert "expected an attn_mask over the whole sequence" in others[1]
-    assert refusing[2:] == others[2:] == ["nothing"] * 2
+    assert second.startswith("RanksDisagree: ") != is_odd
 
 
 @on_ranks(2, deadline_s=120)
@@ -573,20 +538,15 @@ def in_parts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return attend_full(out, key, value)
 
 
-def check_in_parts() -> int:
+@on_ranks(2)
+def test_one_rank_runs_in_parts_what_others_run_whole() -> None:
     mesh = world_mesh()
-    torch._dynamo.reset()
     compiled = torch.compile(in_parts, backend="cp_aot_eager")
     tensors = make_dtensors(mesh)
     for _ in range(3):
         out = compiled(*tensors)
     assert torch.equal(out.to_local(), in_parts(*tensors).to_local())
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-def test_one_rank_runs_in_parts_what_others_run_whole() -> None:
-    first, *others = run_ranks(3, check_in_parts)
-    assert first == 2 and others == [1, 1]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 - dist.get_rank()
 
 
 @on_ranks(4)
@@ -622,11 +582,8 @@ def dropped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend", ["cp_aot_eager", pytest.param("cp_inductor", marks=pytest.mark.long)]
-)
 @on_ranks(2)
-def test_tables_of_compiled_graphs(backend: str) -> None:
+def test_tables_of_compiled_graphs() -> None:
     mesh, is_odd = world_mesh(), dist.get_rank() == ODD
     tensors = make_dtensors(mesh, 21)
     ids = [
@@ -639,7 +596,7 @@ def test_tables_of_compiled_graphs(backend: str) -> None:
             return refusal_of(lambda: function(*given))
 
     def compiled(function: Any) -> Any:
-        return torch.compile(function, backend=backend, fullgraph=True)
+        return torch.compile(function, backend="cp_aot_eager", fullgraph=True)
 
     for requires_grad in (False, True):
         for tensor in tensors:

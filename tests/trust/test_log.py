@@ -58,16 +58,6 @@ def say(group: Sequence[Log], *said: list[list[Entry]], is_whole: bool = False) 
     return run(*(partial(say_all, log, batches, is_whole=is_whole) for log, batches in pairs))
 
 
-def test_after_a_difference_ranks_agree_again() -> None:
-    def disagree_then_agree(log: Log, word: str) -> None:
-        with pytest.raises(RanksDisagree):
-            say_all(log, [[entry(word=word)]])
-        say_all(log, [[entry(word="same")], [entry(word="other")]])
-
-    pairs = zip(logs(dist.HashStore()), "aab", strict=True)
-    assert run(*(partial(disagree_then_agree, log, word) for log, word in pairs)) == [None] * 3
-
-
 def test_a_rank_that_does_not_come_is_named_and_hears_of_it() -> None:
     first, second, third = logs(dist.HashStore())
     for log in (first, second, third):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -18,30 +16,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 import cp_inductor
-from cp_inductor import RanksDisagree, SequenceWarning, UnsupportedPlacement, reduce_gradients
+from cp_inductor import RanksDisagree, UnsupportedPlacement, reduce_gradients, shard
+from tests.support.combinations import (
+    Decoder,
+    make_batch,
+    mean_loss,
+    shards_of,
+    warnings_of,
+)
 from tests.support.ranks import on_ranks, world_mesh
 
-LENGTH = 12
 
-
-class Model(nn.Module):
+class Model(Decoder):
     """Has tied weights, and a layer that no token reads."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(19, 16)
-        self.project = nn.Linear(16, 48)
+        super().__init__(num_layers=1, dim=16, is_tied=True)
         self.unused = nn.Linear(3, 3)
-        self.head = nn.Linear(16, 19, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        query, key, value = self.project(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        x = x + F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(
-            1, 2
-        ).flatten(2)
-        return self.head(x)
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> Model:
@@ -49,20 +40,10 @@ def make_model(dtype: torch.dtype = torch.float64) -> Model:
     return Model().to(dtype)
 
 
-def draw_batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return tuple(torch.randint(19, (2, LENGTH), generator=generator) for _ in range(2))  # type: ignore[return-value]
-
-
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def backward(model: nn.Module, run: Callable[..., Tensor], mesh: DeviceMesh) -> None:
+def backward(run: Callable[..., Tensor], mesh: DeviceMesh) -> None:
     """Run the README's step in a region."""
-    ids, labels = draw_batch()
-    with cp_inductor.context_parallel(mesh, buffers=[ids, labels], buffer_seq_dims=[1, 1]):
-        (loss_of(run(ids), labels) / mesh.size()).backward()
+    with shards_of(make_batch(), mesh) as (ids, positions, labels):
+        (mean_loss(run(ids, positions), labels) / mesh.size()).backward()
 
 
 # --- Sums --------------------------------------------------------------------------------------
@@ -72,9 +53,9 @@ def backward(model: nn.Module, run: Callable[..., Tensor], mesh: DeviceMesh) -> 
 @on_ranks("world_size")
 def test_a_step_in_a_region_has_the_gradients_of_one_process(world_size: int) -> None:
     mesh, model, alone = world_mesh(), make_model(), make_model()
-    ids, labels = draw_batch()
-    loss_of(alone(ids), labels).backward()
-    backward(model, model, mesh)
+    ids, positions, labels = make_batch()
+    mean_loss(alone(ids, positions), labels).backward()
+    backward(model, mesh)
     reduce_gradients(model, mesh)
     assert model.unused.weight.grad is None
     for (name, parameter), known in zip(model.named_parameters(), alone.parameters(), strict=True):
@@ -287,15 +268,6 @@ def flat_buffer(model: nn.Module, mesh: DeviceMesh) -> None:
         parameter.grad = part.view_as(parameter).clone()
 
 
-@contextmanager
-def sequence_warnings() -> Iterator[list[str]]:
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield found
-    found += [str(one.message) for one in caught if one.category is SequenceWarning]
-
-
 def _train(reduce: Callable[..., None], form: str, num_backwards: int) -> list[str]:
     cp_inductor.reset()  # another case may have been judged in this process
     mesh, model = world_mesh(), make_model(torch.float32)
@@ -308,49 +280,51 @@ def _train(reduce: Callable[..., None], form: str, num_backwards: int) -> list[s
         options = {"mesh": mesh}
         run = torch.compile(model, backend="cp_aot_eager", fullgraph=True, options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with sequence_warnings() as found:
+
+    def train() -> None:
         for _ in range(3):
             for _ in range(num_backwards):
                 if form == "options":
-                    ids, labels = (
-                        one.chunk(mesh.size(), 1)[dist.get_rank()] for one in draw_batch()
-                    )
-                    loss_of(run(ids), labels).backward()
+                    ids, positions, labels = (shard(one, mesh).to_local() for one in make_batch())
+                    mean_loss(run(ids, positions), labels).backward()
                 else:
-                    backward(model, run, mesh)
+                    backward(run, mesh)
             reduce(model, mesh)
             optimizer.step()
             optimizer.zero_grad()
+
+    found = warnings_of(train)
     assert not optimizers._global_optimizer_pre_hooks, "what was judged is looked at no more"
     return found
 
 
-FORGETS = [(forget, "region"), (clip, "region"), (forget, "options"), (clip, "options")]
-REDUCES = [
-    *((reduce, "region") for reduce in (loop, loop_and_clip, flat_buffer, reduce_gradients)),
-    *((reduce, "options") for reduce in (loop, reduce_gradients)),
-    (forget, "ddp"),
-    (clip, "ddp"),
+# How gradients are reduced, of what form, and how often a step differentiates.
+FORGETS: list[tuple[Callable[..., None], str, int]] = [
+    *((forget, "region", 1), (clip, "region", 2)),
+    *((forget, "options", 2), (clip, "options", 1)),
+]
+REDUCES: list[tuple[Callable[..., None], str, int]] = [
+    *((loop, "region", 1), (loop_and_clip, "region", 2), (flat_buffer, "region", 1)),
+    *((reduce_gradients, "region", 2), (loop, "options", 2), (reduce_gradients, "options", 1)),
+    *((forget, "ddp", 1), (clip, "ddp", 2)),
 ]
 
 
 @pytest.mark.slow
 @on_ranks(2)
 def test_gradients_that_nobody_sums_are_warned_of_once_by_name() -> None:
-    for reduce, form in FORGETS:
-        for backwards in (1, 2):
-            found = _train(reduce, form, backwards)
-            if dist.get_rank() == 0:
-                names = "tokens.weight, project.weight, project.bias"
-                assert f"gradients of {names} are of each rank" in found[0]
-                remedy = "call cp_inductor.reduce_gradients(model, mesh) after the backward"
-                assert remedy in found[0]
-            assert len(found) == (dist.get_rank() == 0)
+    for reduce, form, num_backwards in FORGETS:
+        found = _train(reduce, form, num_backwards)
+        if dist.get_rank() == 0:
+            names = r"tokens\.weight(, (positions|layers\.0\.\w+)\.weight){3} and \d+ more"
+            assert re.search(f"gradients of {names} are of each rank", found[0]), found
+            remedy = "call cp_inductor.reduce_gradients(model, mesh) after the backward"
+            assert remedy in found[0]
+        assert len(found) == (dist.get_rank() == 0)
 
 
 @pytest.mark.slow
 @on_ranks(2)
 def test_whoever_sums_gradients_hears_nothing() -> None:
-    for reduce, form in REDUCES:
-        for backwards in (1, 2):
-            assert _train(reduce, form, backwards) == []
+    for reduce, form, num_backwards in REDUCES:
+        assert _train(reduce, form, num_backwards) == []

@@ -1,4 +1,7 @@
-"""Ranks that go other ways are told so: batches skipped, evaluations of one rank, who waits."""
+"""Ranks that go other ways are told so: batches skipped, evaluations of one rank, who waits.
+
+And ranks that pass the same tokens where each is to have its own.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import gc
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from io import StringIO
 from typing import Any
 from unittest import mock
@@ -20,6 +24,7 @@ import cp_inductor
 from cp_inductor import RanksDisagree
 from cp_inductor.trust import agreement, asking, log
 from cp_inductor.trust.agreement import forget_agreements
+from tests.support.combinations import warnings_of
 from tests.support.ranks import on_ranks, world_mesh
 
 
@@ -154,3 +159,74 @@ def test_who_leaves_while_a_thread_asks_the_store_is_not_aborted() -> None:
         [sys.executable, "-c", LEAVES_WHILE_ASKING], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "silent\n", "")
+
+
+# --- Plain inputs that begin alike on all ranks, where each is to have its own tokens -----------
+
+# Does not divide by two or three ranks.
+LENGTH = 31
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(50, 8), nn.Embedding(64, 8)
+
+    def forward(self, ids: Tensor, positions: Tensor, padding: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(positions) + padding[..., None]
+        return attend(x).sum((1, 3))
+
+
+def compiled(length: int) -> Callable[..., Tensor]:
+    torch.manual_seed(0)
+    options = {"mesh": world_mesh(), "seq_len": length}
+    return torch.compile(Decoder(), backend="cp_aot_eager", fullgraph=True, options=options)
+
+
+def whole_batch(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(50, (2, length))
+    return ids, torch.arange(length).expand(2, -1), torch.zeros(2, length)
+
+
+def expect(found: list[str], *names: str) -> None:
+    """Check that the first rank, for all, has named exactly these inputs."""
+    told = [text for text in found if "the same numbers" in text]
+    if dist.get_rank() or not names:
+        assert not told
+        return
+    (text,) = told
+    for name in ("ids", "positions", "padding"):
+        assert (f" {name}" in text.split(" begin")[0]) == (name in names), text
+    assert f"on all {dist.get_world_size()} ranks" in text
+    assert "as torch.chunk cuts it" in text
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_whole_batch_on_every_rank() -> None:
+    """Every rank passes all of a batch, as if nothing were sharded."""
+    ids, positions, padding = whole_batch(12)
+    model = compiled(12 * dist.get_world_size())
+    expect(warnings_of(lambda: model(ids, positions, padding)), "ids", "positions")
+
+
+@pytest.mark.slow
+@on_ranks(3)
+def test_positions_of_their_own() -> None:
+    """Every rank counts its own, also where the last has fewer tokens than the others.
+
+    What is right is not warned of; padding that is the same everywhere tells nothing.
+    """
+    world_size = dist.get_world_size()
+    ids, positions, padding = (
+        one.chunk(world_size, 1)[dist.get_rank()] for one in whole_batch(LENGTH)
+    )
+    own = torch.arange(ids.shape[1]).expand(2, -1)
+    model = compiled(LENGTH)
+    expect(warnings_of(lambda: model(ids, positions, padding)))
+    # The second call is looked at as well, the third is not; the mode without gradients by itself.
+    expect(warnings_of(lambda: model(ids, own, padding)), "positions")
+    expect(warnings_of(lambda: model(ids, own, padding)))
+    with torch.no_grad():
+        expect(warnings_of(lambda: model(ids, own, padding)), "positions")

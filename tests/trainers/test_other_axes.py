@@ -1,0 +1,309 @@
+"""Data, tensor and pipeline parallelism x context parallelism, on 4 ranks.
+
+More than 90 s of CPU where it is a long case's turn: four ranks compile each case, as their plans
+differ, and buckets of DDP show only in models of several blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+from torch._dynamo.utils import counters
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
+
+import cp_inductor
+from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
+from tests.support.combinations import (
+    AOT,
+    BATCH,
+    COMPILED,
+    DIM,
+    EAGER,
+    FORMS,
+    HEADS,
+    LENGTH,
+    NOTHING,
+    NUM_LAYERS,
+    Decoder,
+    Row,
+    assert_grads,
+    assert_rewritten,
+    averaged_grads,
+    combination,
+    combinations,
+    compiled,
+    grads_of,
+    layers_of,
+    make_batch,
+    make_mesh,
+    make_model,
+    mean_loss,
+    plain_name,
+    shards_of,
+    train_step,
+    unsharded,
+    whole,
+)
+from tests.support.comms import Counts
+from tests.support.ranks import on_ranks
+from tests.support.tensor_parallel import parallelize
+
+# --- Replicated weights: DDP, and what Inductor makes of it.
+
+ALL_REDUCE = torch.ops.c10d.allreduce_
+
+
+@combination("DDP over (dp, cp), its graph splitter on", *FORMS)
+@on_ranks(4)
+def test_ddp(form: str) -> None:
+    mesh = make_mesh(2, 2)
+    loss, grads = unsharded()
+    group = mesh["dp", "cp"]._flatten("data").get_group()
+    # Small buckets: the graph splitter cuts the model before, between and behind the blocks.
+    model = DistributedDataParallel(make_model(), process_group=group, bucket_cap_mb=0.02)
+    run = compiled(model, form)
+    with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024), Counts():
+        actual = train_step(run, mesh)
+    torch.testing.assert_close(actual, loss)
+    assert_rewritten(form)
+    assert_grads(grads_of(model), grads)
+    if form != EAGER:
+        assert counters["aot_autograd"]["total"] > 1, "the graph was not split"
+        assert counters["cp_inductor"]["sites_rewritten"] == NUM_LAYERS
+    counts = Counts()
+    with counts:
+        train_step(run, mesh)
+    assert counts.exchanges() >= 2 * NUM_LAYERS
+    # One is that of the loss.
+    assert counts.get_comm_counts()[ALL_REDUCE] > 2
+    # The second batch found the gradients of the first, which were averages.
+    assert_grads(grads_of(model), {name: 2 * grad for name, grad in grads.items()})
+
+
+@combination("DDP over cp, tensor parallelism over tp", EAGER, AOT)
+@on_ranks(4)
+def test_ddp_and_tensor_parallel(form: str) -> None:
+    """What DDP reduces on cp are the local parts of weights that are sharded on tp."""
+    mesh = make_mesh(2, 2, names=("cp", "tp"))
+    loss, grads = unsharded()
+    model = make_model()
+    parallelize(model, mesh["tp"], "blocks")
+    placements = {
+        name: parameter.placements
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
+    }
+    # Given a mesh of others, it takes the DTensors apart, and puts them together in the forward.
+    wrapped = DistributedDataParallel(model, device_mesh=mesh["cp"])
+    # Behind the first forward those are no parameters of the modules any more.
+    parameters = {plain_name(name): parameter for name, parameter in wrapped.named_parameters()}
+    run = compiled(wrapped, form)
+    # torch's hooks leave the DTensors of the first forward in place, and compiled code would go
+    # through their graph, which is freed by then, a second time (2.13).
+    for times in (1, 2) if form == EAGER else (1,):
+        torch.testing.assert_close(train_step(run, mesh), loss)
+        found = {
+            name: whole(DTensor.from_local(parameter.grad, mesh["tp"], placements[name]))
+            if name in placements
+            else parameter.grad
+            for name, parameter in parameters.items()
+        }
+        assert_grads(found, {name: times * grad for name, grad in grads.items()})
+    assert_rewritten(form)
+
+
+# Compiled autograd: one graph for the whole backward, in which gradients are reduced.
+
+
+@combination("replicate over (dp, cp), compiled autograd", AOT, COMPILED, eager=NOTHING)
+@on_ranks(2)
+def test_compiled_autograd(form: str) -> None:
+    mesh = make_mesh(1, 2)
+    loss, grads = unsharded(num_layers=1)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        model = replicate(make_model(num_layers=1), device_mesh=mesh["dp", "cp"]._flatten("data"))
+        run = compiled(model, form)
+        with compiled_autograd._enable(partial(compiled, form=form, fullgraph=True)):
+            actual = train_step(run, mesh)
+    torch.testing.assert_close(actual, loss)
+    assert_rewritten(form)
+    assert_grads(grads_of(model), grads)
+
+
+# --- Heads on tp, the sequence on cp.
+
+
+def exchanges_of_an_attention(mesh: DeviceMesh) -> int:
+    """Return how many the plan has, forward and backward, that is made of one of this model."""
+    heads = HEADS // mesh["tp"].size()
+    recipe = Recipe(mesh["cp"].size(), LENGTH, LENGTH, heads, heads, DIM // HEADS, 4, "causal")
+    recipe = resolve(recipe, site="test")
+    stages = (*forward_plan(recipe).stages, *backward_plan(recipe).stages)
+    return sum(bool(stage.fetch) + bool(stage.home) for stage in stages)
+
+
+def backward_of(run: Callable[..., Any], mesh: DeviceMesh, style: str) -> Tensor:
+    """Run forward and backward; return the mean loss over the ranks of cp."""
+    with shards_of(make_batch(), mesh) as (ids, positions, labels):
+        logits = run(ids, positions)
+        assert isinstance(logits, DTensor) == (style == "loss")
+        with loss_parallel() if style == "loss" else nullcontext():
+            loss = mean_loss(logits, labels)
+            loss.backward()
+    loss = whole(loss.detach())
+    dist.all_reduce(loss, group=mesh["cp"].get_group())
+    return loss / mesh["cp"].size()
+
+
+STYLES = {
+    "tensor parallelism: heads and MLP on tp": Row(settings={"style": "blocks"}),
+    "tensor parallelism, embedding and head tied": Row(settings={"style": "tied"}),
+    "tensor parallelism with Megatron's sequence parallelism": Row(settings={"style": "sequence"}),
+    "tensor parallelism, vocabulary on tp (loss_parallel)": Row(settings={"style": "loss"}),
+}
+
+
+@combinations(STYLES)
+@on_ranks(4)
+def test_tensor_parallel(row: str, form: str) -> None:
+    mesh, style = make_mesh(2, 2, names=("cp", "tp")), STYLES[row].settings["style"]
+    # A second block is the first one's like: the style that changes nothing else has it.
+    num_layers = layers_of(form) if style == "blocks" else 1
+    kwargs = {"num_layers": num_layers, "is_tied": style == "tied"}
+    loss, grads = unsharded(**kwargs)
+    model = make_model(**kwargs)
+    parallelize(model, mesh["tp"], style)
+    run = compiled(model, form)
+    with Counts():
+        backward_of(run, mesh, style)
+    if style == "tied":
+        assert model.head.weight is model.tokens.weight
+        assert model.head.weight.grad is model.tokens.weight.grad
+    # The second batch finds the gradients of the first, and adds its own.
+    counts = Counts()
+    with counts:
+        actual = backward_of(run, mesh, style)
+    torch.testing.assert_close(actual, loss)
+    assert_rewritten(form)
+    twice = {name: 2 * grad for name, grad in grads.items()}
+    assert_grads(averaged_grads(model, mesh["cp"]), twice)
+    # Attention exchanges on cp.
+    assert counts.exchanges() == num_layers * exchanges_of_an_attention(mesh)
+
+
+@combination("tensor parallelism, inference", *FORMS)
+@on_ranks(4)
+def test_inference(form: str) -> None:
+    mesh = make_mesh(2, 2, names=("cp", "tp"))
+    ids, positions, _ = make_batch()
+    expected = make_model()(ids, positions).detach()
+    model = make_model().eval()
+    parallelize(model, mesh["tp"], "blocks")
+    run = compiled(model, form)
+    with torch.inference_mode(), shards_of(make_batch(), mesh) as (ids, positions, _):
+        logits = run(ids, positions)
+        (logits,) = cp_inductor.context_parallel_unshard(mesh["cp"], [logits], [1])
+    assert_rewritten(form)
+    torch.testing.assert_close(logits, expected)
+
+
+# --- Two stages of two shards each.
+
+NUM_MICROBATCHES = 2
+
+
+class First(nn.Module):
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.tokens, self.positions = model.tokens, model.positions
+        self.layers = nn.ModuleDict({"0": model.layers[0]})
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.layers["0"](self.tokens(ids) + self.positions(positions))
+
+
+class Last(nn.Module):
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"1": model.layers[1]})
+        self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.layers["1"](x)))
+
+
+class Received(nn.Module):
+    """A stage whose inputs came from another rank."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        with cp_inductor.per_rank():
+            return self.part(*inputs)
+
+
+def run_stage(
+    run: nn.Module, mesh: DeviceMesh, schedule: type[ScheduleGPipe | Schedule1F1B], batch: Any
+) -> Tensor | None:
+    """Run one step of this rank's stage; return the mean loss if it is the last stage."""
+    place, pp = mesh["pp"].get_local_rank(), mesh["pp"]
+    stage = PipelineStage(run, place, 2, torch.device("cpu"), group=pp.get_group())
+    pipeline = schedule(stage, NUM_MICROBATCHES, loss_fn=mean_loss)
+    ids, positions, labels = batch
+    losses: list[Tensor] = []
+    if place == 0:
+        pipeline.step(ids, positions)
+        return None
+    pipeline.step(target=labels, losses=losses)
+    assert len(losses) == NUM_MICROBATCHES < BATCH
+    return torch.stack(losses).mean().detach()
+
+
+@combination("pipeline of two stages, GPipe and 1F1B", *FORMS)
+@on_ranks(4)
+def test_pipeline(form: str) -> None:
+    for schedule in (ScheduleGPipe, Schedule1F1B):
+        mesh = make_mesh(2, 2, names=("pp", "cp"))
+        loss, grads = unsharded()
+        part = (First, Last)[mesh["pp"].get_local_rank()](make_model())
+        # What a stage receives, the region has not seen made: the program says that it is shards.
+        run = compiled(Received(part), form, fullgraph=True)
+        with shards_of(make_batch(), mesh) as batch:
+            actual = run_stage(run, mesh, schedule, batch)
+        assert_rewritten(form)
+        if actual is not None:
+            dist.all_reduce(actual, group=mesh["cp"].get_group())
+            torch.testing.assert_close(actual / 2, loss)
+        actual_grads = averaged_grads(part, mesh["cp"])
+        assert_grads(actual_grads, {name: grads[name] for name in actual_grads})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["eager", pytest.param("cp_aot_eager", marks=pytest.mark.long)])
+@on_ranks(4)
+def test_parallelized_stages(form: str) -> None:
+    """Stages that hand on whole activations, each of which its ranks cut."""
+    mesh = make_mesh(2, 2, names=("pp", "cp"))
+    loss, grads = unsharded()
+    part = (First, Last)[mesh["pp"].get_local_rank()](make_model())
+    cp_inductor.parallelize(part, mesh["cp"], outputs="whole", seq_dims={"x": 1})
+    actual = run_stage(compiled(part, form), mesh, Schedule1F1B, make_batch())
+    if actual is not None:
+        torch.testing.assert_close(actual, loss)
+    assert_grads(grads_of(part), {name: grads[name] for name, _ in part.named_parameters()})

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._ops import single_dim_strategy
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -34,8 +33,6 @@ MakesParts = Callable[[Any, tuple[Any, ...], Any], bool]
 # What C++ calls for a call whose sharding it does not remember: (op, args, kwargs, info,
 # whether to remember). What is returned, if it is no OutputSharding, is the result of the call.
 CHOOSE = "_propagate_op_sharding_dispatch_slow_path"
-# What lists the placements that DTensor weighs, as read in 2.13.0.
-NEIGHBORS = "_get_neighbor_placements"
 
 
 def on_failed_sharding(
@@ -49,11 +46,6 @@ def on_failed_sharding(
     `DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path`
     (torch.distributed.tensor._dispatch, 2.13-2.15), which is called below autograd, in eager code
     and while compilers trace.
-
-    `_get_neighbor_placements` (torch.distributed.tensor._ops.single_dim_strategy, 2.13) lists a
-    set, whose order depends on the hash of strings, which each process draws. Among equally cheap
-    placements the first one wins, and ranks that choose another one wait for ever. Here they are
-    in one order.
 
     Args:
         compute: (op, args, kwargs) -> the result. It is called within the handler of torch's error,
@@ -85,10 +77,6 @@ def on_failed_sharding(
 
     run_uncompiled(choose)
     setattr(dispatcher, CHOOSE, choose)
-    list_neighbors = getattr(single_dim_strategy, NEIGHBORS, None)
-    if list_neighbors is not None:
-        in_order = wraps(list_neighbors)(lambda *args: sorted(list_neighbors(*args), key=str))
-        setattr(single_dim_strategy, NEIGHBORS, in_order)
     forget_shardings()  # that C++ remembers, and would not ask for again
     _let_compilers_take_strided_shards()
 

@@ -167,9 +167,6 @@ _NAMES = {
         DTensorSpec(mesh,placements,tensor_meta) TensorMeta(shape,stride,dtype)""",
     "torch.distributed.tensor._op_schema": """
         OpSchema(op,args_schema,kwargs_schema) OutputSharding(output_spec,redistribute_schema)""",
-    "torch.distributed.tensor._ops.single_dim_strategy": """
-        _get_neighbor_placements(allowed_sharding,allowed_partial,current,input_placements,mesh_dim)
-    """,
     "torch.distributed.tensor._random": "is_rng_supported_mesh(device_mesh)",
     TORCHS_ATTENTION: """
         _DispatchMode.MODULE_WRAPPER _cp_options.enable_load_balance _dispatch_mode

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from cp_inductor.integrations.sinks import flex_sinks_on_cpu
-from cp_inductor.plan.strategies import TABLE
 from tests.rehearsal.__main__ import main
 from tests.rehearsal.attentions import ROWS, Row
 from tests.rehearsal.rank import Job
@@ -60,7 +59,7 @@ def test_what_is_run_each_time() -> None:
     rows = [row for row in ROWS if not row.long and f"[{row.name}]" not in listed]
     assert sum(len(row.functions) for row in rows) >= 18
     assert {row.world_size for row in rows} == {2, 3}
-    assert {row.options.get("strategy") for row in ROWS if row.grad} >= TABLE.keys()
+    assert sum(len(row.functions) for row in ROWS) >= 60
     assert {row.world_size for row in ROWS} == {2, 3, 4, 8}
 
 
@@ -144,6 +143,7 @@ def job_of(name: str, dtype: torch.dtype, world_size: int) -> Job:
         ("Llama", torch.bfloat16, 4),
         ("Mistral", torch.float32, 3),
         ("GptOss", torch.float32, 2),
+        ("GptOss", torch.bfloat16, 2),
         # Recurrences: a chunk scan and a gated delta rule.
         ("Mamba2", torch.float32, 2),
         ("Qwen3_5", torch.float32, 2),

@@ -39,7 +39,6 @@ from tests.support.reference import (
     assert_shards_close,
     make_qkv,
     on_mesh,
-    shard,
     with_grads,
 )
 
@@ -254,7 +253,6 @@ class Block(nn.Module):
 def test_layers_share_a_mask_that_is_made_inside(how: str) -> None:
     mesh = world_mesh()
     whole = make_qkv(36, dtype=torch.float64, num_heads=HEADS, batch=BATCH, head_dim=16)
-    rank, world_size = mesh.get_local_rank(), mesh.size()
     with flex_gradients_on_cpu():
         expected = with_grads(Block(), whole)
         torch._dynamo.reset()
@@ -264,9 +262,12 @@ def test_layers_share_a_mask_that_is_made_inside(how: str) -> None:
             with implicit_replication():
                 actual = with_grads(compiled, on_mesh(whole, mesh, Shard(2)))
         else:
-            with cp_inductor.context_parallel(mesh):
-                local = (shard(t, rank, world_size).contiguous() for t in whole)
-                actual = with_grads(compiled, local)
+            *leaves, grad_out = local = [tensor.detach().clone() for tensor in whole]
+            dims = [2] * len(local)
+            with cp_inductor.context_parallel(mesh, buffers=local, buffer_seq_dims=dims):
+                out = compiled(*(leaf.requires_grad_() for leaf in leaves))
+                out.backward(grad_out)
+                actual = (out.detach(), *(leaf.grad for leaf in leaves))
     assert_shards_close(actual, expected, torch.float64, how)
     assert counters["cp_inductor"]["sites_rewritten"] == 2
 

@@ -27,6 +27,8 @@ from cp_inductor.plan.text import format_program
 from cp_inductor.torch_private.sizes import size_hint
 
 log = logging.getLogger("cp_inductor")
+# What TORCH_TRACE writes: it has no handlers where nobody asked for a trace.
+trace_log = logging.getLogger("torch.__trace")
 
 
 def count(name: str, number: int = 1) -> None:
@@ -137,8 +139,12 @@ def say_nothing_found() -> None:
 def graph_logged(gm: fx.GraphModule, kind: str) -> Iterator[None]:
     """Log a graph before and after a change, to the logger and as artifacts of TORCH_TRACE.
 
-    Nothing is logged if the change fails, or was none.
+    Nothing is logged if the change fails, or was none. Nor is anything printed that nobody reads:
+    to print a graph takes as long as to lower it.
     """
+    if not (log.isEnabledFor(logging.DEBUG) or trace_log.handlers):
+        yield
+        return
     print_graph = partial(gm.print_readable, print_output=False, include_stride=True)
     before = print_graph()
     yield

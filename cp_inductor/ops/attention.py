@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
+from cp_inductor.kept import on_reset
 from cp_inductor.plan import Recipe, backward_plan, forward_plan
 from cp_inductor.run.attention import PER_BATCH, Attention
 from cp_inductor.run.executor import run_backward, run_forward
@@ -31,6 +32,7 @@ from cp_inductor.tiles.combine import accumulation_dtype
 from cp_inductor.tiles.kernels import empty_like_rows
 from cp_inductor.tiles.stand_in import fold_lse_gradient
 from cp_inductor.torch_private.modes import run_uncompiled
+from cp_inductor.torch_private.tracing import tensors_in
 from cp_inductor.trust.agreement import agreed
 from cp_inductor.trust.failures import named_steps
 
@@ -116,16 +118,44 @@ def _(query: Tensor, key: Tensor, value: Tensor, extras: list[Tensor], *how: Any
             empty_like_rows(query),
             empty_like_rows(query[..., 0], of_lse),
         ]
-    results: list[Tensor] = attention._init_fn(query, key, value, extras, *how)
-    return results
+    return _run_once(attention._init_fn, query, key, value, extras, *how)
 
 
 @attention_backward.register_fake
 def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> list[Tensor]:
     if Attention.of(*rest[NUM_TENSORS[BACKWARD] - 4 :]).is_per_batch:
         return [empty_like_rows(tensor) for tensor in (query, key, value)]
-    results: list[Tensor] = attention_backward._init_fn(grad_out, query, key, value, *rest)
-    return results
+    return _run_once(attention_backward._init_fn, grad_out, query, key, value, *rest)
+
+
+_layouts = dict[Any, Any]()
+on_reset(_layouts.clear)
+
+
+def _run_once(function: Any, *arguments: Any) -> list[Tensor]:
+    """Run a function on fakes; results of arguments laid out as before are laid out as before.
+
+    A layer is traced several times, and its sizes are those of the other layers.
+    """
+    tensors = tensors_in(arguments)
+    results: list[Tensor]
+    if any(isinstance(size, torch.SymInt) for t in tensors for size in (*t.shape, *t.stride())):
+        results = function(*arguments)
+        return results
+    key = function, _layout(arguments)
+    if key not in _layouts:
+        _layouts[key] = _layout(function(*arguments))
+    like, made = tensors[0], _layouts[key]
+    return [like.new_empty_strided(size, stride, dtype=dtype) for dtype, _, size, stride in made]
+
+
+def _layout(value: Any) -> Any:
+    """Return how tensors are laid out, also those in lists; other values unchanged."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_layout, value))
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, tuple(value.shape), value.stride()
+    return value
 
 
 FORWARD: Any = torch.ops.cp_inductor.attention.default

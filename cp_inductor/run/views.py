@@ -36,7 +36,7 @@ from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS, get_kernel
 from cp_inductor.tiles.kernels import AnyScale, Kernel, RuleKernel, TileCall
 from cp_inductor.tiles.math_tiles import Math
-from cp_inductor.tiles.stand_in import copy_statistic, make_stand_in, make_words
+from cp_inductor.tiles.stand_in import make_stand_in, make_words, store_beside
 from cp_inductor.tiles.tile_masks import MAX_SCORE_BYTES, TileMasks
 from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.sizes import size_hint
@@ -146,11 +146,11 @@ class Views:
 
         grad_out = tokens_first("grad_out")
         made: dict[str | Contents, Tensor] = {}
-        made["out"] = make_stand_in(tokens_first("delta"), grad_out)
-        if self.kernels.plain.has_lse_in_order:
-            made["lse"] = copy_statistic(tokens_first("lse"), grad_out)
+        for name in self.kernels.plain.packed:
+            made[name] = store_beside(tokens_first(name), grad_out)
             for piece in arrived:
-                del piece.tensors["lse"]
+                del piece.tensors[name]
+        made["out"] = make_stand_in(tokens_first("delta"), grad_out)
         spans = tuple(span for piece in arrived for span in piece.spans)
         tensors = {name: tensor.movedim(0, SEQUENCE_DIM) for name, tensor in made.items()}
         self.store.put(replace(arrived[0], spans=spans, tensors=tensors))
@@ -210,7 +210,7 @@ class Views:
         for name in names:
             part = tile.side(self.plan.shape, of_keys=name in Payload.KEY_VALUE.tensors)
             # What several tiles read in the order of its shape is copied once.
-            is_in_order = name == "lse" and self.kernels.plain.has_lse_in_order
+            is_in_order = name == "lse" and name in self.kernels.plain.packed
             tensors.append(self.store.take(name, *part, is_in_order=is_in_order))
         return tensors
 

@@ -91,7 +91,7 @@ class EfficientCUDA(PlainKernel):
     forward_op = aten._scaled_dot_product_efficient_attention.default
     backward_op = aten._scaled_dot_product_efficient_attention_backward.default
     device, dtypes, switch = "cuda", (torch.float32, *HALF), EFFICIENT
-    has_lse_in_order = True
+    packed = ("lse",)
 
     LSE_ALIGNMENT = 32  # the kernel writes, and reads back, lse rows padded to this many queries
     BIAS_ALIGNMENT = 16  # elements; see pad_bias in aten's attention.cpp
@@ -125,7 +125,7 @@ class EfficientCUDA(PlainKernel):
         # +inf makes every probability of a padding row exp(-inf) = 0.
         lse = F.pad(lse, (0, -query.shape[2] % self.LSE_ALIGNMENT), value=float("inf"))
         lse = lse.contiguous()
-        no_dropout = query.new_empty((), dtype=torch.int64)
+        no_dropout = query.new_empty(1, dtype=torch.int64)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             grad_out,
             query,
@@ -174,7 +174,7 @@ class FlashCUDA(PlainKernel):
     backward_op = aten._scaled_dot_product_flash_attention_backward.default
     device, dtypes, switch = "cuda", HALF, FLASH
     max_head_dim, min_capability = 256, (8, 0)
-    has_lse_in_order = True
+    packed = ("lse",)
     for_bias = EfficientCUDA
 
     def forward(self, call: TileCall) -> Partial:

@@ -66,7 +66,7 @@ class CudnnCUDA(PlainKernel):
     backward_op = aten._scaled_dot_product_cudnn_attention_backward.default
     device, dtypes, switch = "cuda", HALF, CUDNN
     max_head_dim, head_dim_multiple, min_capability = 128, 8, (8, 0)
-    has_lse_in_order = True
+    packed = ("lse", "grad_out")
     for_bias = EfficientCUDA
 
     @classmethod
@@ -111,7 +111,7 @@ class CudnnCUDA(PlainKernel):
         grad_out, out = (
             t.permute(order).contiguous().permute(order) for t in (grad_out, whole.out)
         )
-        no_dropout = query.new_empty((), dtype=torch.int64)
+        no_dropout = query.new_empty(1, dtype=torch.int64)
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
             grad_out,
             query,

@@ -100,14 +100,15 @@ class Kernel(ABC):
         device: type of the devices that it runs on.
         takes_delta: its backward takes delta = <out, grad_out> (B, H, S) in the place of out; then
             another rank is sent delta, and no out is made to stand in for it.
-        has_lse_in_order: its backward reads the lse by its address alone.
+        packed: what its backward takes of a row in memory of its own only: where it arrives in a
+            message, it is copied.
     """
 
     forward_op: ClassVar[Any]
     backward_op: ClassVar[Any]
     device: ClassVar[str]
     takes_delta: bool = False
-    has_lse_in_order: ClassVar[bool] = False
+    packed: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def forward(self, call: TileCall) -> Partial:

@@ -109,17 +109,20 @@ def fold_lse_gradient(out: Tensor, grad_out: Tensor, grad_lse: Tensor) -> tuple[
     return torch.where(is_seen.unsqueeze(-1), stand_in, out), grad_out
 
 
-def copy_statistic(statistic: Tensor, grad_out: Tensor) -> Tensor:
-    """Copy a number per row out of a message, in the kernel that makes the stand-in.
+def store_beside(tensor: Tensor, grad_out: Tensor) -> Tensor:
+    """Copy what a message has of rows, once for all tiles, in the kernel that makes the stand-in.
 
-    A kernel of CUDA wants them one behind the other. What asks for the largest coordinate of the
-    gradient, as the stand-in does, Inductor computes beside it; a plain copy it does not.
+    What asks for the largest coordinate of the gradient, as the stand-in does, Inductor computes
+    beside it; a plain copy it does not. And it stores what is a view of memory; else each tile
+    would compute its part again.
 
     Args:
-        statistic: (B, H, S).
-        grad_out: (B, H, S, D).
+        tensor: (t, B, H), or (t, B, H, D).
+        grad_out: (t, B, H, D).
     """
-    return torch.where(grad_out.abs().amax(-1) < 0, 0, statistic)
+    largest = grad_out.abs().amax(-1, keepdim=tensor.ndim == grad_out.ndim)
+    copied = torch.where(largest < 0, 0, tensor).contiguous()
+    return copied.as_strided(copied.shape, copied.stride())
 
 
 def _spread(delta: Tensor, grad_out: Tensor) -> Tensor:

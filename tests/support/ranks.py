@@ -39,6 +39,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from cp_inductor.trust.agreement import forget_agreements
+
 # So much of what a rank said is shown if it ends.
 LAST_LINES = 60
 
@@ -227,13 +229,15 @@ def forget_groups() -> None:
     """Let go of process groups that are gone.
 
     What is left of a model or a compile, such as hooks and guards, refers to groups and to meshes;
-    a group that they refer to keeps its threads, which poll for ever: some tens of them take the
-    machine from everybody.
+    a group that they refer to keeps its threads, and ours that asks its store: some tens of them
+    take the machine from everybody.
     """
+    forget_agreements()
     gc.collect()
     for mesh in gc.get_objects():
         if type(mesh) is DeviceMesh and hasattr(mesh, "_pg_registry"):
             mesh._pg_registry.clear()
+    gc.freeze()  # what is left now is not looked over again
 
 
 def forget_compiles() -> None:

@@ -115,6 +115,8 @@ def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule | None]]:
 
 def _written_by(node: fx.Node) -> set[int]:
     """Return the storages that a node writes to; if it cannot be run, all that it is given."""
+    if node.op == "call_method" and not is_in_place(node):
+        return set()
     inputs = _inputs_of(node)
     if any(without_vmap(tensor) is not tensor for tensor in inputs):
         # A node within torch.vmap cannot be run without it. What it writes to comes first.

@@ -10,7 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -24,9 +26,11 @@ from cp_inductor import (
     cross_compile,
     explain,
     pad_packed,
+    parallelize,
     reset,
 )
 from cp_inductor.dtensor.pad import capacity_of
+from cp_inductor.graph.collectives import list_collectives
 from cp_inductor.plan import batch as planning
 from tests.support.graphs import format_graph, lowered_graphs, text_of
 from tests.support.host_reads import host_reads
@@ -198,6 +202,41 @@ def test_all_ranks_have_the_same_graphs() -> None:
         texts.append({kind: format_graph(gm.graph) for kind, gm in graphs.items()})
     assert set(texts[0]) == {"forward", "backward"}
     assert texts[0] == texts[1]
+
+
+class OfTrees(nn.Module):
+    """Two layers under one mask, of what is counted in a batch that every rank has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 32)
+        self.layers = nn.ModuleList([nn.Linear(32, 96), nn.Linear(32, 96)])
+
+    def forward(self, ids: Tensor, leave: Tensor) -> Tensor:
+        enter, place = (ids == 3).cumsum(1), torch.arange(ids.shape[1])
+        of_query, of_key = enter[:, None, :, None], enter[:, None, None]
+        mask = (of_key <= of_query) & (of_query < leave[:, None, None]) & (place <= place[:, None])
+        x = self.embed(ids)
+        for layer in self.layers:
+            heads = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in layer(x).chunk(3, -1))
+            y = F.scaled_dot_product_attention(*heads, attn_mask=mask)
+            x = x + y.transpose(1, 2).flatten(2)
+        return x.sum()
+
+
+def test_ranks_that_pad_their_shards_plan_as_often_as_the_others() -> None:
+    """The last of three ranks has fewer tokens: AOTAutograd finds fewer of its gathers equal."""
+    ids, leave = torch.randint(9, (1, 40)), torch.full((1, 40), 99)
+    for tensor in (ids, leave):
+        maybe_mark_dynamic(tensor, 1)
+    met = []
+    for rank in (0, 2):
+        with fake_mesh(rank, 3) as mesh:
+            graphs = lowered_graphs(parallelize(OfTrees(), mesh), ids, leave)
+        met.append({kind: list_collectives(gm) for kind, gm in graphs.items()})
+    assert [one.op for one in met[0]["forward"]].count("plan_batch of int64") == 1
+    for kind, collectives in met[0].items():
+        assert [one.op for one in collectives] == [one.op for one in met[1][kind]]
 
 
 @pytest.mark.long

@@ -298,6 +298,7 @@ class PlanData:
     def program(self, rank: int) -> tuple[Stage, ...]:
         """Return one rank's part: its tiles, and the transfers that start or end at it."""
         if rank not in self._programs:
+            self._programs.clear()  # a process is one rank, or one after the other
             self._programs[rank] = tuple(
                 Stage(
                     Transfers.of(stage.fetch).of_rank(rank),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from cp_inductor.graph.collectives import STARTS, WAIT, is_collective
+from cp_inductor.graph.collectives import STARTS, is_collective
 from cp_inductor.passes.nodes import computes_numbers, merge_equal
 
 PAD = torch.ops.aten.constant_pad_nd.default

@@ -25,6 +25,7 @@ from tests.support.graphs import attend_causal
 from tests.support.packed import (
     difference,
     in_documents,
+    in_window,
     make_batch,
     make_model,
     shards_of,
@@ -140,12 +141,6 @@ def behind_a_layer(query: Tensor, key: Tensor, value: Tensor, documents: Tensor)
     return attend_causal(projected.unflatten(2, (-1, 8)).transpose(1, 2), key, value)
 
 
-def attend_window(query: Any, key: Any, value: Any, documents: Any = None) -> Any:
-    place = torch.arange(query.shape[2])
-    mask = (place <= place[:, None]) & (place[:, None] < place + 5)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
-
 Lengths = Sequence[int | tuple[int, int]]
 ONE_AXIS: tuple[tuple[str, Placement], ...] = (("cp", Shard(2)),)
 
@@ -190,6 +185,7 @@ def _attend(
     return found, counters["stats"]["unique_graphs"]
 
 
+WINDOWED = partial(in_window, window=5)
 CHANGING = (24, 12, 15, 16)  # rank 0 holds 8 tokens of 15 and of 16, which look alike to Dynamo
 UNMARKED: dict[str, Any] = {"is_marked": False}
 # What attends, over which lengths, how, on how many ranks, and the number of graphs.
@@ -202,7 +198,7 @@ ATTENTIONS = {
     # By itself, Dynamo makes symbols from the second length on.
     "unmarked": (causal, CHANGING, UNMARKED, 2, 3),
     "unmarked, static": (causal, CHANGING, {"dynamic": False}, 2, 2),
-    "unmarked window": (attend_window, CHANGING, UNMARKED, 2, 4),
+    "unmarked window": (WINDOWED, CHANGING, UNMARKED, 2, 4),
     "behind a layer, unmarked": (behind_a_layer, (12, 16, 15, 20), UNMARKED, 2, 3),
     # Rank 0 holds 11 tokens of 21 and of 22; Dynamo by itself would not look at the whole.
     "whole lengths": (of_whole_length, (21, 22, 21, 24, 23), {**UNMARKED, "dynamic": False}, 2, 4),
@@ -325,7 +321,7 @@ def test_a_length_that_does_not_divide_is_still_refused() -> None:
             compiled(*tensors)
 
 
-@pytest.mark.parametrize("attend", [attend_causal, attend_window])
+@pytest.mark.parametrize("attend", [attend_causal, WINDOWED])
 def test_a_symbol_that_became_a_number_is_guarded(attend: Any) -> None:
     """Rank 0 holds 8 of 15 and of 16 tokens; torch guards local sizes that became numbers."""
 

@@ -9,46 +9,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
-from torch._dynamo.callback import callback_handler
-from torch._inductor import codecache, compile_fx, cpp_builder, lowering
-from torch._inductor.codecache import FxGraphCache
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Shard as ShardPlacement
-from torch.fx.experimental import proxy_tensor
 
 from cp_inductor.backend import cp_aot_eager
 from cp_inductor.torch_private.traces import traces
+from tests.support.torch_state import state_of_torch
 
 OURS, TORCHS = "cp_aot_eager", "aot_eager"
-
-
-def in_place() -> tuple[Any, ...]:
-    """Return what of torch we may change while something is compiled."""
-    dispatcher = DTensor._op_dispatcher
-    return (
-        len(dispatcher._custom_op_handlers),
-        sorted(vars(dispatcher.sharding_propagator)),
-        list(callback_handler.start_callbacks),
-        list(callback_handler.end_callbacks),
-        proxy_tensor.set_proxy_slot,
-        ShardPlacement._replicate_to_shard,
-        codecache.write,
-        cpp_builder.CppBuilder,
-        compile_fx.fx_codegen_and_compile,
-        FxGraphCache.load_with_key,
-        dict(lowering.lowerings),
-    )
 
 
 class Recorder:
     """A backend that notes what is in place, and runs the graph as it is."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[Any, ...]] = []
+        self.seen: list[dict[str, Any]] = []
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.seen.append((in_place(), traces.is_ours))
+        self.seen.append(state_of_torch())
         return gm.forward
 
 
@@ -71,16 +49,16 @@ def test_only_our_compiles_have_handlers(backend: str) -> None:
         seen.append(traces.is_ours)
         return len(DTensor._op_dispatcher._custom_op_handlers)
 
-    before = in_place()
+    before = state_of_torch()
     num_handlers = compiled(lambda x: x * look(), backend)(torch.ones(()))
     assert seen == [backend == OURS]
-    assert (num_handlers > before[0]) == (backend == OURS)
-    assert in_place() == before
+    assert (num_handlers > len(before["DTensor's handlers"])) == (backend == OURS)
+    assert state_of_torch() == before
 
 
 @pytest.mark.parametrize("is_inner", [True, False], ids=["theirs in ours", "ours in theirs"])
 def test_a_compile_within_another(is_inner: bool) -> None:
-    before, recorder, seen = in_place(), Recorder(), []
+    before, recorder, seen = state_of_torch(), Recorder(), []
     inner = torch.compile(doubled, backend=recorder if is_inner else OURS)
 
     @torch.compiler.assume_constant_result
@@ -95,8 +73,8 @@ def test_a_compile_within_another(is_inner: bool) -> None:
 
     assert compiled(function, OURS if is_inner else recorder)(torch.ones(())).item() == 2
     assert seen == [is_inner, is_inner]
-    assert recorder.seen == [(before, False)]
-    assert in_place() == before
+    assert recorder.seen == [before]
+    assert state_of_torch() == before
 
 
 THROUGH_INDUCTOR = pytest.param((OURS, "cp_inductor", TORCHS), marks=pytest.mark.slow)
@@ -106,7 +84,7 @@ THROUGH_INDUCTOR = pytest.param((OURS, "cp_inductor", TORCHS), marks=pytest.mark
 def test_threads_that_compile_at_once(backends: tuple[str, ...]) -> None:
     """Each its own function, forward and backward; afterwards torch is as it was."""
     torch._dynamo.reset()
-    before, errors, num_threads = in_place(), [], 6
+    before, errors, num_threads = state_of_torch(), [], 6
     ready = threading.Barrier(num_threads)
 
     def train(number: int) -> None:
@@ -128,7 +106,7 @@ def test_threads_that_compile_at_once(backends: tuple[str, ...]) -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    assert in_place() == before
+    assert state_of_torch() == before
 
 
 def test_another_thread_is_not_in_our_compile(mesh: DeviceMesh) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from math import prod
 from typing import Any
 
 import pytest
@@ -52,13 +53,11 @@ def check(name: str, form: str) -> None:
     assert getattr(out, "placements", (Replicate(),)) == tuple(placements)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_convolution(name: str) -> None:
-    run_ranks(torch.tensor(CASES[name][3]).prod().item(), check, name, EAGER)
-
-
-def test_compiled() -> None:
-    run_ranks(2, check, "odd length", AOT)
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, EAGER) for name in CASES), ("odd length", AOT)]
+)
+def test_convolution(name: str, form: str) -> None:
+    run_ranks(prod(CASES[name][3]), check, name, form)
 
 
 @on_ranks(2)

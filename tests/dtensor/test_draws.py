@@ -136,11 +136,7 @@ def test_in_eager_code_the_first_rank_draws_over_replicas(program: Program) -> N
 # Not `recomputed`: torch 2.13 cannot save the mesh, under its own aot_eager neither.
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_graphs_of_ranks_draw_alike_or_are_told(program: Program) -> None:
-    run_ranks(2, check_seeds, program, "cp_aot_eager")
-
-
-def test_three_ranks_draw_alike_or_are_told() -> None:
-    run_ranks(3, check_seeds, drop_path, "cp_aot_eager")
+    run_ranks(3 if program is drop_path else 2, check_seeds, program, "cp_aot_eager")
 
 
 @pytest.mark.long
@@ -199,7 +195,10 @@ def drawn() -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     yield "multinomial", lambda x: torch.multinomial(x.exp().flatten(0, 1), 2)
 
 
-def check_draws(backend: str | None) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [None, "cp_aot_eager"])
+@on_ranks(3)
+def test_shards_draw_their_part_of_the_whole(backend: str | None) -> None:
     cp_inductor.parallelize(nn.Linear(1, 1), world_mesh())
     for name, draw in drawn():
         if backend and name in ("normal_", "exponential_", "multinomial"):  # refused there
@@ -215,12 +214,6 @@ def check_draws(backend: str | None) -> None:
             actual = run(distribute_tensor(x, world_mesh(), [Shard(1)])), torch.rand(2)
             assert torch.equal(actual[0].full_tensor(), expected[0]), (name, length)
             assert torch.equal(actual[1], expected[1]), (name, length)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", [None, "cp_aot_eager"])
-def test_shards_draw_their_part_of_the_whole(backend: str | None) -> None:
-    run_ranks(3, check_draws, backend)
 
 
 def test_functions_that_draw_are_known() -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from unittest import TestCase
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -19,7 +21,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 import cp_inductor
 import cp_inductor.backend
 from cp_inductor import CPError, UnsupportedWrite
-from tests.support.ranks import on_ranks, run_ranks, world_mesh
+from tests.support.ranks import on_ranks, world_mesh
 
 BATCH, LENGTH, WIDTH, CLASSES = 2, 7, 8, 10
 
@@ -102,32 +104,19 @@ def test_what_is_refused() -> None:
         assert not isinstance(raised.value, CPError)
 
 
-def check_log() -> list[str]:
-    mesh = world_mesh()
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_gather_is_logged_once() -> None:
+    mesh, case, is_first = world_mesh(), TestCase(), dist.get_rank() == 0
     cp_inductor.parallelize(nn.Linear(2, 2), mesh)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("cp_inductor")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        x = distribute_tensor(torch.randn(1, 31, 3), mesh, [Shard(1)])
+    x = distribute_tensor(torch.randn(1, 31, 3), mesh, [Shard(1)])
+    logged = case.assertLogs if is_first else case.assertNoLogs
+    with logged("cp_inductor", logging.INFO) as log:
         for _ in range(2):
             x.renorm(2, 1, 1.0)
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
-    return said
-
-
-@pytest.mark.slow
-def test_a_gather_is_logged_once() -> None:
-    first, other = run_ranks(2, check_log)
-    assert len(first) == 1
-    assert "aten.renorm.default (test_on_whole.py:" in first[0]
-    assert "372 bytes" in first[0]
-    assert other == []
+    if is_first:
+        (line,) = log.output
+        assert "aten.renorm.default (test_on_whole.py:" in line and "372 bytes" in line
 
 
 VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -137,8 +126,10 @@ VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
 )
 
 
-def check_views_of_inputs() -> None:
-    """Under inference_mode, views of tensors that were made outside are read, not written to."""
+@pytest.mark.slow
+@on_ranks(2)
+def test_views_under_inference_mode() -> None:
+    """Views of tensors that were made outside are read, not written to."""
     cp_inductor.parallelize(nn.Linear(1, 1), world_mesh())
     for length in (8, 9):
         x = torch.randn(2, length, 4)
@@ -154,8 +145,3 @@ def check_views_of_inputs() -> None:
             ):
                 with pytest.raises(UnsupportedWrite, match="which DTensor has copied"):
                     write(shards.clone())
-
-
-@pytest.mark.slow
-def test_views_under_inference_mode() -> None:
-    run_ranks(2, check_views_of_inputs)

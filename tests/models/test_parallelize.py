@@ -22,10 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -54,6 +51,7 @@ from tests.support.combinations import (
     NUM_LAYERS,
     VOCABULARY,
     assert_beside,
+    checkpoint_layers,
     compiled,
     make_batch,
     mean_loss,
@@ -110,6 +108,14 @@ def assert_close(
 
 
 assert_same_gradients = partial(assert_beside, tolerance=TOLERANCE, least=1.0)
+
+
+def assert_same_step(model: nn.Module, reference: nn.Module, run: Any, *batch: Any) -> None:
+    """Differentiate a loss over shards, by what runs the model, and that of one process."""
+    loss, expected = run(*batch), reference(*batch)
+    loss.backward()
+    expected.backward()
+    assert_same_gradients(model, reference, (loss, expected))
 
 
 # --- A step -------------------------------------------------------------------------------------
@@ -344,8 +350,7 @@ def test_split_layers_are_wrapped(
         elif step == "copy":
             model = copy.deepcopy(model)
         else:
-            wrapped = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl[step])
-            model.decoder.layers[0] = wrapped(model.decoder.layers[0])
+            checkpoint_layers(model.decoder, checkpoint_impl=CheckpointImpl[step])
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference)]
     run, rank = compiled(model, form, fullgraph=form == COMPILED), mesh["dp"].get_local_rank()
     for number in range(2):
@@ -378,9 +383,7 @@ class Recomputed(Training):
 def test_what_a_checkpoint_recomputes_reads_and_writes_as_the_forward() -> None:
     reference = Recomputed().double()
     model = cp_inductor.parallelize(copy.deepcopy(reference), world_mesh())
-    for each in (model, reference):
-        each(*make_batch(2, 9)).backward()
-    assert_same_gradients(model, reference)
+    assert_same_step(model, reference, model, *make_batch(2, 9))
     assert type(model.calls) is Tensor and model.calls == reference.calls == 2
 
 
@@ -434,11 +437,7 @@ def test_compiled_in_parts(way: str) -> None:
     else:
         model.decoder.layers[1].register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
         run = torch.compile(model, backend=AOT)
-    loss, expected = run(*batch), reference(*batch)
-    loss.backward()
-    expected.backward()
-    assert_close(loss.detach(), expected.detach())
-    assert_same_gradients(model, reference)
+    assert_same_step(model, reference, run, *batch)
     assert counters["cp_inductor"]["sites_rewritten"] > 0
     if way == "layers":
         return
@@ -446,7 +445,7 @@ def test_compiled_in_parts(way: str) -> None:
     other = torch.compile(
         cp_inductor.parallelize(make_model(), world_mesh()), backend=AOT, fullgraph=True
     )
-    assert_close(other(*batch).detach(), expected.detach())
+    assert_close(other(*batch).detach(), reference(*batch).detach())
 
 
 @pytest.mark.slow
@@ -479,14 +478,10 @@ def test_hooks_and_frozen_layers(form: str) -> None:
     cp_inductor.parallelize(model, world_mesh())
     run, batch = compiled(model, form), make_batch(2, 13)
     for is_trained in (True, False, True):
-        losses = []
-        for each, call in ((model, run), (reference, reference)):
+        for each in models:
             each.zero_grad()
             each.decoder.layers[0].requires_grad_(is_trained)
-            losses.append(call(*batch))
-            losses[-1].backward()
-        assert_close(losses[0].detach(), losses[1].detach())
-        assert_same_gradients(model, reference)
+        assert_same_step(model, reference, run, *batch)
 
 
 @pytest.mark.slow
@@ -571,12 +566,7 @@ def test_what_is_cut_never_changes_numbers(ranks: int, seeds: range, form: str) 
         model = Drawn(random.Random(seed), 8).double()
         reference = copy.deepcopy(model)
         cp_inductor.parallelize(model, world_mesh())
-        expected = reference(*inputs)
-        expected.backward()
-        loss = compiled(model, form)(*inputs)
-        loss.backward()
-        assert_close(loss.detach(), expected.detach(), f"seed {seed}")
-        assert_same_gradients(model, reference)
+        assert_same_step(model, reference, compiled(model, form), *inputs)
 
 
 def test_what_is_cut_and_what_comes_out(first_mesh: DeviceMesh) -> None:

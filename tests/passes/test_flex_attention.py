@@ -59,6 +59,7 @@ TEMPERATURES = torch.linspace(0.5, 1.5, LENGTH, dtype=torch.float64)
 RELATIVE = torch.randn(
     HEADS, 2 * LENGTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64
 )
+LEARNED = torch.zeros(LENGTH, requires_grad=True)
 PAIRS = torch.randn(
     BATCH, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(4), dtype=torch.float64
 )
@@ -353,6 +354,14 @@ def without_gradient(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> T
         (lambda s, b, h, q, k: 2 * s.detach(), "keeps the gradient from the score"),
         (without_gradient, "keeps the gradient from the score"),
         (lambda s, b, h, q, k: torch.zeros_like(s) - 0.1 * (q - k), "does not depend on the score"),
+        (
+            lambda s, b, h, q, k: s * LEARNED[q],
+            r"becomes s\*x0\(q\), which reads \w*learned_; detach it",
+        ),
+        (
+            lambda s, b, h, q, k: 2.0 * torch.tanh(s / 2.0) + LEARNED[q],
+            r"becomes .*Tanh\(0.5\*s\).*, which reads \w*learned_; detach it",
+        ),
     ],
 )
 def test_refused_functions(mesh: DeviceMesh, score: Callable[..., Tensor], message: str) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -15,7 +14,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 import cp_inductor
 from cp_inductor.passes.replay_writes import replay_writes
 from tests.support.graphs import codes_of_pass
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, world_mesh
 
 SHAPE = (2, 33, 8)
 
@@ -41,8 +40,7 @@ def test_an_input_holds_what_was_written_beside_a_batch() -> None:
 
 @on_ranks(2)
 def test_graphs() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    plain = torch.zeros(SHAPE)
+    mesh, plain = world_mesh(), torch.zeros(SHAPE)
     given = distribute_tensor(plain, mesh, [Shard(1)])
 
     def stale(x: Tensor) -> Tensor:
@@ -65,7 +63,7 @@ def test_graphs() -> None:
 
 @on_ranks(2)
 def test_refused_what_draws() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = world_mesh()
     given = distribute_tensor(torch.zeros(SHAPE), mesh, [Shard(1)])
 
     def draw(x: Tensor) -> Tensor:
@@ -80,7 +78,7 @@ def test_refused_what_draws() -> None:
 
 @on_ranks(2)
 def test_eager_code_refuses_what_would_be_lost() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = world_mesh()
     cp_inductor.parallelize(nn.Linear(2, 2), mesh)
     h = distribute_tensor(torch.zeros(SHAPE), mesh, [Shard(1)])
     lost = "expected a view with the placements of its tensor.*would be lost; compile it"

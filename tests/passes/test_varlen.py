@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(varlen_op() is None, reason="this torch has no v
 
 AOT = "cp_aot_eager"
 STARTS = (0, 5, 5, 16, 31, 37)
+BORDERS = torch.tensor(STARTS, dtype=torch.int32)
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
 
@@ -37,27 +38,16 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    starts: Tensor,
-    window: tuple[int, int],
+    starts: Tensor = BORDERS,
+    others: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return output (T, H, D) and lse (H, T)."""
+    """Return output (T, H, D) and lse (H, T); `others` are where documents of the keys begin."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    found: Any = varlen_attn(
-        query,
-        key,
-        value,
-        starts,
-        starts,
-        15,
-        15,
-        window_size=window,
-        enable_gqa=True,
-        return_aux=AuxRequest(lse=True),
-        **options,
-    )
-    out, lse = found
+    borders = (starts, starts if others is None else others)
+    how: Any = {"enable_gqa": True, "return_aux": AuxRequest(lse=True), **options}
+    out, lse = varlen_attn(query, key, value, *borders, 15, 15, **how)
     return out, lse
 
 
@@ -97,7 +87,7 @@ def results(run: Callable[..., tuple[Tensor, Tensor]], tokens: list[Tensor]) -> 
 
 def compare(window: tuple[int, int], starts: Tensor, scale: float | None = None) -> None:
     def model(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return attend(query, key, value, starts, window, scale=scale)
+        return attend(query, key, value, starts, window_size=window, scale=scale)
 
     whole = make_tokens(torch.float64)
     expected = results(partial(under_mask, window=window, scale=scale), whole)
@@ -113,15 +103,14 @@ def compare(window: tuple[int, int], starts: Tensor, scale: float | None = None)
 
 @on_ranks(3)
 def test_causal_documents() -> None:
-    compare((-1, 0), torch.tensor(STARTS, dtype=torch.int32), scale=0.3)
+    compare((-1, 0), BORDERS, scale=0.3)
 
 
 @pytest.mark.long
 @on_ranks(2)
 def test_windows() -> None:
-    starts = torch.tensor(STARTS, dtype=torch.int32)
     for window in ((3, 2), (-1, 4)):  # what else they become, the graphs below say
-        compare(window, distribute_tensor(starts, world_mesh(), [Replicate()]))
+        compare(window, distribute_tensor(BORDERS, world_mesh(), [Replicate()]))
 
 
 # --- Graphs -----------------------------------------------------------------------------------
@@ -140,13 +129,12 @@ def test_what_it_becomes(mesh: DeviceMesh) -> None:
 
     def model(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Tensor:
         for window in rules:
-            query = query + attend(query, key, value, starts, window)[0]
+            query = query + attend(query, key, value, starts, window_size=window)[0]
         return query
 
-    starts = torch.tensor(STARTS, dtype=torch.int32)
     with recorded_capture() as graphs, implicit_replication():
         compiled = torch.compile(model, backend=AOT, fullgraph=True, dynamic=False)
-        compiled(*shards_of(mesh), starts)
+        compiled(*shards_of(mesh), BORDERS)
     (graph,) = graphs
     found = [this.attention.rule.format() for this in list_attentions(graph)]
     assert found == list(rules.values())
@@ -156,27 +144,19 @@ def test_what_it_becomes(mesh: DeviceMesh) -> None:
 # --- Refusals ---------------------------------------------------------------------------------
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-    from torch.nn.attention.varlen import varlen_attn
-
-    starts = torch.tensor(STARTS, dtype=torch.int32)
-    others = options.pop("others", starts)
-    return varlen_attn(query, key, value, starts, others, 15, 15, enable_gqa=True, **options)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"seqused_k": torch.ones(5, dtype=torch.int32)}, "expected seqused_k=None"),
         (
-            {"others": torch.tensor(STARTS, dtype=torch.int32) + 0, "window_size": (-1, 0)},
+            {"others": BORDERS + 0, "window_size": (-1, 0)},
             r"got two tensors and window_size=\(-1, 0\); pass the same tensor twice",
         ),
     ],
 )
 def test_refused_arguments(mesh: DeviceMesh, options: dict[str, Any], message: str) -> None:
     compiled = torch.compile(
-        lambda *sides: varlen(*sides, **options), backend=AOT, fullgraph=True, dynamic=False
+        lambda *sides: attend(*sides, **options), backend=AOT, fullgraph=True, dynamic=False
     )
     with implicit_replication(), pytest.raises(UnsupportedAttention, match=message):
         compiled(*shards_of(mesh))
@@ -184,16 +164,16 @@ def test_refused_arguments(mesh: DeviceMesh, options: dict[str, Any], message: s
 
 def test_refused_over_plain_shards(mesh: DeviceMesh) -> None:
     shards = [reference.shard(tensor, 1, 2, dim=0) for tensor in make_tokens(torch.float32)[:3]]
-    compiled = torch.compile(varlen, backend=AOT, fullgraph=True, options={"mesh": mesh})
+    compiled = torch.compile(attend, backend=AOT, fullgraph=True, options={"mesh": mesh})
     message = "which would attend within the local shard only; call varlen_attn on DTensors"
     with pytest.raises(UnsupportedAttention, match=message):
         compiled(*shards)
     region = cp_inductor.context_parallel(mesh)
     with region, pytest.raises(UnsupportedAttention, match="_varlen_attn, which would attend"):
-        varlen(*shards)
+        attend(*shards)
 
 
 def test_refused_in_eager_code(mesh: DeviceMesh) -> None:
     message = "varlen_attn on DTensors: expected sharded tokens in a model compiled"
     with implicit_replication(), pytest.raises(UnsupportedAttention, match=message):
-        varlen(*shards_of(mesh))
+        attend(*shards_of(mesh))

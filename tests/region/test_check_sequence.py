@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -25,15 +24,17 @@ from tests.support.ranks import forget_compiles
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 32, 2
 
 
-Model = partial(AttentionBlock, WIDTH, HEADS, has_norm=True)
+attend = AttentionBlock(WIDTH, HEADS, has_norm=True)
+
+
+def mix_and_attend(x: Tensor) -> Tensor:
+    return attend(x.cumsum(1))
 
 
 def test_heads_in_the_place_of_tokens(mesh: DeviceMesh) -> None:
-    model = Model()
-
     def run(x: Tensor) -> Tensor:
-        q, k, v = model.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
-        return model.out(F.scaled_dot_product_attention(q, k, v).flatten(2))
+        q, k, v = attend.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        return attend.out(F.scaled_dot_product_attention(q, k, v).flatten(2))
 
     report = cp_inductor.explain(run, torch.randn(BATCH, LENGTH, WIDTH), mesh=mesh)
     refusal = report.attentions[-1].refusal
@@ -42,13 +43,8 @@ def test_heads_in_the_place_of_tokens(mesh: DeviceMesh) -> None:
 
 def test_the_whole_error(mesh: DeviceMesh) -> None:
     """Refused before anything runs; the graph of another model compiles behind it."""
-    model = Model()
-
-    def run(x: Tensor) -> Tensor:
-        return model(x.cumsum(1))
-
     x = torch.randn(BATCH, LENGTH, WIDTH)
-    compiled = torch.compile(run, backend="cp_aot_eager", options={"mesh": mesh}, fullgraph=True)
+    compiled = compile_here(mix_and_attend, options={"mesh": mesh}, fullgraph=True)
     with pytest.raises(cp_inductor.SequenceMixed) as caught:
         compiled(x)
     error = caught.value
@@ -60,17 +56,22 @@ def test_the_whole_error(mesh: DeviceMesh) -> None:
 
 
 def test_who_knows_better(mesh: DeviceMesh) -> None:
-    model = Model()
     x = torch.randn(BATCH, LENGTH, WIDTH)
-
-    def run(x: Tensor) -> Tensor:
-        return model(x.cumsum(1))
-
     with cp_inductor.config.patch(check_sequence=False):
-        report = cp_inductor.explain(run, x, mesh=mesh)
+        report = cp_inductor.explain(mix_and_attend, x, mesh=mesh)
     assert [found.verdict for found in report.attentions] == ["rewritten"]
-    report = cp_inductor.explain(run, x, mesh=mesh, options={"check_sequence": False})
+    how = {"check_sequence": False}
+    report = cp_inductor.explain(mix_and_attend, x, mesh=mesh, options=how)
     assert [found.verdict for found in report.attentions] == ["rewritten"]
+
+
+@contextmanager
+def tokens_in_region(mesh: DeviceMesh, length: int, refusal: str | None) -> Iterator[Tensor]:
+    """Enter a region of so many tokens, which is left by a refusal that says so, if any."""
+    x = torch.randn(BATCH, length, WIDTH)
+    refused = pytest.raises(cp_inductor.SequenceMixed, match=refusal) if refusal else nullcontext()
+    with refused, cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        yield x
 
 
 def documents_of(positions: Tensor) -> Tensor:
@@ -215,10 +216,7 @@ PIECES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 def test_graphs_between_eager_code(mesh: DeviceMesh, name: str) -> None:
     run, is_right = PIECES[name]
     for length in (2 * LENGTH, 2 * LENGTH + 4):  # the second graph has a symbol for the length
-        x = torch.randn(BATCH, length, WIDTH)
-        refused = pytest.raises(cp_inductor.SequenceMixed, match="cumsum")
-        region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
-        with nullcontext() if is_right else refused, region:
+        with tokens_in_region(mesh, length, None if is_right else "cumsum") as x:
             run(x).sum().backward()
 
 
@@ -226,9 +224,7 @@ def test_graphs_between_eager_code(mesh: DeviceMesh, name: str) -> None:
 def test_a_mixed_result_without_a_gradient(
     mesh: DeviceMesh, run: Callable[[Tensor], Tensor]
 ) -> None:
-    x = torch.randn(BATCH, 2 * LENGTH, WIDTH)
-    region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
-    with pytest.raises(cp_inductor.SequenceMixed, match="cumsum"), torch.no_grad(), region:
+    with torch.no_grad(), tokens_in_region(mesh, 2 * LENGTH, "cumsum") as x:
         logits = run(x)
     assert logits.isfinite().all()  # whoever reads them has been told
 
@@ -243,10 +239,8 @@ def test_what_torch_divides_by_a_number_of_tokens(mesh: DeviceMesh) -> None:
 
     for run in (of_logs, of_probabilities, compile_here(of_logs), compile_here(of_probabilities)):
         for length in (12, 13):
-            x = torch.randn(BATCH, length, WIDTH)
-            refused = pytest.raises(cp_inductor.SequenceMixed, match=r"reduction='(batch)?mean'")
-            region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
-            with refused if length % 2 else nullcontext(), region:
+            refusal = r"reduction='(batch)?mean'" if length % 2 else None
+            with tokens_in_region(mesh, length, refusal) as x:
                 run(x)
 
 
@@ -254,10 +248,7 @@ def test_lengths_of_one_graph(mesh: DeviceMesh) -> None:
     """A mean is right for lengths that divide; the graph that has one serves others as well."""
     run = compile_here(lambda x: project(x).mean(), dynamic=True)
     for length in (12, 14, 13):
-        x = torch.randn(BATCH, length, WIDTH)
-        refused = pytest.raises(cp_inductor.SequenceMixed, match="unequally long")
-        region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
-        with refused if length % 2 else nullcontext(), region:
+        with tokens_in_region(mesh, length, "unequally long" if length % 2 else None) as x:
             run(x).backward()
 
 
@@ -275,17 +266,13 @@ def test_a_part_that_is_longer_than_a_shard(
     mesh: DeviceMesh, length: int, run: Callable[[Tensor], Tensor], prepare: Callable[[Any], Any]
 ) -> None:
     """It is all of a shard, and a part of the sequence."""
-    x = torch.randn(BATCH, 2 * length, WIDTH)
-    region = cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
-    with pytest.raises(cp_inductor.SequenceMixed, match=r"slice|split|part of"), region:
+    with tokens_in_region(mesh, 2 * length, r"slice|split|part of") as x:
         prepare(lambda x: run(project(x)).square().sum())(x).backward()
 
 
 def test_a_dim_that_is_named(mesh: DeviceMesh) -> None:
-    model = Model()
-
     def run(x: Tensor) -> Tensor:
-        return model(x.transpose(0, 1))
+        return attend(x.transpose(0, 1))
 
     x = torch.randn(LENGTH, BATCH, WIDTH)
     refused = cp_inductor.explain(run, x, mesh=mesh).attentions[-1].refusal
@@ -313,10 +300,8 @@ def test_a_name_that_no_input_has(mesh: DeviceMesh) -> None:
 
 
 def test_a_sum_that_is_returned_is_said(mesh: DeviceMesh) -> None:
-    model = Model()
-
     def run(x: Tensor) -> Tensor:
-        return model(x).mean(1)
+        return attend(x).mean(1)
 
     with pytest.warns(cp_inductor.SequenceWarning, match="returns a mean over each rank's own"):
         cp_inductor.explain(run, torch.randn(BATCH, LENGTH, WIDTH), mesh=mesh)

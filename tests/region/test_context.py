@@ -13,6 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import flex_attention as flex
@@ -30,6 +34,7 @@ from tests.support.combinations import (
     assert_grads,
     assert_rewritten,
     averaged_grads,
+    checkpoint_layers,
     combination,
     compiled,
     grads_of,
@@ -168,6 +173,26 @@ def masked(mask: Tensor, query: Tensor, *key_and_value: Tensor, **how: Any) -> T
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **how)
 
 
+def checkpointed_attention(query: Tensor) -> Tensor:
+    return checkpoint(F.scaled_dot_product_attention, query, query, query, use_reentrant=False)
+
+
+def begins_in_a_checkpoint(region: Any) -> Callable[[Tensor], Tensor]:
+    """Return a model whose region Dynamo would have to enter in a body that it traces apart."""
+
+    def attend(query: Tensor) -> Tensor:
+        with region:
+            return F.scaled_dot_product_attention(query, query, query)
+
+    return lambda query: checkpoint(attend, query, use_reentrant=False)
+
+
+def given_no_tensor(query: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a model with a body of which nothing could be marked: it closes over its query."""
+    body = partial(F.scaled_dot_product_attention, query, query, query)
+    return lambda number: number + checkpoint(body, use_reentrant=False)
+
+
 # A call -> the class of its error: parts of the text.
 REFUSALS = """
 region(buffers=[x]) -> ValueError: 0 dims for 1 buffers
@@ -204,6 +229,12 @@ region(nn.MultiheadAttention(8, 2), q[0], q[0], q[0]) -> UnsupportedAttention: n
 region(flex.flex_attention, q, q, q) -> UnsupportedAttention: compile the function that calls
 region(compiled_mask, m[:4, :4], q) -> Unsupported: an attn_mask over the whole sequence
 region(compiled_mask, bias, q) -> Unsupported: an attn_mask without a gradient
+region(whole_graph(given_no_tensor(leaf)), x[0, 0]) -> Unsupported: expected a tensor among the arg
+region(torch.compile(checkpointed_attention, backend="aot_eager"), leaf) -> UnsupportedAttention: \
+backend='cp_inductor'
+whole_graph(begins_in_a_checkpoint(cp_inductor.context_parallel(mesh)))(q) -> Unsupported: how to \
+enter a `context_parallel`
+whole_graph(begins_in_a_checkpoint(cp_inductor.local_attention()))(q) -> Unsupported: Unsafe side ef
 """
 
 
@@ -218,7 +249,9 @@ def test_refusals(mesh: DeviceMesh, row: str) -> None:
     names |= {"q": torch.rand(1, 2, 4, 8), "m": m, "bias": torch.rand(8, 8, requires_grad=True)}
     names |= {"shards": cp_inductor.shard(x, mesh, 0), "ValueError": ValueError}
     names["flex"] = flex
-    names["compiled_mask"] = torch.compile(masked, backend=AOT, fullgraph=True)
+    names["whole_graph"] = partial(torch.compile, backend=AOT, fullgraph=True)
+    names["compiled_mask"] = names["whole_graph"](masked)
+    names["leaf"] = torch.rand(1, 2, 4, 8, requires_grad=True)
     with pytest.raises(names[error]) as refused:
         eval(call, names)
     assert isinstance(refused.value, (cp_inductor.CPError, Unsupported))
@@ -301,32 +334,15 @@ def test_a_length_that_the_outer_knows(form: str) -> None:
     assert_shards_close(found, attend_with_grads(*whole, is_causal=True), torch.float32)
 
 
-class Checkpointed(nn.Module):
-    """Every block under a checkpoint, by one of torch's ways."""
-
-    def __init__(self, model: Decoder, kind: str) -> None:
-        super().__init__()
-        self.model = model
-        self.kind = kind
-        if kind == "composable":
-            for layer in model.layers:
-                composable_checkpoint(layer)
-
-    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        x = self.model.tokens(ids) + self.model.positions(positions)
-        if self.kind == "nested":
-            x = checkpoint(self.blocks, x, use_reentrant=False)
-        else:
-            x = self.blocks(x)
-        return self.model.head(self.model.norm(x))
-
-    def blocks(self, x: Tensor) -> Tensor:
-        for layer in self.model.layers:
-            if self.kind == "composable":
-                x = layer(x)
-            else:
-                x = checkpoint(layer, x, use_reentrant=self.kind == "reentrant")
-        return x
+def checkpointed(model: Decoder, kind: str) -> nn.Module:
+    """Put every block under a checkpoint, by one of torch's ways."""
+    if kind == "composable":
+        for layer in model.layers:
+            composable_checkpoint(layer)
+        return model
+    impl = CheckpointImpl.REENTRANT if kind == "reentrant" else CheckpointImpl.NO_REENTRANT
+    checkpoint_layers(model, checkpoint_impl=impl)
+    return checkpoint_wrapper(model) if kind == "nested" else model
 
 
 def check_step(mesh: DeviceMesh, model: Decoder, run: nn.Module, batch: tuple[Tensor, ...]) -> None:
@@ -352,63 +368,8 @@ def test_recomputation_behind_the_context(kind: str) -> None:
             block.compile(backend=AOT, fullgraph=True)
     # As 4, 4 and 3 tokens.
     batch = make_batch(length=11)
-    check_step(make_mesh(3, names=("cp",)), model, Checkpointed(model, kind), batch)
+    check_step(make_mesh(3, names=("cp",)), model, checkpointed(model, kind), batch)
     assert_rewritten(AOT if kind == "compiled blocks" else EAGER)
-
-
-def test_a_body_that_is_given_no_tensor_is_refused(mesh: DeviceMesh) -> None:
-    """Nothing that could be marked: what it closes over would attend within the shard."""
-    query = torch.rand(1, 2, 4, 8, requires_grad=True)
-
-    def model(number: Tensor) -> Tensor:
-        def attend() -> Tensor:
-            return F.scaled_dot_product_attention(query, query, query)
-
-        return number + checkpoint(attend, use_reentrant=False)
-
-    run = torch.compile(model, backend=AOT, fullgraph=True)
-    with (
-        cp_inductor.context_parallel(mesh),
-        pytest.raises(torch._dynamo.exc.Unsupported, match="expected a tensor among the arguments"),
-    ):
-        run(torch.ones(()))
-
-
-@pytest.mark.parametrize(
-    ("region", "message"),
-    [
-        (cp_inductor.context_parallel, "how to enter a `context_parallel`"),
-        (lambda mesh: cp_inductor.local_attention(), "Unsafe side effect"),
-    ],
-)
-def test_a_region_that_begins_in_a_checkpoint_is_refused(
-    mesh: DeviceMesh, region: Any, message: str
-) -> None:
-    """By Dynamo, and loudly: it would have to enter a mode in a body that it traces apart."""
-    region = region(mesh)
-
-    def attend(query: Tensor) -> Tensor:
-        with region:
-            return F.scaled_dot_product_attention(query, query, query)
-
-    def model(query: Tensor) -> Tensor:
-        return checkpoint(attend, query, use_reentrant=False)
-
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
-        torch.compile(model, backend=AOT, fullgraph=True)(torch.rand(1, 2, 4, 8))
-
-
-def test_another_backend_cannot_lose_a_checkpoint(mesh: DeviceMesh) -> None:
-    """What it would compile has attention within the shard: it says so, and does not run."""
-
-    def model(query: Tensor) -> Tensor:
-        return checkpoint(F.scaled_dot_product_attention, query, query, query, use_reentrant=False)
-
-    with (
-        cp_inductor.context_parallel(mesh),
-        pytest.raises(cp_inductor.UnsupportedAttention, match="backend='cp_inductor'"),
-    ):
-        torch.compile(model, backend="aot_eager")(torch.rand(1, 2, 4, 8, requires_grad=True))
 
 
 # Eager between compiled pieces
@@ -585,7 +546,12 @@ def both(query: Tensor) -> tuple[Tensor, Tensor]:
     return local, F.scaled_dot_product_attention(query, query, query, is_causal=True)
 
 
-def check_local(form: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [*((form, kind) for form in (EAGER, AOT) for kind in ("context", "dtensor")), (AOT, "mesh")],
+)
+@on_ranks(2)
+def test_attention_left_alone(form: str, kind: str) -> None:
     mesh = make_mesh(2, names=("cp",))
     rank = dist.get_rank()
     query = make_qkv(10)[0]
@@ -607,26 +573,19 @@ def check_local(form: str, kind: str) -> None:
     assert rank == 0 or not torch.allclose(local, out)
 
 
-@pytest.mark.parametrize("kind", ["context", "dtensor", "mesh"])
-@pytest.mark.parametrize("form", [EAGER, AOT])
-def test_attention_left_alone(form: str, kind: str) -> None:
-    if (form, kind) == (EAGER, "mesh"):
-        pytest.skip("the option is of a compile")
-    run_ranks(2, check_local, form, kind)
+def checkpoint_alone(query: Tensor) -> Tensor:
+    with cp_inductor.local_attention():
+        return checkpoint(F.scaled_dot_product_attention, *[query] * 3, use_reentrant=False)
 
 
 def test_what_cannot_be_left_alone_is_refused(mesh: DeviceMesh) -> None:
     query = distribute_tensor(torch.rand(1, 2, 8, 8), mesh, [Shard(2)])
     attention = nn.MultiheadAttention(8, 2)
 
-    def model(query: Tensor) -> Tensor:
-        with cp_inductor.local_attention():
-            return checkpoint(F.scaled_dot_product_attention, *[query] * 3, use_reentrant=False)
-
     with cp_inductor.local_attention(), pytest.raises(cp_inductor.UnsupportedAttention):
         F.multi_head_attention_forward(query, query, query, 8, 2, *[None] * 9)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="pass their to_local"):
-        torch.compile(model, backend=AOT, fullgraph=True)(query)
+        torch.compile(checkpoint_alone, backend=AOT, fullgraph=True)(query)
     # For plain tensors it holds in there, too.
     with cp_inductor.local_attention():
         piece = torch.rand(4, 2, 8)
@@ -641,11 +600,7 @@ def test_a_checkpoint_left_alone(form: str) -> None:
     query = make_qkv(10)[0]
     piece = shard(query, dist.get_rank(), 2).contiguous().requires_grad_()
 
-    def model(query: Tensor) -> Tensor:
-        with cp_inductor.local_attention():
-            return checkpoint(F.scaled_dot_product_attention, *[query] * 3, use_reentrant=False)
-
     with cp_inductor.context_parallel(mesh):
-        out = compiled(model, form, fullgraph=True)(piece)
+        out = compiled(checkpoint_alone, form, fullgraph=True)(piece)
     out.sum().backward()
     torch.testing.assert_close(out, attend(piece, piece, piece).float())

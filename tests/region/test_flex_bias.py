@@ -6,28 +6,26 @@ Held against flex_attention of torch in float64 on one process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
-from cp_inductor import UnsupportedAttention, flex_gradients_on_cpu
+from cp_inductor import flex_gradients_on_cpu
 from cp_inductor.ops.attention import attention_of
-from cp_inductor.passes.capture_attention import list_attentions
 from tests.support.graphs import recorded_capture
-from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
+from tests.support.ranks import fake_mesh, on_ranks, world_mesh
 from tests.support.reference import assert_close, make_qkv, on_mesh, shard
 
 AOT = "cp_aot_eager"
@@ -186,11 +184,6 @@ def run(
     assert counters["cp_inductor"]["sites_rewritten"] == 1
 
 
-def run_kinds(kinds: tuple[str, ...], **how: Any) -> None:
-    for kind in kinds:
-        run(kind, **how)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "kinds", "how"),
@@ -211,8 +204,10 @@ def run_kinds(kinds: tuple[str, ...], **how: Any) -> None:
         ),
     ],
 )
+@on_ranks("world_size")
 def test_gradients(world_size: int, kinds: tuple[str, ...], how: dict[str, Any]) -> None:
-    run_ranks(world_size, partial(run_kinds, **how), kinds)
+    for kind in kinds:
+        run(kind, **how)
 
 
 @pytest.mark.long
@@ -242,74 +237,33 @@ def test_functions_are_told_apart_by_caches() -> None:
 # --- Graphs -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    with fake_mesh(1, 3) as mesh:
-        yield mesh
+# What is captured on rank 1 of 3: a rule, and the shape of a bias that has the rank's own rows.
+CAPTURED = {
+    "slope": ("k-q<=0;x0(0,h,q,k);float32", (1, HEADS, 8, LENGTH)),
+    "of pairs": ("True;x0(0,0,q,k);float32", (1, 1, 8, LENGTH)),
+    "keys": ("k-q<=0;x0(b,0,q,k);float32", (BATCH, 1, 8, LENGTH)),
+    "window": ("(k-q<=0)&((-k+q-6<=0)|(-k+q+1<=0));x0(0,0,q,k);float32", (1, 1, 8, LENGTH)),
+}
 
 
-def captured(model: Callable[..., Any], mesh: DeviceMesh, dtype: Any = torch.bfloat16) -> Any:
-    """Return what is captured of a model on rank 1 of 3."""
-    leaves = [distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in qkv_of(dtype)[:3]]
-    with recorded_capture() as graphs, implicit_replication(), flex_gradients_on_cpu():
-        torch.compile(model, backend=AOT, fullgraph=True, dynamic=False)(*leaves)
+def test_the_bias_is_a_tensor_of_own_rows() -> None:
+    """What is more than a sum is refused, says tests/passes/test_flex_attention.py."""
+    models = [Attends(kind, torch.bfloat16) for kind in CAPTURED]
+
+    def run_all(*heads: Tensor) -> list[Tensor]:
+        return [model(*heads) for model in models]
+
+    compiled = torch.compile(run_all, backend=AOT, fullgraph=True, dynamic=False)
+    with (
+        fake_mesh(1, 3) as mesh,
+        recorded_capture() as graphs,
+        flex_gradients_on_cpu(),
+        implicit_replication(),
+    ):
+        compiled(*on_mesh(qkv_of(torch.bfloat16)[:3], mesh, Shard(2)))
     (graph,) = graphs
-    return graph
-
-
-def biases_of(graph: fx.GraphModule) -> list[Tensor]:
-    found = [(node, attention_of(node)) for node in graph.graph.nodes]
-    return [
-        extra.meta["example_value"]
-        for node, this in found
-        if this is not None
-        for extra in node.args[3][: len(this.rule.tables)]
-    ]
-
-
-@pytest.mark.parametrize(
-    ("kind", "rule", "shape"),
-    [
-        ("slope", "k-q<=0;x0(0,h,q,k);float32", (1, HEADS, 8, LENGTH)),
-        ("of pairs", "True;x0(0,0,q,k);float32", (1, 1, 8, LENGTH)),
-        ("keys", "k-q<=0;x0(b,0,q,k);float32", (BATCH, 1, 8, LENGTH)),
-        ("window", "(k-q<=0)&((-k+q-6<=0)|(-k+q+1<=0));x0(0,0,q,k);float32", (1, 1, 8, LENGTH)),
-    ],
-)
-def test_the_bias_is_a_tensor_of_own_rows(
-    mesh: DeviceMesh, kind: str, rule: str, shape: tuple[int, ...]
-) -> None:
-    graph = captured(Attends(kind, torch.bfloat16), mesh)
-    (this,) = list_attentions(graph)
-    assert this.attention.rule.format() == rule
-    assert this.attention.has_bias
-    assert [(tuple(bias.shape), bias.dtype) for bias in biases_of(graph)] == [
-        (shape, torch.float32)
-    ]
-
-
-# --- Refusals ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (lambda s, t, q: s * t[q], r"becomes s\*x0\(q\), which reads \w*learned\w*; detach it"),
-        (
-            lambda s, t, q: 2.0 * torch.tanh(s / 2.0) + t[q],
-            r"becomes .*Tanh\(0.5\*s\).*, which reads \w*learned\w*; detach it",
-        ),
-    ],
-)
-def test_what_is_more_than_a_sum_is_refused(
-    mesh: DeviceMesh, changed: Callable[..., Tensor], message: str
-) -> None:
-    learned = torch.zeros(LENGTH, requires_grad=True)
-
-    def model(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        return flex_attention(
-            query, key, value, lambda s, b, h, q, k: changed(s, learned, q), enable_gqa=True
-        )
-
-    with pytest.raises(UnsupportedAttention, match=message):
-        captured(model, mesh, torch.float32)
+    found = [(node, this) for node in graph.graph.nodes if (this := attention_of(node))]
+    for (node, this), (rule, shape) in zip(found, CAPTURED.values(), strict=True):
+        assert this.rule.format() == rule and this.has_bias
+        (bias,) = (table.meta["example_value"] for table in node.args[3][: len(this.rule.tables)])
+        assert (tuple(bias.shape), bias.dtype) == (shape, torch.float32)

@@ -30,7 +30,7 @@ from tests.support.hunt import (
 )
 from tests.support.idioms import FAMILIES, LOSSES, TABLES
 from tests.support.processes import run_python
-from tests.support.ranks import fake_mesh, run_ranks
+from tests.support.ranks import fake_mesh, on_ranks
 
 # So many programs of each way, from a seed on; the command runs hundreds. Those of a long case are
 # of more seeds; compiled programs take seconds each.
@@ -93,8 +93,10 @@ def test_ranks_that_hash_strings_in_their_own_order() -> None:
     assert "all_reduce" in first
 
 
-def judge_broken(programs: list[Program]) -> list[Verdict]:
-    """Lose a hundredth of what is found in each attention."""
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_broken_attention_is_found() -> None:
+    """One that loses a hundredth of what is found."""
     original = merge.combine
 
     def lose(*args: object, **kwargs: object) -> object:
@@ -102,14 +104,8 @@ def judge_broken(programs: list[Program]) -> list[Verdict]:
         return found._replace(out=found.out * 0.99)
 
     with mock.patch.object(merge, "combine", lose):
-        return judge_on_rank(programs)
-
-
-@pytest.mark.slow
-def test_a_broken_attention_is_found() -> None:
-    for (verdict,) in run_ranks(2, judge_broken, [Program(0, "region", ("m.attend(x)",))]):
-        assert verdict.kind == "WRONG"
-        assert "loss 0 off by" in verdict.why
+        (verdict,) = judge_on_rank([Program(0, "region", ("m.attend(x)",))])
+    assert verdict.kind == "WRONG" and "loss 0 off by" in verdict.why
 
 
 def test_every_row_is_python() -> None:

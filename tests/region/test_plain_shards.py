@@ -31,7 +31,7 @@ from tests.support.hunt import (
     piece,
 )
 from tests.support.idioms import TABLES, rows
-from tests.support.ranks import forget_compiles, run_ranks, world_mesh
+from tests.support.ranks import forget_compiles, on_ranks, world_mesh
 
 # Right as well, but Dynamo has no graph for it.
 RIGHT_IN_EAGER = rows("""
@@ -142,8 +142,10 @@ def test_compiled_programs() -> None:
     assert faults(programs_of([], AT_RUN_TIME, "mesh"), "REFUSED: SequenceMixed") == {}
 
 
-def count_while_parts_are_sent() -> list[str]:
-    """Return the verdicts on means whose labels are spread evenly and unevenly.
+@pytest.mark.slow
+@on_ranks(2, deadline_s=120)
+def test_labels_are_counted_in_the_order_of_exchanges() -> None:
+    """Means whose labels are spread evenly and unevenly; what waited within made ranks hang.
 
     At this size the first rank computes a part for the other, and sends it while its own loss is
     being computed.
@@ -173,14 +175,7 @@ def count_while_parts_are_sent() -> list[str]:
             continue
         dist.all_reduce(loss)
         verdicts.append("right" if torch.allclose(loss, run(x, labels)) else "wrong")
-    return verdicts
-
-
-@pytest.mark.slow
-def test_labels_are_counted_in_the_order_of_exchanges() -> None:
-    """An op that waited within made ranks wait for one another."""
-    for verdicts in run_ranks(2, count_while_parts_are_sent, deadline_s=120):
-        assert verdicts == ["right", "refused"]
+    assert verdicts == ["right", "refused"]
 
 
 class Stopped(cp_inductor.CPError):

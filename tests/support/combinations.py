@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
@@ -95,6 +96,12 @@ class Decoder(nn.Module):
 def make_model(**kwargs: Any) -> Decoder:
     torch.manual_seed(1)
     return Decoder(**kwargs)
+
+
+def checkpoint_layers(model: Decoder, **how: Any) -> None:
+    """Put every block under a checkpoint; `how` is of `checkpoint_wrapper`, or of `checkpoint`."""
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = checkpoint_wrapper(layer, **how)
 
 
 def make_batch(batch: int = BATCH, length: int = LENGTH, seed: int = 2) -> tuple[Tensor, ...]:

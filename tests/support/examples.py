@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE_S = 1200
@@ -31,12 +28,6 @@ def run_example(name: str, num_ranks: int, arguments: str) -> subprocess.Complet
     )
     assert done.returncode == 0, done.stderr
     return done
-
-
-def import_example(name: str) -> Any:
-    """Import a script as a module."""
-    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
-        return importlib.import_module(name)
 
 
 def number_in(said: str, label: str) -> float:

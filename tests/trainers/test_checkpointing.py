@@ -28,10 +28,10 @@ from tests.support.combinations import (
     COMPILED,
     EAGER,
     FORMS,
-    Decoder,
     assert_grads,
     assert_rewritten,
     averaged_grads,
+    checkpoint_layers,
     combination,
     compiled,
     layers_of,
@@ -68,27 +68,14 @@ def selective(saved: Any = None, recomputed: Any = None) -> dict[str, Any]:
 # Whole models
 
 
-class Checkpointed(torch.nn.Module):
-    def __init__(self, model: Decoder, kwargs: dict[str, Any]) -> None:
-        super().__init__()
-        self.module = model
-        self.kwargs = kwargs
-
-    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        model = self.module
-        x = model.tokens(ids) + model.positions(positions)
-        for layer in model.layers:
-            x = checkpoint(layer, x, use_reentrant=False, **self.kwargs)
-        return model.head(model.norm(x))
-
-
 @config.patch(strategy="allgather")  # one exchange forward, two backward
 def check_checkpointed(form: str, saved: str | None) -> None:
     mesh = make_mesh(dist.get_world_size() // 2, 2)
     kwargs = {} if saved is None else selective({"ours": OURS, "kernel": CPU_KERNEL}[saved])
     num_layers = layers_of(form)
     _, grads = unsharded(num_layers=num_layers)
-    model = Checkpointed(make_model(num_layers=num_layers), kwargs)
+    model = make_model(num_layers=num_layers)
+    checkpoint_layers(model, **kwargs)
     run = compiled(model, form, fullgraph=True)
     with Counts():
         train_step(run, mesh)
@@ -198,20 +185,9 @@ def test_what_is_kept_is_not_fetched_again(inputs: list[Tensor]) -> None:
 
 def test_flops_are_those_of_the_plan(inputs: list[Tensor]) -> None:
     """A memory budget would take an op without a formula for one that costs nothing."""
-    recipe = Recipe(
-        world_size=2,
-        query_length=8,
-        key_length=8,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=20,
-        itemsize=4,
-        rule="causal",
-        strategy="allgather",
-        stages=1,
-        chunks=2,
-    )
     batch, heads, head_dim, length = 2, 4, 20, 4
+    how: dict[str, Any] = {"strategy": "allgather", "stages": 1, "chunks": 2}
+    recipe = Recipe(2, 2 * length, 2 * length, heads, heads, head_dim, 4, "causal", **how)
     arguments = (resolve(recipe, site="test").format(), 1, None, "flash_cpu", "0", 0.0, False)
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         query = torch.rand(batch, heads, length, head_dim, requires_grad=True)

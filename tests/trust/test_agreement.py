@@ -32,6 +32,7 @@ from cp_inductor.plan import Recipe, resolve
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.trust import agreement, claims
 from tests.support.graphs import attend_causal, attend_full
+from tests.support.packed import in_documents
 from tests.support.ranks import on_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
@@ -247,22 +248,13 @@ def make_dtensors(mesh: DeviceMesh, length: int = 24, **shape: Any) -> list[Tens
     return [distribute_tensor(t, mesh, [Shard(2)]) for t in make_qkv(length, **shape)[:3]]
 
 
-def two_layers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return attend_causal(attend_causal(query, key, value), key, value)
+def layers(*attentions: Callable[..., Tensor], scale: float | None = None) -> Callable[..., Tensor]:
+    """Return a model of attentions, one behind the other, whose result may be scaled."""
 
-
-def causal_then_full(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return attend_full(attend_causal(query, key, value), key, value)
-
-
-def full_then_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return attend_causal(attend_full(query, key, value), key, value)
-
-
-def attend_scaled(scale: float | None) -> Callable[..., Tensor]:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = attend_causal(query, key, value)
-        return out if scale is None else out * scale
+        for attention_of_layer in attentions:
+            query = attention_of_layer(query, key, value)
+        return query if scale is None else query * scale
 
     return attend
 
@@ -285,8 +277,9 @@ def test_models_that_differ() -> None:
     causal_or_full = "mask: causal on rank 0, full on rank 1"
     line = told(causal_or_full, attend_full if is_odd else attend_causal)
     assert "attention (graphs.py:" in line  # the user's is named
-    told("attentions: 2 on rank 0, 1 on rank 1", attend_causal if is_odd else two_layers)
-    told(causal_or_full, full_then_causal if is_odd else causal_then_full)
+    told("attentions: 2 on rank 0, 1 on rank 1", layers(*[attend_causal] * (1 if is_odd else 2)))
+    both = [attend_causal, attend_full]
+    told(causal_or_full, layers(*(reversed(both) if is_odd else both)))
     # The plans are the same, and yet the order of exchanges may not be.
     rows = {"strategy": "rows", "stages": 1}
     machine = {**rows, "machine": "cpu:tcp" if is_odd else ""}
@@ -304,8 +297,8 @@ def test_models_that_differ() -> None:
     # The attentions are the same, and the model around them is not: one rank in eval(), one whose
     # code holds another number, one whose weights are frozen.
     same = "expected ranks 0 and 1 to run the same, got program: "
-    told(same, attend_scaled(None if is_odd else 0.5))
-    told("got calls of mul: 1 as ", attend_scaled(0.25 if is_odd else 0.5))
+    told(same, layers(attend_causal, scale=None if is_odd else 0.5))
+    told("got calls of mul: 1 as ", layers(attend_causal, scale=0.25 if is_odd else 0.5))
     frozen = [one.detach().requires_grad_(not is_odd) for one in tensors]
     told("got inputs that require gradients: 3 on rank 0, 0 on rank 1", attend_causal, frozen)
 
@@ -562,11 +555,6 @@ def test_submeshes() -> None:
 # --- Tables and seeds -------------------------------------------------------------------------
 
 DOCUMENTS = torch.tensor([[0] * 8 + [1] * 13, [0] * 3 + [1] * 9 + [2] * 9])
-
-
-def in_documents(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
-    mask = (ids[:, :, None] == ids[:, None])[:, None]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
 def twice_in_documents(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:

@@ -18,24 +18,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import TorchRuntimeError
-from torch._functorch import config as functorch_config
-from torch._inductor import codecache, compile_fx, cpp_builder, ir, lowering, output_code
-from torch._inductor import config as inductor_config
+from torch._inductor import codecache
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.fx.experimental import proxy_tensor
 
 import cp_inductor
 import cp_inductor.backend.compile
 from cp_inductor.passes import pipeline
 from cp_inductor.passes.pipeline import Lowering, PostGrad
 from cp_inductor.plan import Recipe
-from cp_inductor.torch_private.traces import traces
 from cp_inductor.trust import agreement, claims
 from tests.support.combinations import AOT, COMPILED, EAGER
 from tests.support.ranks import fake_mesh, on_ranks, world_mesh
+from tests.support.torch_state import state_of_torch
 
 C10D = dist.distributed_c10d
 
@@ -54,40 +49,9 @@ class Model(nn.Module):
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what a compile might change, by name; objects stand for themselves."""
-    dispatcher = DTensor._op_dispatcher
-    propagator = dispatcher.sharding_propagator
     world = C10D._world
     found: dict[str, Any] = {
-        "DTensor's handlers": dict(dispatcher._custom_op_handlers),
-        "DTensor's strategies": dict(propagator.op_strategy_funcs),
-        "DTensor's rules": dict(propagator.op_to_rules),
-        "Inductor's config": inductor_config.get_config_copy(),
-        "functorch's config": functorch_config.get_config_copy(),
-        "Dynamo's config": torch._dynamo.config.get_config_copy(),
-        "our config": cp_inductor.config.get_config_copy(),
-        "lowerings": dict(lowering.lowerings),
-        "constraints": dict(lowering._maybe_layout_constraints),
-        "patched": [
-            ir.StorageBox.__dict__["has_exceeded_max_reads"],
-            ir.Loops.__dict__["has_large_inner_fn"],
-            codecache.write,
-            codecache.PyCodeCache.__dict__["load_by_key_path"],
-            codecache.CppCodeCache.__dict__["_load_library"],
-            output_code.CompiledFxGraph.__dict__["write_to_disk"],
-            F.scaled_dot_product_attention,
-            F.cross_entropy,
-            Tensor.backward,
-            proxy_tensor.set_proxy_slot,
-            Shard.__dict__["_replicate_to_shard"],
-            cpp_builder.CppBuilder,
-            compile_fx.fx_codegen_and_compile,
-            codecache.FxGraphCache.__dict__["load_with_key"],
-        ],
-        "callbacks": (
-            list(callback_handler.start_callbacks),
-            list(callback_handler.end_callbacks),
-        ),
-        "whether Dynamo traces for us": traces.is_ours,
+        **state_of_torch(),
         "groups": {name: dict(getattr(world, name)) for name in ("pg_map", "pg_names")},
         "number of groups": world.group_count,
         "environment": {k: v for k, v in os.environ.items() if not k.startswith("_TORCHINDUCTOR")},

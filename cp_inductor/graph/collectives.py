@@ -41,7 +41,7 @@ class Collective:
     """What a graph starts among the ranks of a group.
 
     Attributes:
-        op: its name, and the dtype of what arrives, if anything does.
+        op: its name, and the dtype of what arrives.
         shape: of what arrives, if all ranks of the group get as much; None if inputs decide it.
         group_name: c10d name of the group.
     """
@@ -52,16 +52,16 @@ class Collective:
 
 
 def list_collectives(gm: fx.GraphModule) -> tuple[Collective, ...]:
-    """Return what a graph starts among all ranks of groups, in order, and where they compare.
+    """Return what a graph starts among all ranks of groups, in order.
 
-    Not what one rank sends to one other, as in a pipeline, where ranks differ.
+    Ranks also meet to plan a batch: they compare its tables. Not counted is what one rank sends to
+    one other, as in a pipeline, where ranks differ.
     """
     found = []
+    plan_batch = torch.ops.cp_inductor.plan_batch.default
     for node in nodes_of(gm):
         target: Any = node.target
-        # Our ops that have a group compare what ranks say, such as the plan of a batch.
-        is_ours = isinstance(target, torch._ops.OpOverload) and target.namespace == "cp_inductor"
-        if not (is_ours or is_start(node)):
+        if not (target is plan_batch or is_start(node)):
             continue
         names = [argument.name for argument in target._schema.arguments]
         if "group_name" not in names or {"tag", "tag_list"} & {*names}:
@@ -70,10 +70,10 @@ def list_collectives(gm: fx.GraphModule) -> tuple[Collective, ...]:
         group, value = given["group_name"], node.meta["val"]
         tensors: list[Tensor] = list(value) if isinstance(value, (list, tuple)) else [value]
         # Plans say what ranks send each other in an all-to-all, where it differs between them.
-        own = () if is_ours or target in STARTS else tensors
+        own = () if target is plan_batch or target in STARTS else tensors
         sizes = tuple(size for tensor in own for size in tensor.shape)
         is_static = all(isinstance(size, int) for size in sizes)
-        dtype = str(getattr(tensors[0], "dtype", None)).removeprefix("torch.")
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
         found.append(
             Collective(
                 f"{target.__name__.partition('.')[0]} of {dtype}",

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from cp_inductor import explain, parallelize
@@ -85,27 +85,23 @@ def test_every_verdict_is_data() -> None:
     assert [attention.verdict for attention in local.attentions] == ["not sharded"]
 
 
-def test_multi_head_attention_is_seen_through() -> None:
+def test_multi_head_attention_is_seen_through(mesh: DeviceMesh) -> None:
     layer = torch.nn.MultiheadAttention(16, 2, batch_first=True)
 
     def model(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         return layer(x, y, z, need_weights=False)[0] + layer(x, y, z)[0]
 
-    with fake_rank(1, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        x = torch.zeros(1, 8, 16)
-        report = explain(model, x, x, x, mesh=mesh)
+    x = torch.zeros(1, 8, 16)
+    report = explain(model, x, x, x, mesh=mesh)
     assert [attention.verdict for attention in report.attentions] == ["refused"]
     assert "need_weights=False" in str(report)
 
 
-def test_layers_of_an_encoder_are_named() -> None:
+def test_layers_of_an_encoder_are_named(mesh: DeviceMesh) -> None:
     layer = torch.nn.TransformerEncoderLayer(16, 2, 8, 0.0, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    with fake_rank(1, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        parallelize(model, mesh)
-        report = explain(model, distribute_tensor(torch.zeros(1, 8, 16), mesh, [Shard(1)]))
+    parallelize(model, mesh)
+    report = explain(model, distribute_tensor(torch.zeros(1, 8, 16), mesh, [Shard(1)]))
     sites = [attention.site for attention in report.attentions]
     assert report.headline.startswith("2 attentions: 2 rewritten")
     assert all(f", layers.{n}.self_attn)" in site for n, site in enumerate(sites)), sites
@@ -122,18 +118,16 @@ def test_graph_breaks_are_said() -> None:
     assert "not captured whole" in str(report)
 
 
-def test_nothing_is_run_or_counted() -> None:
+def test_nothing_is_run_or_counted(mesh: DeviceMesh) -> None:
     class Model(torch.nn.Module):
         def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
             return attend(x, y, z) + 1
 
-    with fake_rank(1, 4):
-        mesh = init_device_mesh("cpu", (4,))
-        x = torch.zeros(1, 2, 8, 8)
-        torch._dynamo.utils.counters["cp_inductor"]["sites_found"] = 7
-        assert explain(Model(), x, x, x, mesh=mesh).is_fine
-        assert torch._dynamo.utils.counters["cp_inductor"] == {"sites_found": 7}
-        assert not torch._dynamo.utils.counters["stats"]
+    x = torch.zeros(1, 2, 8, 8)
+    torch._dynamo.utils.counters["cp_inductor"]["sites_found"] = 7
+    assert explain(Model(), x, x, x, mesh=mesh).is_fine
+    assert torch._dynamo.utils.counters["cp_inductor"] == {"sites_found": 7}
+    assert not torch._dynamo.utils.counters["stats"]
 
 
 # --- Command lines ----------------------------------------------------------------------------

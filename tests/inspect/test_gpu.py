@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.gpu_campaign import STAGES
 from benchmarks.gpu_worlds import World, run_rows
@@ -20,8 +20,15 @@ from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall
 from tests.support.graphs import attend_causal, generate_code
 from tests.support.processes import run_python
-from tests.support.ranks import fake_rank
-from tests.support.reference import LAYOUTS, TOLERANCE, attend_with_grads, lse_in_float64, make_qkv
+from tests.support.ranks import fake_mesh
+from tests.support.reference import (
+    LAYOUTS,
+    TOLERANCE,
+    attend_with_grads,
+    lse_in_float64,
+    make_qkv,
+    run_tile,
+)
 from tests.support.wrapper import normalize
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -35,13 +42,6 @@ CASES = [
     ("efficient_cuda", torch.bfloat16),
     ("efficient_cuda", torch.float16),
 ]
-
-
-def run_kernel(name: str, tensors: list[Tensor], *, is_causal: bool) -> tuple[Tensor, ...]:
-    query, key, value, grad_out = tensors
-    kernel, call = get_kernel(name), TileCall(query, key, value, is_causal)
-    partial = kernel.forward(call)
-    return *partial, *kernel.backward(call, grad_out, partial)
 
 
 def as_fakes(tensors: list[Tensor]) -> list[Tensor]:
@@ -78,7 +78,7 @@ def test_shapes_on_fakes(name: str, dtype: torch.dtype, head_dim: int) -> None:
         pytest.skip("a head dim that cuDNN is not asked for")
     with fakes[0].fake_mode:  # type: ignore[attr-defined]
         assert choose_kernel(*fakes[:3], dtype=dtype, site="here") in (name, "flash_cuda")
-        out, lse, *grads = run_kernel(name, fakes, is_causal=False)
+        out, lse, *grads = run_tile(name, fakes, is_causal=False)
     assert out.shape == fakes[0].shape
     assert lse.shape == fakes[0].shape[:3]
     assert [grad.shape for grad in grads] == [fake.shape for fake in fakes[:3]]
@@ -99,7 +99,7 @@ def test_against_float64(
     whole = make_qkv(133, head_dim=head_dim, num_kv_heads=num_kv_heads, dtype=dtype)
     expected_out, *expected_grads = attend_with_grads(*whole, is_causal=is_causal)
     inputs = [LAYOUTS[layout](tensor.cuda()) for tensor in whole]
-    out, lse, *grads = run_kernel(name, inputs, is_causal=is_causal)
+    out, lse, *grads = run_tile(name, inputs, is_causal=is_causal)
     # float32 is multiplied as three products of tf32, with an error of 2^-22, not 2^-24.
     tolerance = TOLERANCE[dtype] * (4 if dtype is torch.float32 else 1)
     assert_within(out, expected_out, tolerance, "out")
@@ -112,7 +112,7 @@ def test_against_float64(
     assert_within(lse, expected_lse, 4 * TOLERANCE[torch.float32], "lse")
     fakes = as_fakes(inputs)
     with fakes[0].fake_mode:  # type: ignore[attr-defined]
-        fake_results = run_kernel(name, fakes, is_causal=is_causal)
+        fake_results = run_tile(name, fakes, is_causal=is_causal)
     strides = [significant_strides(tensor) for tensor in (out, lse, *grads)]
     assert strides == [significant_strides(fake) for fake in fake_results]
 
@@ -163,9 +163,18 @@ def test_numbers_of_every_rank(tmp_path: Path) -> None:
     assert "failed" not in run_campaign(tmp_path, "numbers")
 
 
-def check_part_of_a_longer_lse(name: str, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("flash_cpu", dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *(pytest.param(*case, marks=[pytest.mark.gpu, needs_gpu]) for case in CASES),
+    ],
+)
+def test_part_of_a_longer_lse(name: str, dtype: torch.dtype) -> None:
     """Plans cut queries: a kernel must not take a part of out and lse for their beginning."""
-    query, key, value, grad_out = (t.to(device) for t in make_qkv(96, head_dim=64, dtype=dtype))
+    device = name.rpartition("_")[2]
+    whole = make_qkv(96, head_dim=64, dtype=dtype)
+    query, key, value, grad_out = (tensor.to(device) for tensor in whole)
     kernel = get_kernel(name)
     out, lse = kernel.forward(TileCall(query, key, value))
     part = [tensor.narrow(2, 32, 40) for tensor in (grad_out, query)]
@@ -181,18 +190,6 @@ def check_part_of_a_longer_lse(name: str, dtype: torch.dtype, device: str) -> No
         assert_within(actual, reference.cpu().double(), TOLERANCE[dtype] / 8, name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_part_of_a_longer_lse_on_the_cpu(dtype: torch.dtype) -> None:
-    check_part_of_a_longer_lse("flash_cpu", dtype, "cpu")
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_part_of_a_longer_lse(name: str, dtype: torch.dtype) -> None:
-    check_part_of_a_longer_lse(name, dtype, "cuda")
-
-
 @pytest.mark.gpu
 @needs_gpu
 def test_cross_compiled_code_is_what_the_device_gets() -> None:
@@ -201,8 +198,7 @@ def test_cross_compiled_code_is_what_the_device_gets() -> None:
     shape = {"dtype": torch.bfloat16, "device": "cuda"}
     query, key = (torch.randn(1, heads, 64, 32, **shape).requires_grad_() for heads in (4, 2))
     options = {"strategy": "ring", "shape_padding": False}
-    with fake_rank(1, 2):
-        mesh = init_device_mesh("cpu", (2,))
+    with fake_mesh(1, 2) as mesh:
         real = generate_code(attend_causal, query, key, key, options={**options, "mesh": mesh})
     cross = cross_compile(
         attend_causal,

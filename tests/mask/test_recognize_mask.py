@@ -107,16 +107,13 @@ def inverted_padding(mask: Tensor) -> Tensor:
     return inverted.masked_fill(inverted.to(torch.bool), float("-inf"))
 
 
-def band_and_finite(num_queries: int, num_keys: int) -> Tensor:
-    """A band of three; queries far behind the last key see none of it, and so all keys alike."""
-    distance = torch.arange(num_queries)[:, None] - torch.arange(num_keys)
-    return torch.where(distance.abs() <= 1, 0.0, LOWEST)
-
-
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(8, 4), (4, 8), (8, 8)])
 def test_rows_that_see_nothing_but_finite_minima(num_queries: int, num_keys: int) -> None:
+    """A band of three; queries far behind the last key see none of it, and so all keys alike."""
+
     def function() -> Tensor:
-        return band_and_finite(num_queries, num_keys)
+        distance = torch.arange(num_queries)[:, None] - torch.arange(num_keys)
+        return torch.where(distance.abs() <= 1, 0.0, LOWEST)
 
     node, gm = capture(function, num_queries=num_queries, num_keys=num_keys)
     recognized = read_mask(node)[0]
@@ -178,15 +175,21 @@ def function_of(text: str) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     return eval(f"lambda x: {made}", globals()), (globals()[name],)
 
 
-@pytest.mark.parametrize(("text", "name", "num_tables"), rows_of(MASKS))
-def test_masks(text: str, name: str, num_tables: str) -> None:
-    """Hold the recognized rule against the mask that the function returns."""
+def check_mask(text: str) -> Recognized:
+    """Read a mask, hold what it is recognized as against what the graph computes, return it."""
     function, inputs = function_of(text)
     node, gm = capture(function, *inputs)
-    recognized = read_mask(node)[0]
+    recognized: Recognized = read_mask(node)[0]
+    values = values_in(gm, inputs)
+    compare_masks(recognized, values, values[node])
+    return recognized
+
+
+@pytest.mark.parametrize(("text", "name", "num_tables"), rows_of(MASKS))
+def test_masks(text: str, name: str, num_tables: str) -> None:
+    recognized = check_mask(text)
     assert describe(recognized.rule) == name, recognized.rule
     assert len(recognized.tables) == int(num_tables), recognized.tables
-    compare_masks(recognized, values_in(gm, inputs), function(*inputs))
 
 
 # --- What was misread once --------------------------------------------------------------------
@@ -243,9 +246,7 @@ POSITIONS: counts_that_wrap(x)
 
 @pytest.mark.parametrize("text", MISREAD.split("\n")[1:-1])
 def test_what_was_misread_once(text: str) -> None:
-    function, inputs = function_of(text)
-    node, gm = capture(function, *inputs)
-    compare_masks(read_mask(node)[0], values_in(gm, inputs), function(*inputs))
+    check_mask(text)
 
 
 SLICES = """
@@ -259,21 +260,15 @@ LONGER: x.float()[..., :S, :T].masked_fill(~causal(), -torch.inf) -> causal, bia
 @pytest.mark.parametrize(("text", "name"), rows_of(SLICES))
 def test_a_slice_of_a_longer_mask_is_a_table(text: str, name: str) -> None:
     """A rank is given its own rows of what is read: it must have a row for every query."""
-    function, _ = function_of(text)
-    node, gm = capture(function, LONGER)
-    recognized = read_mask(node)[0]
+    recognized = check_mask(text)
     assert describe(recognized.rule) == name
     (table,) = recognized.tables
     assert table.meta["example_value"].shape[-2:] == (S, T)
-    compare_masks(recognized, values_in(gm, (LONGER,)), function(LONGER))
 
 
 def test_a_shifted_slice_is_read_where_it_is() -> None:
     """All ranks read all of it: its rows are not those of queries."""
-    node, gm = capture(lambda buffer: buffer[:, :, 4 : S + 4, 9:], LONGER)
-    recognized = read_mask(node)[0]
-    assert not recognized.rule.reads_pairs
-    compare_masks(recognized, values_in(gm, (LONGER,)), LONGER[:, :, 4 : S + 4, 9:])
+    assert not check_mask("LONGER: x[:, :, 4 : S + 4, 9:]").rule.reads_pairs
 
 
 def test_a_slice_of_longer_padding_is_read_through() -> None:
@@ -291,41 +286,28 @@ def test_a_slice_of_longer_padding_is_read_through() -> None:
 # --- What cannot be traced --------------------------------------------------------------------
 
 
+def written_to_by(write: Callable[[Tensor], object], ids: Tensor) -> Tensor:
+    """A mask of numbers that are written to behind it, and of what they are then."""
+    ids = ids.clone()
+    mask = same(ids)
+    write(ids)
+    return mask & (ids >= 0)[:, None, None]
+
+
 def written_in_a_checkpoint(ids: Tensor) -> Tensor:
     def body(ids: Tensor) -> Tensor:
         ids.add_(torch.arange(S))
         return ids * 2
 
     ids = ids.clone()
-    same = (ids[:, :, None] == ids[:, None])[:, None]
-    return same & (checkpoint(body, ids, use_reentrant=False) >= 0)[:, None, None]
-
-
-def written_through_a_view(ids: Tensor) -> Tensor:
-    ids = ids.clone()
-    same = ids[:, :, None] == ids[:, None]
-    ids.view(-1)[::2].zero_()
-    return (same & (ids >= 0)[:, None])[:, None]
-
-
-def written_by_an_out_argument(ids: Tensor) -> Tensor:
-    ids = ids.clone()
-    same = ids[:, :, None] == ids[:, None]
-    torch.add(ids, 1, out=ids)
-    return (same & (ids >= 0)[:, None])[:, None]
+    mask = same(ids)
+    return mask & (checkpoint(body, ids, use_reentrant=False) >= 0)[:, None, None]
 
 
 @torch.library.custom_op("cp_inductor_tests::clear", mutates_args={"ids"})
 def clear(ids: Tensor) -> None:
     """Write, under a name that does not say so."""
     ids.zero_()
-
-
-def written_by_an_op_of_ones_own(ids: Tensor) -> Tensor:
-    ids = ids.clone()
-    same = ids[:, :, None] == ids[:, None]
-    torch.ops.cp_inductor_tests.clear(ids)
-    return (same & (ids >= 0)[:, None])[:, None]
 
 
 def of_a_condition(ids: Tensor) -> Tensor:
@@ -344,9 +326,9 @@ def written_to() -> Tensor:
 NOT_UNDERSTOOD = """
 written_to()
 DOCUMENTS: written_in_a_checkpoint(x)
-DOCUMENTS: written_through_a_view(x)
-DOCUMENTS: written_by_an_out_argument(x)
-DOCUMENTS: written_by_an_op_of_ones_own(x)
+DOCUMENTS: written_to_by(lambda ids: ids.view(-1)[::2].zero_(), x)
+DOCUMENTS: written_to_by(lambda ids: torch.add(ids, 1, out=ids), x)
+DOCUMENTS: written_to_by(torch.ops.cp_inductor_tests.clear, x)
 torch.rand(S, T) > 0.5
 DOCUMENTS: (torch.argsort(x, -1)[:, :, None] >= torch.arange(T))[:, None]
 queries() / 3 >= torch.arange(T)
@@ -358,13 +340,8 @@ queries() / 3 >= torch.arange(T)
 
 @pytest.mark.parametrize("text", NOT_UNDERSTOOD.split("\n")[1:-1])
 def test_what_is_not_understood_is_taken_as_it_is(text: str) -> None:
-    function, inputs = function_of(text)
-    node, gm = capture(function, *inputs)
-    recognized = read_mask(node)[0]
     # Whatever was claimed, it holds; and something was left to the tensors.
-    assert recognized.tables
-    values = values_in(gm, inputs)
-    compare_masks(recognized, values, values[node])
+    assert check_mask(text).tables
 
 
 @pytest.mark.parametrize("number", [40, 90])

@@ -22,6 +22,7 @@ from tests.rehearsal.rank import Job
 from tests.support.graphs import attend_causal
 from tests.support.packed import in_documents as packed
 from tests.support.packed import in_window
+from tests.support.packed import under_alibi as alibi
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -32,16 +33,6 @@ def causal(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tensor:
 
 def full(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, scale=0.3)
-
-
-def alibi(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tensor:
-    """An additive bias with -inf where there is no pair."""
-    place = torch.arange(query.shape[2], device=query.device)
-    slopes = torch.exp2(-torch.arange(1.0, query.shape[1] + 1, device=query.device))
-    distance = (place - place[:, None]).to(query.dtype)
-    bias = slopes[:, None, None].to(query.dtype) * distance
-    bias = bias.masked_fill(place[:, None] < place, -torch.inf)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
 
 
 def capped(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -383,14 +384,7 @@ def _memory_of(buffer: Buffer, dtype: np.dtype[Any]) -> Array:
     """Return the bytes of a buffer, as elements of a dtype."""
     count = buffer.num_bytes // dtype.itemsize
     pointer = {"data": (buffer.start, False), "shape": (count,), "typestr": dtype.str, "version": 3}
-    return np.asarray(_Pointer(pointer))
-
-
-class _Pointer:
-    """What numpy makes an array of, without a copy."""
-
-    def __init__(self, interface: dict[str, Any]) -> None:
-        self.__array_interface__ = interface
+    return np.asarray(SimpleNamespace(__array_interface__=pointer))
 
 
 def _undefined(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

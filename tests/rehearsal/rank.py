@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import Placement, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor.backend.compile as backend
@@ -38,6 +38,7 @@ from tests.rehearsal.program import load_program
 from tests.rehearsal.reference import compare, copy_of, gradients_of, loss_of, named
 from tests.rehearsal.report import RankReport
 from tests.support.ranks import world_mesh
+from tests.support.reference import full
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,8 @@ def _whole(tree: Any) -> Any:
     """Return copies of tensors, of DTensors whole; every rank takes part."""
 
     def copy(tensor: Tensor) -> Tensor:
-        data = tensor.detach()
-        whole = data.full_tensor() if isinstance(data, DTensor) else data
-        return whole.clone().requires_grad_(tensor.requires_grad)
+        copied: Tensor = full(tensor.detach()).clone()
+        return copied.requires_grad_(tensor.requires_grad)
 
     return pytree.tree_map_only(Tensor, copy, tree)
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from cp_inductor.modules.reading import as_on_one_process
 from tests.rehearsal.report import ROUNDING, Difference
 from tests.rehearsal.stand_ins import StandIns
+from tests.support.reference import full
 
 Loss = Callable[[Any], Tensor]
 
@@ -31,8 +31,7 @@ def copy_of(model: Any) -> Any:
         return model
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        data = tensor.detach()
-        whole = (data.full_tensor() if isinstance(data, DTensor) else data).clone()
+        whole = full(tensor.detach()).clone()
         if isinstance(tensor, nn.Parameter):
             whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = whole

@@ -36,7 +36,7 @@ MOST_OF_CUDNN = 65535  # batch entries, and heads
 
 def _flash(call: Mapping[str, Any], complain: Complain) -> tuple[Any, ...]:
     query, key, value = call["query"], call["key"], call["value"]
-    _check_flash(call, complain)
+    _check_halves(call, "flash", 256, complain)
     out, lse = attend(query, key, value, None, call["is_causal"], call["scale"])
     # mha_fwd makes its output like the query (B, S, H, D).
     result = torch.empty_like(query.transpose(1, 2)).transpose(1, 2).copy_(out)
@@ -47,7 +47,7 @@ def _flash(call: Mapping[str, Any], complain: Complain) -> tuple[Any, ...]:
 
 def _flash_backward(call: Mapping[str, Any], complain: Complain) -> tuple[Any, ...]:
     query, key, value = call["query"], call["key"], call["value"]
-    _check_flash(call, complain)
+    _check_halves(call, "flash", 256, complain)
     _check_rows(call, ("out",), complain)
     if call["logsumexp"].dtype != torch.float32 or not call["logsumexp"].is_contiguous():
         complain("logsumexp must be float32 and contiguous, as it is read by its address")
@@ -199,10 +199,6 @@ def _check_seeds(call: Mapping[str, Any], dtype: torch.dtype, complain: Complain
         if (found := call[name].dtype) != dtype:
             wanted = str(dtype).removeprefix("torch.")
             complain(f"{name} must be {wanted}, as the forward returns it, not {found}")
-
-
-def _check_flash(call: Mapping[str, Any], complain: Complain) -> None:
-    _check_halves(call, "flash", 256, complain)
 
 
 def _check_halves(

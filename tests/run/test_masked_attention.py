@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from tests.support.packed import in_documents, in_window
+from tests.support.packed import in_documents, in_window, under_alibi
 from tests.support.ranks import on_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
@@ -31,27 +31,13 @@ from tests.support.reference import (
 )
 
 
-def causal(query: Tensor, key: Tensor) -> Tensor:
-    q = torch.arange(query.shape[2])[:, None]
-    return torch.arange(key.shape[2])[None] <= q
-
-
-def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     is_grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, enable_gqa=is_grouped, **kwargs
-    )
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=is_grouped)
 
 
 def padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     return sdpa(query, key, value, mask[:, None, None, :].bool())
-
-
-def under_alibi(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    slopes = 2.0 ** -torch.arange(1, query.shape[1] + 1)
-    distance = torch.arange(key.shape[2])[None] - torch.arange(query.shape[2])[:, None]
-    bias = (slopes[:, None, None] * distance).to(query.dtype)
-    return sdpa(query, key, value, bias.masked_fill(distance > 0, float("-inf"))[None])
 
 
 def wide(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -60,10 +46,6 @@ def wide(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     bias = (q * 7 + k * 13) % 11 * 0.3 + 300.0
     # Of a float64 query, torch would read a bias in float32 as float64.
     return sdpa(query, key, value, bias.to(torch.promote_types(query.dtype, bias.dtype)))
-
-
-def given(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    return sdpa(query, key, value, mask)
 
 
 def blind_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -156,8 +138,8 @@ CASES = (
     Case("padding", padded, (PADDING,), (SHARD,), shape={"num_kv_heads": 2}, options=STATIC),
     Case("ALiBi", under_alibi),
     Case("a bias in float32, bfloat16", wide, dtype=torch.bfloat16),
-    Case("a mask", given, (PAIRS,), (WHOLE,)),
-    Case("rows of a mask", given, (PAIRS,), (Shard(2),)),
+    Case("a mask", sdpa, (PAIRS,), (WHOLE,)),
+    Case("rows of a mask", sdpa, (PAIRS,), (Shard(2),)),
     Case("rows that see nothing", blind_rows),
     # gloo moves no int16.
     Case(
@@ -248,8 +230,8 @@ BIASES = (
 
 def with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
     shape = (*query.shape[:2], query.shape[2], key.shape[2])
-    masked = bias.masked_fill(~causal(query, key), float("-inf"))
-    return sdpa(query, key, value, masked.expand(shape))
+    is_future = torch.arange(key.shape[2]) > torch.arange(query.shape[2])[:, None]
+    return sdpa(query, key, value, bias.masked_fill(is_future, float("-inf")).expand(shape))
 
 
 @pytest.mark.long

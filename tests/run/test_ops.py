@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 import cp_inductor
 from cp_inductor.ops.attention import attention, attention_backward
@@ -20,6 +19,7 @@ from cp_inductor.plan import Recipe, resolve
 from cp_inductor.plan.strategies import TABLE
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.own_transfers import reads_shard
+from tests.support.comms import Counts
 from tests.support.graphs import attend_causal
 from tests.support.ranks import on_ranks, world_mesh
 from tests.support.reference import (
@@ -31,8 +31,6 @@ from tests.support.reference import (
     shard,
     with_grads,
 )
-
-ALL_TO_ALL = torch.ops.c10d_functional.all_to_all_single
 
 
 def local_leaves(**shape: object) -> tuple[list[Tensor], Tensor]:
@@ -117,14 +115,13 @@ def check_eager(
     """SDPA on DTensors, not compiled, against float64; it must issue the ring's collectives."""
     for is_causal in (True, False):
         leaves, grad_out, whole = sharded_leaves(placements, mesh_shape, num_kv_heads=2)
-        counts = CommDebugMode()
+        counts = Counts()
         with counts:
             out = F.scaled_dot_product_attention(*leaves, is_causal=is_causal, enable_gqa=True)
-        assert counts.get_comm_counts().get(ALL_TO_ALL, 0) == num_exchanges
+        assert counts.exchanges() == num_exchanges
         with counts:
             grads = torch.autograd.grad(out, leaves, grad_out)
-        assert counts.get_comm_counts().get(ALL_TO_ALL, 0) == 2 * num_exchanges
-        assert counts.get_total_counts() == 2 * num_exchanges
+        assert counts.exchanges() == counts.get_total_counts() == 2 * num_exchanges
         expected = attend_with_grads(*whole, is_causal=is_causal)
         assert {one.placements for one in (out, *grads)} == {tuple(placements)}
         assert_all_close((out.detach(), *grads), expected, torch.float32)

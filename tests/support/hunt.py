@@ -48,7 +48,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
@@ -57,6 +57,7 @@ from cp_inductor.plan.strategies import TABLE as STRATEGIES
 from tests.support import idioms
 from tests.support.idioms import EXPERTS, FAMILIES, IGNORED, LONGEST, LOSSES, TABLES, VOCAB, WIDTH
 from tests.support.ranks import RankError, forget_compiles, run_ranks, world_mesh
+from tests.support.reference import full
 
 WAYS = {
     "eager": "DTensors in eager code",
@@ -388,12 +389,7 @@ def over_dtensors(program: Program) -> Result:
     ]  # fmt: skip
     with implicit_replication():
         found = step(program, model, shards, partial(compiled, program))
-        return {name: whole(tensor) for name, tensor in found.items()}
-
-
-def whole(tensor: Any) -> Any:
-    tensor = dense(tensor)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return {name: full(dense(tensor)) for name, tensor in found.items()}
 
 
 def dense(tensor: Any) -> Any:

@@ -82,6 +82,16 @@ def in_window(query: Tensor, key: Tensor, value: Tensor, *_: Tensor, window: int
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 
+def under_alibi(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tensor:
+    """Attend causally under an additive bias, with -inf where there is no pair."""
+    place = torch.arange(query.shape[2], device=query.device)
+    slopes = torch.exp2(-torch.arange(1.0, query.shape[1] + 1, device=query.device))
+    distance = (place - place[:, None]).to(query.dtype)
+    bias = slopes[:, None, None].to(query.dtype) * distance
+    bias = bias.masked_fill(place[:, None] < place, -torch.inf)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
+
+
 def draw_documents(length: int) -> Tensor:
     return (torch.rand(1, length) < 0.1).cumsum(-1)
 

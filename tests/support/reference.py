@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
+from cp_inductor.tiles.kernel_table import get_kernel
+from cp_inductor.tiles.kernels import TileCall
+
 # Relative to the largest magnitude of the reference. float64 and float32: a few hundred roundings
 # of 2^-53 and 2^-24. Half types: the result's own rounding, and that of the partials and of the
 # probabilities inside the kernel, each 2^-9 (bfloat16) or 2^-11 (float16).
@@ -159,7 +162,7 @@ def check_shards(
     with context or nullcontext():
         out = run(*pieces)
     grads = torch.autograd.grad(out, pieces, grad_out)
-    assert_shards_close((out.detach(), *grads), expected, torch.float32)
+    assert_shards_close((out.detach(), *grads), expected, whole[0].dtype)
 
 
 def on_mesh(tensors: Iterable[Tensor], mesh: DeviceMesh, *placements: Placement) -> list[Tensor]:
@@ -179,6 +182,26 @@ LAYOUTS = {
 
 def lse_in_float64(query: Tensor, key: Tensor, *, is_causal: bool) -> Tensor:
     return scores_of(query.double(), key.double(), is_causal=is_causal).logsumexp(-1)
+
+
+def run_tile(name: str, tensors: Sequence[Tensor], *, is_causal: bool) -> tuple[Tensor, ...]:
+    """Return out, lse, dq, dk and dv of a kernel, given query, key, value and grad_out."""
+    *qkv, grad_out = tensors
+    kernel, call = get_kernel(name), TileCall(*qkv, is_causal)
+    partial = kernel.forward(call)
+    return *partial, *kernel.backward(call, grad_out, partial)
+
+
+def check_tile(found: Sequence[Tensor], tensors: Sequence[Tensor], *, is_causal: bool) -> None:
+    """Hold what `run_tile` returns, of tensors in a half type, against float64."""
+    out, lse, *grads = found
+    expected = attend_with_grads(*tensors, is_causal=is_causal)
+    for got, wanted in zip((out, *grads), expected, strict=True):
+        assert got.shape == wanted.shape and got.dtype == tensors[0].dtype
+        bound = TOLERANCE[got.dtype] * wanted.abs().clamp(min=1.0)
+        assert ((got.double() - wanted).abs() <= bound).all()
+    expected_lse = lse_in_float64(*tensors[:2], is_causal=is_causal)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
 def make_qkv(

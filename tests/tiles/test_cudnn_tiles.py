@@ -6,25 +6,22 @@ torch's code around it, would refuse or read wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_inductor import explain
 from cp_inductor.tiles.cudnn_tiles import CudnnCUDA
-from cp_inductor.tiles.kernel_table import get_kernel
-from cp_inductor.tiles.kernels import Gradients, Partial, TileCall
 from tests.rehearsal.stand_ins import StandIns, stand_in
 from tests.support.graphs import attend_causal
 from tests.support.ranks import fake_mesh
-from tests.support.reference import LAYOUTS, TOLERANCE, attend_with_grads, lse_in_float64, make_qkv
+from tests.support.reference import LAYOUTS, check_tile, make_qkv, on_mesh, run_tile
 
-aten = torch.ops.aten
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 
 
@@ -49,25 +46,13 @@ def in_orders(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
 
 
 def test_order_and_switches_are_those_around_the_call() -> None:
-    query, key, value, _ = make_qkv(32, head_dim=16, dtype=torch.bfloat16)
     with fake_mesh(0, 2) as mesh:
-        tensors = [distribute_tensor(t, mesh, [Shard(2)]) for t in (query, key, value)]
+        tensors = on_mesh(make_qkv(32, head_dim=16, dtype=torch.bfloat16)[:3], mesh, Shard(2))
         report = explain(in_orders, *tensors, target="cuda:sm_80")
     kernels = [one.facts["kernel"] for one in report.attentions]
     assert kernels == ["cudnn_cuda", "flash_cuda", "cudnn_cuda", "flash_cuda"]
     reasons = [one.facts["why_kernel"] for one in report.attentions]
     assert reasons == ["SDPA's first choice"] * 4
-
-
-def differentiate(
-    tensors: Sequence[Tensor], *, is_causal: bool
-) -> tuple[StandIns, Partial, Gradients]:
-    query, key, value, grad_out = tensors
-    kernel, call = get_kernel("cudnn_cuda"), TileCall(query, key, value, is_causal)
-    with StandIns() as mode:
-        partial = kernel.forward(call)
-        grads = kernel.backward(call, grad_out, partial)
-    return mode, partial, grads
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -76,22 +61,15 @@ def differentiate(
 def test_numbers_of_any_strides(
     layout: Callable[[Tensor], Tensor], is_causal: bool, num_kv_heads: int
 ) -> None:
-    dtype, length = torch.bfloat16, 37
-    keys = length if is_causal else 45
-    sizes: dict[str, Any] = {"kv_len": keys, "num_kv_heads": num_kv_heads, "head_dim": 32}
-    tensors = [layout(t) for t in make_qkv(length, dtype=dtype, **sizes)]
+    sizes: dict[str, Any] = {"kv_len": 37 if is_causal else 45, "num_kv_heads": num_kv_heads}
+    tensors = [layout(t) for t in make_qkv(37, head_dim=32, dtype=torch.bfloat16, **sizes)]
     # The gradient comes in the order of the model, whatever that of the query is.
     tensors[3] = tensors[3].transpose(1, 2).contiguous().transpose(1, 2)
-    mode, partial, grads = differentiate(tensors, is_causal=is_causal)
+    with StandIns() as mode:
+        found = run_tile("cudnn_cuda", tensors, is_causal=is_causal)
     assert not mode.complaints
     assert mode.called == [CudnnCUDA.forward_op, CudnnCUDA.backward_op]
-    expected = attend_with_grads(*tensors, is_causal=is_causal)
-    for got, wanted in zip((partial.out, *grads), expected, strict=True):
-        assert got.shape == wanted.shape and got.dtype == dtype
-        tolerance = TOLERANCE[dtype]
-        torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
-    lse = lse_in_float64(*tensors[:2], is_causal=is_causal)
-    torch.testing.assert_close(partial.lse.double(), lse, rtol=1e-5, atol=1e-5)
+    check_tile(found, tensors, is_causal=is_causal)
 
 
 def test_what_cudnn_would_read_wrongly_is_found() -> None:

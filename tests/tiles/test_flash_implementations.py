@@ -19,16 +19,9 @@ from torch import Tensor
 from torch.nn import attention as torchs
 
 from cp_inductor.tiles.aten_kernels import FlashCUDA
-from cp_inductor.tiles.kernel_table import get_kernel
-from cp_inductor.tiles.kernels import TileCall, with_whole_rows
+from cp_inductor.tiles.kernels import with_whole_rows
 from tests.rehearsal.stand_ins import attend, differentiate
-from tests.support.reference import (
-    LAYOUTS,
-    assert_close,
-    attend_with_grads,
-    lse_in_float64,
-    make_qkv,
-)
+from tests.support.reference import LAYOUTS, check_tile, make_qkv, run_tile
 
 fa3 = pytest.importorskip("torch.nn.attention._fa3")
 fa4 = pytest.importorskip("torch.nn.attention._fa4")
@@ -153,13 +146,6 @@ def activated(request: pytest.FixtureRequest) -> Iterator[str]:
             del torchs._registry._FLASH_ATTENTION_IMPLS[f"{name} on a CPU"]
 
 
-def run_tile(tensors: list[Tensor], *, is_causal: bool) -> tuple[Tensor, ...]:
-    query, key, value, grad_out = tensors
-    kernel, call = get_kernel("flash_cuda"), TileCall(query, key, value, is_causal)
-    partial = kernel.forward(call)
-    return *partial, *kernel.backward(call, grad_out, partial)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(
     ("is_causal", "head_dim", "num_kv_heads"), [(True, 32, 2), (False, 20, 4), (False, 128, 1)]
@@ -172,15 +158,11 @@ def test_they_take_tiles_of_any_strides(
     num_kv_heads: int,
 ) -> None:
     assert torchs.current_flash_attention_impl() == f"{activated} on a CPU"
-    dtype, keys = torch.bfloat16, 37 if is_causal else 45
+    keys = 37 if is_causal else 45
     sizes: dict[str, Any] = {"kv_len": keys, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
-    tensors = [layout(t) for t in make_qkv(37, dtype=dtype, **sizes)]
-    out, lse, *grads = run_tile(tensors, is_causal=is_causal)
-    expected = attend_with_grads(*tensors, is_causal=is_causal)
-    for got, wanted in zip((out, *grads), expected, strict=True):
-        assert_close(got, wanted, dtype)
-    expected_lse = lse_in_float64(*tensors[:2], is_causal=is_causal)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+    tensors = [layout(t) for t in make_qkv(37, dtype=torch.bfloat16, **sizes)]
+    found = run_tile("flash_cuda", tensors, is_causal=is_causal)
+    check_tile(found, tensors, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

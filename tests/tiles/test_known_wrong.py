@@ -11,40 +11,30 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.nn import attention as torchs
 from torch.nn.attention import SDPBackend, _fa4
 
 from cp_inductor import explain
 from cp_inductor.tiles import known_wrong
+from cp_inductor.tiles.aten_kernels import FlashCUDA
 from cp_inductor.tiles.cudnn_tiles import CudnnCUDA
 from cp_inductor.tiles.kernel_table import choose_kernel, why_kernel
-from cp_inductor.tiles.kernels import TileCall
 from tests.rehearsal.stand_ins import StandIns
 from tests.support.graphs import attend_causal
 from tests.support.ranks import fake_mesh
-from tests.support.reference import make_qkv
+from tests.support.reference import make_qkv, on_mesh, run_tile
 
-aten = torch.ops.aten
 HOPPER, BLACKWELL = (9, 0), (10, 0)
-FORWARDS = (
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention.default,
-)
-BACKWARDS = (
-    aten._scaled_dot_product_cudnn_attention_backward.default,
-    aten._scaled_dot_product_flash_attention_backward.default,
-)
+FORWARDS = (CudnnCUDA.forward_op, FlashCUDA.forward_op)
+BACKWARDS = (CudnnCUDA.backward_op, FlashCUDA.backward_op)
 
 
 def ops_of_tile(num_queries: int, num_keys: int, *, is_causal: bool = False) -> list[Any]:
     """Return what a tile of cuDNN calls, forward and backward."""
-    query, grad = torch.randn(2, 1, 2, num_queries, 16, dtype=torch.bfloat16)
-    key, value = torch.randn(2, 1, 2, num_keys, 16, dtype=torch.bfloat16)
-    call = TileCall(query, key, value, is_causal)
+    sizes: dict[str, Any] = {"kv_len": num_keys, "head_dim": 16, "dtype": torch.bfloat16}
     with StandIns() as seen:
-        kernel = CudnnCUDA()
-        kernel.backward(call, grad, kernel.forward(call))
+        run_tile("cudnn_cuda", make_qkv(num_queries, **sizes), is_causal=is_causal)
     return seen.called
 
 
@@ -114,9 +104,8 @@ def test_torch_hands_fa4_no_window_of_minus_one() -> None:
 
 
 def test_the_report_prints_the_rows_of_its_kernel() -> None:
-    query, key, value, _ = make_qkv(32, head_dim=16, dtype=torch.bfloat16)
     with fake_mesh(0, 2) as mesh:
-        tensors = [distribute_tensor(t, mesh, [Shard(2)]) for t in (query, key, value)]
+        tensors = on_mesh(make_qkv(32, head_dim=16, dtype=torch.bfloat16)[:3], mesh, Shard(2))
         of = {name: explain(attend_causal, *tensors, target=f"cuda:{name}") for name in CHIPS}
     for name, row in CHIPS.items():
         assert of[name].attentions[0].facts["known_wrong"] == ((str(row),) if row else ())

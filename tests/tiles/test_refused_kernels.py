@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -18,10 +18,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from cp_inductor import UnsupportedAttention, UnsupportedBuffer, UnsupportedKernel, context_parallel
 from cp_inductor.region.regions import SequenceRegion
 from tests.support.graphs import attend_causal
-from tests.support.ranks import fake_mesh, on_ranks, world_mesh
-from tests.support.reference import assert_close, attend_with_grads, make_qkv
-
-LENGTH = 14
+from tests.support.ranks import on_ranks, world_mesh
+from tests.support.reference import check_shards
 
 
 def attend_under_math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -45,46 +43,41 @@ MODELS = {
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("form", ["region eager", "region", "mesh"])
-def test_a_kernel_that_is_disabled_is_refused_by_name(form: str, model: Any) -> None:
+def test_a_kernel_that_is_disabled_is_refused_by_name(
+    form: str, model: Any, mesh: DeviceMesh
+) -> None:
     tensors = [torch.randn(1, 2, 8, 4) for _ in range(3)]
-    disabled = "outside" if model is attend_causal else "inside"
-    with fake_mesh(1, 2) as mesh:
+    backends = [SDPBackend.MATH] if model is attend_causal else list(ALL_BACKENDS)
+    if form != "region eager":
         options = {"mesh": mesh} if form == "mesh" else None
-        if form != "region eager":
-            model = torch.compile(model, backend="cp_aot_eager", options=options)
-        backends = [SDPBackend.MATH] if disabled == "outside" else list(ALL_BACKENDS)
-        region: Any = nullcontext() if form == "mesh" else SequenceRegion(mesh)
-        refused = pytest.raises(UnsupportedKernel, match="FLASH_ATTENTION")
-        with sdpa_kernel(backends), region, refused:
-            model(*tensors)
+        model = torch.compile(model, backend="cp_aot_eager", options=options)
+    region: Any = nullcontext() if form == "mesh" else SequenceRegion(mesh)
+    refused = pytest.raises(UnsupportedKernel, match="FLASH_ATTENTION")
+    with sdpa_kernel(backends), region, refused:
+        model(*tensors)
 
 
 ALL_BACKENDS = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
-def test_captured_dtensors_under_a_disabled_kernel_are_refused() -> None:
+def test_captured_dtensors_under_a_disabled_kernel_are_refused(mesh: DeviceMesh) -> None:
     def model(query: DTensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(query, query, query).to_local()
 
-    with fake_mesh(1, 2) as mesh:
-        query = DTensor.from_local(torch.randn(1, 2, 8, 4), mesh, [Shard(2)])
-        with pytest.raises(UnsupportedKernel, match=r"on cpu, with flash attention disabled"):
-            torch.compile(model, backend="cp_aot_eager", fullgraph=True)(query)
+    query = DTensor.from_local(torch.randn(1, 2, 8, 4), mesh, [Shard(2)])
+    with pytest.raises(UnsupportedKernel, match=r"on cpu, with flash attention disabled"):
+        torch.compile(model, backend="cp_aot_eager", fullgraph=True)(query)
 
 
 @on_ranks(2)
 def test_a_backward_is_that_of_its_forward() -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    *whole, grad_out = make_qkv(LENGTH, dtype=torch.float64)
-    leaves = [t.chunk(world_size, 2)[rank].contiguous().requires_grad_() for t in whole]
-    with SequenceRegion(world_mesh()):
-        out = attend_causal(*leaves)
+    def run(*leaves: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), SequenceRegion(world_mesh()):
+            return attend_causal(*leaves)
+
     with sdpa_kernel(SDPBackend.MATH):
-        actual = torch.autograd.grad(out, leaves, grad_out.chunk(world_size, 2)[rank])
-    expected = attend_with_grads(*whole, grad_out, is_causal=True)[1:]
-    for got, wanted in zip(actual, expected, strict=True):
-        assert_close(got, wanted.chunk(world_size, 2)[rank], torch.float64)
+        check_shards(run, dtype=torch.float64)
 
 
 # --- flex_attention ---------------------------------------------------------------------------
@@ -96,10 +89,10 @@ def causal_blocks(length: int) -> BlockMask:
     )
 
 
-def test_a_block_mask_is_no_buffer() -> None:
+def test_a_block_mask_is_no_buffer(mesh: DeviceMesh) -> None:
     mask, ids = causal_blocks(256), torch.zeros(1, 256)
     refused = pytest.raises(UnsupportedBuffer, match=r"buffer 1 .* expected a tensor, got a BlockM")
-    with fake_mesh(1, 2) as mesh, refused:
+    with refused:
         context_parallel(mesh, buffers=[ids, mask], buffer_seq_dims=[1, 2])
 
 
@@ -107,21 +100,20 @@ def test_a_block_mask_is_no_buffer() -> None:
 @pytest.mark.filterwarnings(
     "ignore:Dynamo does not know how to trace", "ignore:flex_attention called without"
 )
-def test_eager_flex_attention_over_sharded_tensors(has_mask: bool) -> None:
+def test_eager_flex_attention_over_sharded_tensors(has_mask: bool, mesh: DeviceMesh) -> None:
     """And of other placements, and under another backend."""
     mask = causal_blocks(256) if has_mask else None
 
     def model(query: Tensor) -> Tensor:
         return flex_attention(query, query, query, block_mask=mask)
 
-    with fake_mesh(1, 2) as mesh:
-        query = DTensor.from_local(torch.randn(1, 2, 128, 16), mesh, [Shard(2)])
-        # It compiles itself.
-        with pytest.raises(UnsupportedAttention, match=r"flex_attention on DTensors: .* eager"):
-            model(query)
-        failed = torch._dynamo.exc.BackendCompilerFailed
-        with pytest.raises(failed, match=r"flex_attention on DTensors: .* another backend"):
-            torch.compile(model, backend="aot_eager")(query)
-        query = DTensor.from_local(torch.randn(1, 2, 256, 16), mesh, [Shard(1)])
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="sharded along the sequence"):
-            torch.compile(model, backend="cp_aot_eager", fullgraph=True)(query)
+    query = DTensor.from_local(torch.randn(1, 2, 128, 16), mesh, [Shard(2)])
+    # It compiles itself.
+    with pytest.raises(UnsupportedAttention, match=r"flex_attention on DTensors: .* eager"):
+        model(query)
+    failed = torch._dynamo.exc.BackendCompilerFailed
+    with pytest.raises(failed, match=r"flex_attention on DTensors: .* another backend"):
+        torch.compile(model, backend="aot_eager")(query)
+    query = DTensor.from_local(torch.randn(1, 2, 256, 16), mesh, [Shard(1)])
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="sharded along the sequence"):
+        torch.compile(model, backend="cp_aot_eager", fullgraph=True)(query)

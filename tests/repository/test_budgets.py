@@ -14,17 +14,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # What a room may have, and what it has if that is more.
 BUDGETS = {
-    "plan": (4600, 6387),
-    "run tiles batches": (4800, 5789),
-    "passes": (4400, 5505),
-    "mask": (3500, 4010),
+    "plan": (4600, 6388),
+    "run tiles batches": (4800, 5793),
+    "passes": (4400, 5519),
+    "mask": (3500, 4012),
     "torch_private": (3000, 3544),
     "dtensor modules": (5000, 6631),
     "trust": (1400, 2321),
     "inspect": (3200, 3611),
     "integrations": (1900, 0),
     "region sequence": (3600, 4011),
-    "backend graph schedule ops .": (3900, 3934),
+    "backend graph schedule ops .": (3900, 3968),
 }
 IS_NO_CODE = {
     tokenize.COMMENT,

@@ -9,7 +9,7 @@ attention is planned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -41,6 +41,17 @@ def check_flags() -> None:
     config.check_with({name: partial(check, name) for name, check in _CHECKS.items()})
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check options of a compile that are flags, as these are; not the machine, which may be one.
+
+    Raises:
+        UnsupportedStrategy, InvalidArgument: as `check_flags` does.
+    """
+    for name, check in _CHECKS.items():
+        if name in options and name != "machine":
+            check(name, options[name])
+
+
 def _refuse_name(name: str, known: Sequence[str]) -> None:
     nearest = get_close_matches(name, known, n=1, cutoff=0)[0]
     raise InvalidArgument(
@@ -52,7 +63,7 @@ def _refuse_name(name: str, known: Sequence[str]) -> None:
 
 
 def _site(name: str) -> str:
-    return f"cp_inductor.config.{name} (CP_INDUCTOR_{name.upper()})"
+    return f"cp_inductor.config.{name} (CP_INDUCTOR_{name.upper()}), or options['{name}']"
 
 
 def _switch(name: str, value: object) -> None:

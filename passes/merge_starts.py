@@ -12,27 +12,47 @@ plan of a batch, for which ranks meet as well.
 
 from __future__ import annotations
 
+from operator import getitem
+
 import torch
 from torch import fx
 
 from cp_inductor.graph.collectives import STARTS, is_collective
-from cp_inductor.passes.nodes import computes_numbers, merge_equal
+from cp_inductor.ops.plan_batch import PLAN_BATCH
+from cp_inductor.passes.nodes import merge_equal
 
 PAD = torch.ops.aten.constant_pad_nd.default
 
 
 def merge_starts(graph: fx.Graph) -> None:
-    """Merge equal collectives, what pads their inputs, their waits, and numbers; in place."""
-    merge_equal(graph, _is_merged)
+    """Merge equal collectives, what pads their inputs, their waits, and plans; in place."""
+    of_plans = _of_plans(graph)
+
+    def is_merged(node: fx.Node) -> bool:
+        if is_collective(node):
+            return node.target not in STARTS
+        return node.target is PAD or (node in of_plans and _is_pure(node))
+
+    merge_equal(graph, is_merged)
 
 
-def _is_merged(node: fx.Node) -> bool:
-    if is_collective(node):
-        return node.target not in STARTS
-    return node.target is PAD or (computes_numbers(node) and not _is_drawn(node))
+def _of_plans(graph: fx.Graph) -> set[fx.Node]:
+    """Return plans of batches, what they are computed of, and what is taken of them."""
+    plans = graph.find_nodes(op="call_function", target=PLAN_BATCH)
+    found, left = {user for plan in plans for user in plan.users}, [*plans]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
 
 
-def _is_drawn(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and (
-        torch.Tag.nondeterministic_seeded in node.target.tags or node.target._schema.is_mutable
+def _is_pure(node: fx.Node) -> bool:
+    """Whether a node computes the same again of the same."""
+    target = node.target
+    return target is getitem or (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not target._schema.is_mutable
     )

@@ -31,12 +31,10 @@ from torch.utils.flop_counter import flop_registry
 
 from cp_inductor import config
 from cp_inductor.dtensor.machines import machine_text
-from cp_inductor.errors import UnsupportedStrategy
-from cp_inductor.flags import AUTO, SCHEDULES
+from cp_inductor.flags import AUTO
 from cp_inductor.graph.collectives import WAIT, is_start
 from cp_inductor.passes.nodes import BYTES_KEY, TILES_KEY, is_heavy, is_view, tiles_of
 from cp_inductor.plan import Machine
-from cp_inductor.plan.checks import MAX_BYTES, check_count
 from cp_inductor.schedule.overlap import Instruction, Measured, expose, measure, schedule
 from cp_inductor.tiles.tile_ops import BACKWARD_TILE_OPS, FLEX_OPS
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -78,24 +76,10 @@ class Scheduling:
 
     @staticmethod
     def read(options: Mapping[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
-        """Return the choices from flags and options, and all options that are not part of them.
-
-        Raises:
-            UnsupportedStrategy: there is no such schedule.
-            InvalidArgument: the budget is not a number of bytes.
-        """
+        """Return the choices from flags and options, and all options that are not part of them."""
         names = [field.name for field in fields(Scheduling)]
         own = {name: options.get(name, getattr(config, name)) for name in names}
         own["machine"] = machine_text(own["machine"], site="options and flags")
-        budget, name = own["memory_budget_bytes"], "memory_budget_bytes"
-        check_count(name, budget, -1, MAX_BYTES, site="options and flags")
-        if own["schedule"] not in SCHEDULES:
-            raise UnsupportedStrategy(
-                site="schedule",
-                expected=f"one of {', '.join(SCHEDULES)}",
-                got=repr(own["schedule"]),
-                remedy="set options['schedule'] or cp_inductor.config.schedule to one of these",
-            )
         rest = {name: value for name, value in options.items() if name not in names}
         return Scheduling(**own), rest
 

@@ -15,6 +15,7 @@ from cp_inductor import config
 from cp_inductor.dtensor.axis import SequenceAxis, axis_of_mesh
 from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
+from cp_inductor.flags import check_options
 from cp_inductor.passes.schedule_exchange import Scheduling
 
 log = logging.getLogger("cp_inductor")
@@ -65,6 +66,7 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
             got=f"{options!r:.60}",
             remedy="pass options={'mesh': mesh}",
         )
+    check_options(options or {})
     plan_options, rest = PlanOptions.read(options or {})
     # How fast link and device are matters to both.
     scheduling, unscheduled = Scheduling.read(options or {})

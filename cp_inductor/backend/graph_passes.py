@@ -22,6 +22,7 @@ from typing import Any
 from torch import fx
 
 from cp_inductor.errors import InvalidArgument
+from cp_inductor.flags import check_options
 from cp_inductor.passes.pipeline import Lowering, Stage, run_passes
 from cp_inductor.passes.schedule_exchange import Scheduling
 
@@ -64,6 +65,7 @@ def schedule_exchange(
         UnsupportedStrategy: there is no such schedule.
         InvalidArgument: an option is unknown, or the budget is not a number of bytes.
     """
+    check_options(options)
     scheduling, unknown = Scheduling.read(options)
     if unknown:
         raise InvalidArgument(

@@ -25,6 +25,8 @@ from cp_inductor.plan.strategies import parse_strategy
 PLANS = ("auto", "static", "runtime")
 SCHEDULES = ("none", "local", "global")
 AUTO = "auto"
+# What is read outside of compiles as well, and so is no option of one.
+FLAGS_ONLY = ("enabled", "check_agreement", "check_tables_every")
 
 
 def check_flags() -> None:
@@ -47,9 +49,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedStrategy, InvalidArgument: as `check_flags` does.
     """
-    for name, check in _CHECKS.items():
-        if name in options and name != "machine":
-            check(name, options[name])
+    for name in options.keys() & _CHECKS.keys() - {"machine", *FLAGS_ONLY}:
+        _CHECKS[name](name, options[name])
 
 
 def _refuse_name(name: str, known: Sequence[str]) -> None:
@@ -63,7 +64,8 @@ def _refuse_name(name: str, known: Sequence[str]) -> None:
 
 
 def _site(name: str) -> str:
-    return f"cp_inductor.config.{name} (CP_INDUCTOR_{name.upper()}), or options['{name}']"
+    of_compile = "" if name in FLAGS_ONLY else f", or options['{name}']"
+    return f"cp_inductor.config.{name} (CP_INDUCTOR_{name.upper()}){of_compile}"
 
 
 def _switch(name: str, value: object) -> None:

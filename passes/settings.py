@@ -15,15 +15,14 @@ from cp_inductor import config
 from cp_inductor.dtensor.axis import SequenceAxis, axis_of_mesh
 from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
-from cp_inductor.flags import check_options
+from cp_inductor.flags import FLAGS_ONLY, check_options
 from cp_inductor.passes.schedule_exchange import Scheduling
 
 log = logging.getLogger("cp_inductor")
 
-# Names beside flags, and flags that are read outside of compiles (docs/options.md).
+# Names beside flags (docs/options.md).
 NO_FLAGS = ("mesh", "seq_dims", "seq_len")
 SITE = "options of torch.compile"
-FLAGS_ONLY = ("enabled", "check_agreement", "check_tables_every")
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,9 @@ def check_options(options: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedStrategy, InvalidArgument: as `check_flags` does.
     """
-    for name in options.keys() & _CHECKS.keys() - {"machine", *FLAGS_ONLY}:
-        _CHECKS[name](name, options[name])
+    for name, check in _CHECKS.items():
+        if name in options and name not in ("machine", *FLAGS_ONLY):
+            check(name, options[name])
 
 
 def _refuse_name(name: str, known: Sequence[str]) -> None:

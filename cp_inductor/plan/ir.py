@@ -297,9 +297,9 @@ class PlanData:
 
     def program(self, rank: int) -> tuple[Stage, ...]:
         """Return one rank's part: its tiles, and the transfers that start or end at it."""
-        if rank not in self._programs:
-            self._programs.clear()  # a process is one rank, or one after the other
-            self._programs[rank] = tuple(
+        program = self._programs.get(rank)
+        if program is None:
+            program = tuple(
                 Stage(
                     Transfers.of(stage.fetch).of_rank(rank),
                     tuple(tile for tile in stage.tiles if tile.rank == rank),
@@ -308,7 +308,9 @@ class PlanData:
                 )
                 for stage in self.stages
             )
-        return self._programs[rank]
+            self._programs.clear()  # a process is one rank, or one after the other
+            self._programs[rank] = program
+        return program
 
     def num_bytes(self, transfer: Transfer) -> int:
         """Return how many bytes a transfer moves."""

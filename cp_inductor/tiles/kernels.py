@@ -100,8 +100,8 @@ class Kernel(ABC):
         device: type of the devices that it runs on.
         takes_delta: its backward takes delta = <out, grad_out> (B, H, S) in the place of out; then
             another rank is sent delta, and no out is made to stand in for it.
-        packed: what its backward takes of a row in memory of its own only: where it arrives in a
-            message, it is copied.
+        packed: what of a row its backward does not read out of a message: it is copied where it
+            arrives.
     """
 
     forward_op: ClassVar[Any]

@@ -113,8 +113,8 @@ def store_beside(tensor: Tensor, grad_out: Tensor) -> Tensor:
     """Copy what a message has of rows, once for all tiles, in the kernel that makes the stand-in.
 
     What asks for the largest coordinate of the gradient, as the stand-in does, Inductor computes
-    beside it; a plain copy it does not. And it stores what is a view of memory; else each tile
-    would compute its part again.
+    beside it; a plain copy it does not. By `as_strided` it stores the copy; else each tile would
+    compute its part again.
 
     Args:
         tensor: (t, B, H), or (t, B, H, D).

@@ -71,7 +71,17 @@ class Cost:
 
 def cost_of_plan(length: int) -> Cost:
     """Plan for 64 ranks."""
-    recipe = resolve(Recipe(64, length, length, 8, 8, 64, 2, "causal"), site="load")
+    recipe = Recipe(
+        world_size=64,
+        query_length=length,
+        key_length=length,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=64,
+        itemsize=2,
+        rule="causal",
+    )
+    recipe = resolve(recipe, site="load")
     cp_inductor.reset()
     with traced():
         start = time.process_time()

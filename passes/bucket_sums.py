@@ -14,19 +14,38 @@ sizes on all ranks, and their sums the same order.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
 from torch import fx
 
-from cp_inductor.torch_private.inductor import merge_all_reduces
+from cp_inductor.graph.collectives import WAIT
+from cp_inductor.torch_private.tracing import fake_mode_of
 
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 # A sum of more bytes is not waited for by its latency alone.
 MOST_BYTES = 2**20
 # What is summed at once: as in torch's DDP.
-MOST_MB = 25
+BUCKET_BYTES = 25 * 2**20
 
 
-def bucket_sums(gm: fx.GraphModule) -> None:
-    """Make one sum of adjacent sums of small gradients, in place."""
-    merge_all_reduces(gm, MOST_MB, _is_of_small_gradient)
+def bucket_sums(graph: fx.Graph) -> None:
+    """Make one sum of the sums of small gradients, in place."""
+    buckets: defaultdict[Any, list[fx.Node]] = defaultdict(list)
+    num_bytes: defaultdict[Any, int] = defaultdict(int)
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
+        (start,) = wait.args
+        if start.target is ALL_REDUCE and len(start.users) == 1 and _is_of_small_gradient(wait):
+            value = wait.meta["val"]
+            kind = value.dtype, value.device, start.args[1:]
+            num_bytes[kind] += value.nbytes
+            buckets[kind, num_bytes[kind] // BUCKET_BYTES].append(wait)
+    for waits in buckets.values():
+        if len(waits) > 1:
+            _merge(graph, waits)
 
 
 def _is_of_small_gradient(wait: fx.Node) -> bool:
@@ -34,3 +53,26 @@ def _is_of_small_gradient(wait: fx.Node) -> bool:
     is_known = all(type(size) is int for size in value.shape)
     is_result = all(user.op == "output" for user in wait.users)
     return is_result and is_known and value.nbytes <= MOST_BYTES
+
+
+def _merge(graph: fx.Graph, waits: Sequence[fx.Node]) -> None:
+    """Put one sum where the last of its parts is known."""
+    starts = [wait.args[0] for wait in waits]
+    values = [wait.meta["val"] for wait in waits]
+    aten = torch.ops.aten
+
+    def insert(target: Callable[..., Any], *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta["val"]))
+        return node
+
+    with graph.inserting_before(waits[-1]), fake_mode_of(values[0]):
+        flat = [insert(aten.reshape.default, start.args[0], [-1]) for start in starts]
+        both = insert(ALL_REDUCE, insert(aten.cat.default, flat), *starts[0].args[1:])
+        sizes = [value.numel() for value in values]
+        parts = insert(aten.split_with_sizes.default, insert(WAIT, both), sizes)
+        for place, (wait, value) in enumerate(zip(waits, values, strict=True)):
+            part = insert(getitem, parts, place)
+            wait.replace_all_uses_with(insert(aten.reshape.default, part, [*value.shape]))
+    for node in (*waits, *starts):
+        graph.erase_node(node)

@@ -61,23 +61,6 @@ def sort_topologically(graph: fx.Graph) -> None:
     stable_topological_sort(graph)
 
 
-def merge_all_reduces(
-    gm: fx.GraphModule, most_mb: float, is_wanted: Callable[[fx.Node], bool]
-) -> None:
-    """Make one all-reduce of adjacent ones of a group and dtype whose waits are wanted.
-
-    `bucket_all_reduce_by_mb`, `merge_all_reduce_bucket` (torch._inductor.fx_passes.bucketing,
-    2.13-2.15).
-    """
-    from torch._inductor.fx_passes.bucketing import (
-        bucket_all_reduce_by_mb,
-        merge_all_reduce_bucket,
-    )
-
-    for bucket in bucket_all_reduce_by_mb(gm, lambda _: most_mb, is_wanted):
-        merge_all_reduce_bucket(gm.graph, bucket)
-
-
 def append_custom_pass(existing: Any, ours: CustomGraphPass) -> Any:
     """Return a custom-pass setting of Inductor's config with one more pass at its end.
 

@@ -126,8 +126,6 @@ _NAMES = {
         unsafe_marked_cacheable_functions""",
     "torch._inductor.fx_passes.auto_chunker": "CantChunk chunk(gm) find_amplifier_node(graph)",
     "torch._inductor.fx_passes.auto_chunker.propagator": "get_fake_tensor_from_node_arg(node)",
-    "torch._inductor.fx_passes.bucketing": """
-        bucket_all_reduce_by_mb(gm) merge_all_reduce_bucket(g,ar_nodes)""",
     "torch._inductor.fx_passes.control_dependencies": """
         preserve_node_ordering(graph,additional_deps_map)""",
     "torch._inductor.fx_passes.joint_graph": "UniformValueConstantFolder.run",

@@ -8,15 +8,23 @@ forward and backward, for one rank of each world, without a GPU. Counted in the 
 launches of Triton kernels; what they read and write, in MB; flash calls; exchanges; and the time
 that the bytes take at 4 TB/s, forward and backward together. --kernels lists every launch.
 
+A kernel over n elements writes each output once. It reads an input once, whole or as much of it as
+n elements are. Of inputs that it concatenates, it reads for each element the one that the element
+is from: these are the loads under a condition.
+
 Prints a table and, as its last line, one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
+import math
+import re
 import sys
 import time
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,10 +36,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.support: reads gener
 
 from cp_inductor import cross_compile
 from tests.support.graphs import attend_causal
-from tests.support.kernel_traffic import traffic_of
-from tests.support.wrapper import Wrapper
+from tests.support.wrapper import Call, Wrapper
 
 BYTES_PER_S = 4e12
+ITEMSIZE = {"bf16": 2, "fp16": 2, "i16": 2, "fp32": 4, "i32": 4, "fp64": 8, "i64": 8, "i8": 1}
 
 
 def measure(args: argparse.Namespace, strategy: str, world_size: int) -> dict[str, Any]:
@@ -51,7 +59,8 @@ def measure(args: argparse.Namespace, strategy: str, world_size: int) -> dict[st
     row: dict[str, Any] = {"strategy": strategy, "ranks": world_size, "rank": rank}
     moved = 0
     for kind, code in compiled.code.items():
-        launches, wrapper = traffic_of(code), Wrapper.read(code)
+        wrapper, sizes = Wrapper.read(code), sizes_of_buffers(code)
+        launches = [traffic_of_call(wrapper, call, sizes) for call in wrapper.kernels]
         if args.kernels:
             for launch in launches:
                 print(kind, launch)
@@ -65,6 +74,57 @@ def measure(args: argparse.Namespace, strategy: str, world_size: int) -> dict[st
     row["ms"] = round(1e3 * moved / BYTES_PER_S, 3)
     row["compile s"] = round(time.perf_counter() - start, 1)
     return row
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one launch moves, in bytes."""
+
+    kernel: str
+    read: int
+    written: int
+
+    @property
+    def moved(self) -> int:
+        """Both together."""
+        return self.read + self.written
+
+
+def sizes_of_buffers(code: str) -> dict[str, int]:
+    """Return the elements of every name in the code of a wrapper, as far as the code says."""
+    found = re.findall(r"assert_size_stride\((\w+), (\([^()]*\))", code)
+    found += re.findall(r"(\w+) = empty_strided_\w+\((\([^()]*\))", code)
+    found += re.findall(r"(\w+) = reinterpret_tensor\(\w+, (\([^()]*\))", code)
+    return {name: math.prod(ast.literal_eval(shape)) for name, shape in found}
+
+
+def traffic_of_call(wrapper: Wrapper, call: Call, sizes: dict[str, int]) -> Traffic:
+    """Return what one launch moves."""
+    source, pointers = wrapper.sources[call.kind], wrapper.pointers(call)
+    arguments = call.arguments.split(", stream=")[0].split(", ")
+    names = dict(zip(pointers, arguments, strict=False))
+    reduced = re.findall(r"^    r\d_numel = (\d+)$", source, re.MULTILINE)
+    lengths = [int(argument) for argument in arguments if argument.isdigit()]
+    # The lengths of what is reduced are the last ones.
+    rows = math.prod(lengths[: len(lengths) - len(reduced)])
+    elements = rows * math.prod(map(int, reduced))
+    always, either, written = 0, 0, 0
+    widest = 0
+    for pointer, dtype in pointers.items():
+        itemsize = ITEMSIZE[dtype.removeprefix("*")]
+        size = sizes.get(names[pointer], elements)
+        loads = re.findall(rf"tl\.load\({pointer} \+ .*", source)
+        stores = re.findall(rf"tl\.store\({pointer} \+ .*", source)
+        most = min(elements if any("r0_" in use for use in loads + stores) else rows, size)
+        if stores:
+            written += most * itemsize
+            widest = max(widest, itemsize)
+        # Masks that are no bounds of the launch are conditions on the element.
+        elif loads and all(re.search(r"\), .*\btmp\d+", load) for load in loads):
+            either += most * itemsize
+        elif loads:
+            always += most * itemsize
+    return Traffic(call.kind, always + min(either, elements * widest), written)
 
 
 def main() -> None:

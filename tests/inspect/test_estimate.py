@@ -24,7 +24,7 @@ from cp_inductor.inspect.targets import Target
 from cp_inductor.plan.machine import DEVICES
 from cp_inductor.torch_private.tracing import fakes_of_shapes, trace_fake
 from tests.support.graphs import Layer
-from tests.support.models import Mixing
+from tests.support.models import make
 
 MB = 10**6
 MACHINE = cp_inductor.Machine(
@@ -261,7 +261,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_mixers_pass_states_and_do_not_gather() -> None:
     """A model that nobody distributed is estimated as `parallelize` would have it compute."""
     pytest.importorskip("transformers")
-    model = Mixing(hidden_size=32, head_dim=16, state_size=16)
+    sizes = {"num_heads": 4, "head_dim": 16, "state_size": 16}
+    model = nn.Sequential(make("Mamba2", **sizes).backbone.layers[0].mixer)
     tokens = torch.ones(1, 64, 32)
     found = cp_inductor.estimate(
         model, (tokens,), mesh_shape=(2,), target="h100", placements=[Shard(1)]

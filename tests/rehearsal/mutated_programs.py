@@ -100,48 +100,6 @@ def _dropped(match: re.Match[str]) -> str:
     return match[1] + "pass"
 
 
-LOAD, STORE = r"tl\.load\((\w+) \+ \(", r"tl\.store\((\w+) \+ \("
-LAUNCH = r"^( +)triton_\w+\.run\(.*$"
-WAIT = r"^( +)torch\.ops\._c10d_functional\.wait_tensor\.default\(\w+\)$"
-START = r"all_to_all_single\.default\((\w+), \[(\d+), (\d+)\], \[(\d+), (\d+)\]"
-SENT = r"empty_strided_cuda\(\(([1-9]\d*), \)"
-LSE = r"empty_strided_cuda\((?=\(1, 4, 64\))"
-JOINED = r", other=0\.0\)([^\0]*?), other=0\.0\)([^\0]*?)tl\.where\(\w+, (\w+), (\w+)\)"
-CAUSAL = r"0\.0, True, "
-SHIFTED = {"a little": 1, "out of the buffer": 1 << 20, "to before it": -7}
-
-
-def _mistakes() -> list[Mistake]:
-    found = [
-        Mistake(f"{what} shifted {how}, {kind}", kind, pattern, _shift(what, by))
-        for what, pattern in (("load", LOAD), ("store", STORE))
-        for how, by in SHIFTED.items()
-        for kind in ("forward", "backward")
-    ]
-    found += [
-        Mistake(f"launch {number} dropped, {kind}", kind, LAUNCH, _dropped, number)
-        for kind, number in (("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1))
-    ]
-    found += [
-        Mistake(f"wait {number} dropped, {kind}", kind, WAIT, _dropped, number)
-        for kind, number in (("forward", 0), ("backward", 0), ("backward", 1))
-    ]
-    return [
-        *found,
-        Mistake("a split size", "forward", START, _resized, rank=0),
-        Mistake("a split size of the receiver", "forward", START, _resized),
-        Mistake("a mask", "forward", CAUSAL, lambda match: "0.0, False, "),
-        Mistake("a mask, backward", "backward", CAUSAL, lambda match: "0.0, False, "),
-        Mistake("a scale", "forward", r"scale=0\.25", lambda match: "scale=0.5"),
-        Mistake("an offset of a view", "forward", r", 1\), 0\)", lambda match: ", 1), 16)"),
-        Mistake("a send buffer that is too small", "forward", SENT, _one_less, rank=0),
-        Mistake("memory of the host", "forward", LSE, lambda match: "empty_strided_cpu("),
-        Mistake("an input overwritten", "forward", r"^( +)return \(", _overwriting),
-        Mistake("lanes without a value", "forward", JOINED, _without_other, rank=0),
-        Mistake("a stride", "forward", r"(\d+), 1\), 0\)", lambda match: f"{match[1]}, 2), 0)"),
-    ]
-
-
 def _shift(what: str, by: int) -> Callable[[re.Match[str]], str]:
     return lambda match: f"tl.{what}({match[1]} + ({by}) + ("
 
@@ -165,4 +123,40 @@ def _resized(match: re.Match[str]) -> str:
     return f"all_to_all_single.default({match[1]}, {sizes[:2]}, {sizes[2:]}"
 
 
-MISTAKES = tuple(_mistakes())
+LOAD, STORE = r"tl\.load\((\w+) \+ \(", r"tl\.store\((\w+) \+ \("
+LAUNCH = r"^( +)triton_\w+\.run\(.*$"
+WAIT = r"^( +)torch\.ops\._c10d_functional\.wait_tensor\.default\(\w+\)$"
+START = r"all_to_all_single\.default\((\w+), \[(\d+), (\d+)\], \[(\d+), (\d+)\]"
+SENT = r"empty_strided_cuda\(\(([1-9]\d*), \)"
+LSE = r"empty_strided_cuda\((?=\(1, 4, 64\))"
+JOINED = r", other=0\.0\)([^\0]*?), other=0\.0\)([^\0]*?)tl\.where\(\w+, (\w+), (\w+)\)"
+CAUSAL = r"0\.0, True, "
+SHIFTED = {"a little": 1, "out of the buffer": 1 << 20, "to before it": -7}
+
+MISTAKES = (
+    *(
+        Mistake(f"{what} shifted {how}, {kind}", kind, pattern, _shift(what, by))
+        for what, pattern in (("load", LOAD), ("store", STORE))
+        for how, by in SHIFTED.items()
+        for kind in ("forward", "backward")
+    ),
+    *(
+        Mistake(f"launch {number} dropped, {kind}", kind, LAUNCH, _dropped, number)
+        for kind, number in (("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1))
+    ),
+    *(
+        Mistake(f"wait {number} dropped, {kind}", kind, WAIT, _dropped, number)
+        for kind, number in (("forward", 0), ("backward", 0), ("backward", 1))
+    ),
+    Mistake("a split size", "forward", START, _resized, rank=0),
+    Mistake("a split size of the receiver", "forward", START, _resized),
+    Mistake("a mask", "forward", CAUSAL, lambda match: "0.0, False, "),
+    Mistake("a mask, backward", "backward", CAUSAL, lambda match: "0.0, False, "),
+    Mistake("a scale", "forward", r"scale=0\.25", lambda match: "scale=0.5"),
+    Mistake("an offset of a view", "forward", r", 1\), 0\)", lambda match: ", 1), 16)"),
+    Mistake("a send buffer that is too small", "forward", SENT, _one_less, rank=0),
+    Mistake("memory of the host", "forward", LSE, lambda match: "empty_strided_cpu("),
+    Mistake("an input overwritten", "forward", r"^( +)return \(", _overwriting),
+    Mistake("lanes without a value", "forward", JOINED, _without_other, rank=0),
+    Mistake("a stride", "forward", r"(\d+), 1\), 0\)", lambda match: f"{match[1]}, 2), 0)"),
+)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_inductor.torch_private.arguments import bind_arguments
-from tests.support.reference import repeat_heads, scores_of
+from tests.support.reference import repeat_heads, scores_of, sum_repeats
 
 aten = torch.ops.aten
 Complain = Callable[[str], None]
@@ -35,9 +35,9 @@ MOST_OF_CUDNN = 65535  # batch entries, and heads
 
 
 def _flash(call: Mapping[str, Any], complain: Complain) -> tuple[Any, ...]:
-    query, key, value = call["query"], call["key"], call["value"]
+    query, key = call["query"], call["key"]
     _check_halves(call, "flash", 256, complain)
-    out, lse = attend(query, key, value, None, call["is_causal"], call["scale"])
+    out, lse = attend(call, None)
     # mha_fwd makes its output like the query (B, S, H, D).
     result = torch.empty_like(query.transpose(1, 2)).transpose(1, 2).copy_(out)
     state, unused = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
@@ -66,9 +66,7 @@ def _flash_backward(call: Mapping[str, Any], complain: Complain) -> tuple[Any, .
 def _efficient(call: Mapping[str, Any], complain: Complain) -> tuple[Any, ...]:
     query = call["query"]
     _check_efficient(call, complain)
-    out, lse = attend(
-        query, call["key"], call["value"], call["attn_bias"], call["is_causal"], call["scale"]
-    )
+    out, lse = attend(call, call["attn_bias"])
     batch, heads, length, _ = query.shape
     result = query.new_empty(batch, length, heads, call["value"].shape[-1]).transpose(1, 2)
     result.copy_(out)
@@ -104,7 +102,7 @@ def _cudnn(call: Mapping[str, Any], complain: Complain) -> tuple[Any, ...]:
     _check_cudnn(call, complain)
     if not call["compute_log_sumexp"]:
         complain("no lse is asked for: partials cannot be combined without it")
-    out, lse = attend(query, key, call["value"], None, call["is_causal"], call["scale"])
+    out, lse = attend(call, None)
     state = torch.zeros((), dtype=torch.int64)
     lengths = query.shape[2], key.shape[2]
     out = torch.empty_like(query).copy_(out)
@@ -138,7 +136,7 @@ def _on_cpu(call: Mapping[str, Any], complain: Complain) -> tuple[Any, ...]:
     if "grad_out" in call:
         grads = differentiate(call, call["logsumexp"], mask)
         return tuple(grad.to(query.dtype) for grad in grads)
-    out, lse = attend(query, call["key"], call["value"], mask, call["is_causal"], call["scale"])
+    out, lse = attend(call, mask)
     return out.to(query.dtype), lse
 
 
@@ -267,19 +265,12 @@ def _strides_in_use(tensor: Tensor) -> list[int]:
     return [stride for size, stride in pairs if size > 1]
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
+def attend(call: Mapping[str, Any], bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return out (B, H, S, D), in float32 at least, and the lse (B, H, S)."""
-    scores = _scores(query, key, bias, is_causal, scale)
+    query, scores = call["query"], _scores(call, bias)
     lse = torch.logsumexp(scores, -1)
     probabilities = _round(torch.exp(scores - lse.unsqueeze(-1)), query.dtype)
-    values = repeat_heads(value, query.shape[1]).to(scores.dtype)
+    values = repeat_heads(call["value"], query.shape[1]).to(scores.dtype)
     return probabilities @ values, lse
 
 
@@ -288,7 +279,7 @@ def differentiate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, given out and lse of whole rows."""
     query, key, value = call["query"], call["key"], call["value"]
-    scores = _scores(query, key, bias, call["is_causal"], call["scale"])
+    scores = _scores(call, bias)
     factor = query.shape[-1] ** -0.5 if call["scale"] is None else call["scale"]
     probabilities = torch.exp(scores - lse.unsqueeze(-1).to(scores.dtype))
     dtype, num_heads = scores.dtype, query.shape[1]
@@ -300,24 +291,18 @@ def differentiate(
     dq = of_scores @ keys
     dk = of_scores.transpose(-1, -2) @ query.to(dtype)
     dv = rounded.transpose(-1, -2) @ grad_out
-    return dq, _sum_groups(dk, key.shape[1]), _sum_groups(dv, key.shape[1])
+    return dq, sum_repeats(dk, key.shape[1]), sum_repeats(dv, key.shape[1])
 
 
-def _scores(
-    query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
-) -> Tensor:
-    dtype = torch.promote_types(query.dtype, torch.float32)
+def _scores(call: Mapping[str, Any], bias: Tensor | None) -> Tensor:
+    dtype = torch.promote_types(call["query"].dtype, torch.float32)
     bias = None if bias is None else bias.to(dtype)
-    how: Any = {"is_causal": is_causal, "scale": scale, "bias": bias}
-    return scores_of(query.to(dtype), key.to(dtype), **how)
+    how: Any = {"is_causal": call["is_causal"], "scale": call["scale"], "bias": bias}
+    return scores_of(call["query"].to(dtype), call["key"].to(dtype), **how)
 
 
 def _round(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype).to(tensor.dtype)
-
-
-def _sum_groups(grad: Tensor, num_heads: int) -> Tensor:
-    return grad.unflatten(1, (num_heads, -1)).sum(2)
 
 
 class StandIns(TorchDispatchMode):

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -108,11 +109,6 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-def own_loss(outputs: Any) -> Tensor:
-    loss: Tensor = outputs["loss"]
-    return loss
-
-
 def job_of(name: str, dtype: torch.dtype, world_size: int) -> Job:
     """Return the rehearsal of a model: its logits, its own loss, the gradients of its weights."""
     # Of a hybrid, the recurrence.
@@ -129,7 +125,7 @@ def job_of(name: str, dtype: torch.dtype, world_size: int) -> Job:
         kwargs={**inputs_of(model), "use_cache": False},
         world_size=world_size,
         placement=Shard(1),
-        loss=own_loss,
+        loss=itemgetter("loss"),
         within=as_on_a_gpu,
         reference=reference,
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
-from functools import partial
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
 from typing import Any
 from unittest import mock
 
@@ -32,8 +34,7 @@ from cp_inductor import (
 from cp_inductor.dtensor.pad import capacity_of
 from cp_inductor.graph.collectives import list_collectives
 from cp_inductor.plan import batch as planning
-from tests.support.graphs import format_graph, lowered_graphs, recorded_lowering, text_of
-from tests.support.host_reads import host_reads
+from tests.support.graphs import format_graph, lowered_graphs, recorded_lowering
 from tests.support.packed import (
     difference,
     draw_documents,
@@ -82,6 +83,33 @@ READS = {
     "cp_inductor.tiles.masked_tiles._biases",
     "cp_inductor.tiles.masked_tiles.arrange_calls",
 }
+READERS = ("tolist", "item", "numpy", "cpu", "to")
+READERS += ("__bool__", "__int__", "__float__", "__index__")
+
+
+@contextmanager
+def host_reads() -> Iterator[set[str]]:
+    """Within this context, note ``module.function`` of the library's code that reads a tensor."""
+    found: set[str] = set()
+    with ExitStack() as patches:
+        for name in READERS:
+            patches.enter_context(mock.patch.object(Tensor, name, _noting(name, found)))
+        yield found
+
+
+def _noting(name: str, found: set[str]) -> Any:
+    read = getattr(Tensor, name)
+
+    @wraps(read)
+    def note(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        module = frame.f_globals.get("__name__", "")
+        is_cast = name == "to" and not any(isinstance(arg, (str, torch.device)) for arg in args)
+        if module.startswith(("cp_inductor", "passes")) and not is_cast:
+            found.add(f"{module}.{frame.f_code.co_name}")
+        return read(tensor, *args, **kwargs)
+
+    return note
 
 
 def _train(name: str, node_size: int, num_batches: int, length: int) -> dict[str, Any]:
@@ -237,6 +265,13 @@ def test_ranks_that_pad_their_shards_plan_as_often_as_the_others() -> None:
         met.append([one.op for one in list_collectives(graphs["inference"])])
     assert met[0].count("plan_batch of int64") == 1
     assert met[0] == met[1]
+
+
+def text_of(code: dict[str, str]) -> str:
+    """Return generated code without the names of files and the comments."""
+    lines = [line for text in code.values() for line in text.splitlines()]
+    kept = [line for line in lines if not line.strip().startswith("#") and "/tmp" not in line]
+    return re.sub(r"\bc[0-9a-z]{51}\b", "", "\n".join(kept))
 
 
 @pytest.mark.long

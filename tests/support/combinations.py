@@ -309,21 +309,19 @@ def combinations(rows: Mapping[str, Row]) -> Callable[[Any], Any]:
         for name, row in rows.items()
         for form in row.forms
     ]
-
-    def mark(function: Any) -> Any:
-        function.combinations = rows
-        return pytest.mark.parametrize(("row", "form"), cases)(function)
-
-    return mark
+    return _stand_for(rows, ("row", "form"), cases)
 
 
 def combination(row: str, *forms: str, **refused: str) -> Callable[[Any], Any]:
     """Mark a test with the row of the table that it stands for; its argument is `form`."""
     cases = [pytest.param(form, marks=_mark_of(row, form)) for form in forms]
+    return _stand_for({row: Row(forms, refused)}, "form", cases)
 
+
+def _stand_for(rows: Mapping[str, Row], arguments: Any, cases: list[Any]) -> Callable[[Any], Any]:
     def mark(function: Any) -> Any:
-        function.combinations = {row: Row(forms, refused)}
-        return pytest.mark.parametrize("form", cases)(function)
+        function.combinations = rows
+        return pytest.mark.parametrize(arguments, cases)(function)
 
     return mark
 

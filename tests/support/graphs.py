@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -157,15 +156,6 @@ def generate_code(
     function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None
 ) -> list[str]:
     """Return the code that Inductor generates for a first call and its backward; run none of it."""
-    with generated_code() as codes:
-        compiled = torch.compile(function, backend="cp_inductor", fullgraph=True, options=options)
-        _run_backward(compiled(*args))
-    return codes
-
-
-@contextmanager
-def generated_code() -> Iterator[list[str]]:
-    """Collect the code that Inductor generates inside; run none of it."""
     codes: list[str] = []
 
     def generate_only(self: GraphLowering) -> SimpleNamespace:
@@ -179,7 +169,9 @@ def generated_code() -> Iterator[list[str]]:
         torch._inductor.config.patch(fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
-        yield codes
+        compiled = torch.compile(function, backend="cp_inductor", fullgraph=True, options=options)
+        _run_backward(compiled(*args))
+    return codes
 
 
 def _run_backward(out: Any) -> None:
@@ -211,13 +203,6 @@ def _zeros(node: Any) -> Any:
         return size_hint(value)
     shape, stride = (tuple(map(size_hint, sizes)) for sizes in (value.shape, value.stride()))
     return torch.empty_strided(shape, stride, dtype=value.dtype).zero_()
-
-
-def text_of(code: dict[str, str]) -> str:
-    """Return generated code without the names of files and the comments."""
-    lines = [line for text in code.values() for line in text.splitlines()]
-    kept = [line for line in lines if not line.strip().startswith("#") and "/tmp" not in line]
-    return re.sub(r"\bc[0-9a-z]{51}\b", "", "\n".join(kept))
 
 
 @contextmanager

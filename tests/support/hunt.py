@@ -57,7 +57,7 @@ from cp_inductor.plan.strategies import TABLE as STRATEGIES
 from tests.support import idioms
 from tests.support.idioms import EXPERTS, FAMILIES, IGNORED, LONGEST, LOSSES, TABLES, VOCAB, WIDTH
 from tests.support.ranks import RankError, forget_compiles, run_ranks, world_mesh
-from tests.support.reference import full
+from tests.support.reference import full, shard
 
 WAYS = {
     "eager": "DTensors in eager code",
@@ -438,8 +438,7 @@ def over_plain_shards(program: Program) -> Result:
 
 def piece(tensor: Tensor, mesh: Any) -> Tensor:
     """Return this rank's shard, which may be empty."""
-    pieces, rank = tensor.chunk(mesh.size(), 1), mesh.get_local_rank()
-    return (pieces[rank] if rank < len(pieces) else tensor[:, :0]).clone()
+    return shard(tensor, mesh.get_local_rank(), mesh.size(), 1).clone()
 
 
 def over_ranks(program: Program, name: str, tensor: Any, p: Any) -> Any:
@@ -553,7 +552,7 @@ class OthersWait(Exception):
     """This rank has ended, and another has not: it waits for this one, or hangs by itself."""
 
 
-def judge_on_rank(programs: Sequence[Program], seconds: float = DEADLINE_S) -> list[Verdict]:
+def judge_on_rank(programs: Sequence[Program]) -> list[Verdict]:
     """Judge programs one after another; ranks meet behind each.
 
     Raises:
@@ -567,7 +566,7 @@ def judge_on_rank(programs: Sequence[Program], seconds: float = DEADLINE_S) -> l
             forget_compiles()
             verdicts.append(judge_here(program))
         try:
-            dist.monitored_barrier(timeout=timedelta(seconds=seconds / 3))
+            dist.monitored_barrier(timeout=timedelta(seconds=DEADLINE_S / 3))
         except RuntimeError as error:
             raise OthersWait(f"a rank ended, others did not: {verdicts[-1]}") from error
     return verdicts

@@ -42,39 +42,38 @@ SIZES: Mapping[str, Any] = {
     "attn_implementation": "sdpa",
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
+GROUPED_EXPERTS = {
     "n_routed_experts": 4,
-    "n_group": 2,
     "topk_group": 1,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
+LATENT = {
+    **GROUPED_EXPERTS,
+    "n_group": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 
 WINDOW = {"sliding_window": 12}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-ROUTED = {
-    **EXPERTS,
-    "head_dim": 8,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
+ROUTED = {**GROUPED_EXPERTS, "num_experts": 4, "n_group": 1, "head_dim": 8}
 
 STATES = {"chunk_size": 8}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 DELTA = {
-    **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
-    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
-    "linear_num_value_heads": 4,
+    **{**LINEAR, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+LINEAR_LATENT = {
+    **{**LATENT, **LINEAR, "mlp_layer_types": ["dense", "sparse"]},
+    **{"num_local_experts": 4, "n_group": 1},
 }
 SECTIONS = {
     "rope_parameters": {
@@ -85,14 +84,24 @@ SECTIONS = {
 MAMBA = {"mamba_d_state": 8}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 
+# What a language model within another model takes.
+TEXT: Mapping[str, Any] = {
+    name: size for name, size in SIZES.items() if name != "attn_implementation"
+}
 # The test computes their language model, over embeddings of text and of an image.
 VISION_AND_TEXT = {
     "text_config": {
-        **{"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
-        **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
-        **{"intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCABULARY},
+        **TEXT,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
     },
     "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48},
+}
+
+ENCODER_DECODER = {
+    **{"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+    **{"decoder_start_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 
 # 17 tokens: of 16 patches and the class
@@ -100,9 +109,6 @@ IMAGES = {"image_size": 16, "patch_size": 4}
 NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
-TEXT: Mapping[str, Any] = {
-    name: size for name, size in SIZES.items() if name != "attn_implementation"
-}
 IMAGE_TOKEN, IMAGE_TOKENS = 2, 16
 
 # The name before ForCausalLM, or the model's whole name, and what its configuration takes besides
@@ -191,16 +197,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "Qwen3_5": {**DELTA, **SECTIONS},
     "Qwen3_5Moe": {**EXPERTS, **DELTA, **SECTIONS, "shared_expert_intermediate_size": 16},
     "KimiLinear": {
-        **{**LATENT, "num_local_experts": 4, "n_group": 1, "topk_group": 1},
-        **{"layer_types": ["linear_attention", "full_attention"], "q_lora_rank": None},
-        **{"linear_head_dim": 8, "linear_num_heads": 4},
-        "mlp_layer_types": ["dense", "sparse"],
+        **{**LINEAR_LATENT, "q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 4}
     },
-    "BailingHybrid": {
-        **{**LATENT, "num_local_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 8},
-        "layer_types": ["linear_attention", "full_attention"],
-        "mlp_layer_types": ["dense", "sparse"],
-    },
+    "BailingHybrid": {**LINEAR_LATENT, "head_dim": 8},
     "Lfm2": {"layer_types": ["conv", "full_attention"]},
     "Lfm2Moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "FalconMamba": {"state_size": 8, "attn_implementation": None},
@@ -215,11 +214,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         **{"shared_intermediate_size": 16},
     },
     "RecurrentGemma": {"block_types": ("recurrent", "attention"), "attention_window_size": 12},
-    "MiniMax": {
-        **{**LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
-        **{"block_size": 8},
-    },
-    "OlmoHybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "MiniMax": {**LOCAL_EXPERTS, **LINEAR, "head_dim": 8, "block_size": 8},
+    "OlmoHybrid": LINEAR,
     "Doge": {},
     "Gemma2": {**WINDOW, "head_dim": 8, "attn_implementation": "flex_attention"},
     "GptOss": {
@@ -246,18 +242,10 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         **{"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
         **{"dropout_rate": 0.0, "decoder_start_token_id": 0},
     },
-    "BartForConditionalGeneration": {
-        **{"d_model": 32, "encoder_layers": 2, "decoder_layers": 2},
-        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
-        **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0},
-        **{"decoder_start_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-    },
+    "BartForConditionalGeneration": ENCODER_DECODER,
     "WhisperForConditionalGeneration": {
-        **{"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8},
-        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_target_positions": 40},
-        **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0},
-        **{"max_source_positions": 17, "decoder_start_token_id": 0, "bos_token_id": 1},
-        **{"eos_token_id": 2},
+        **{**ENCODER_DECODER, "num_mel_bins": 8},
+        **{"max_source_positions": 17, "max_target_positions": 40},
     },
     # Each 16 tokens of an image among those of the text.
     "LlavaForConditionalGeneration": {
@@ -351,23 +339,6 @@ def make(name: str, **more: Any) -> nn.Module:
     torch.manual_seed(0)
     made: nn.Module = model(model.config_class(**{**SIZES, **MODELS[name], **more}))
     return made
-
-
-class Mixing(nn.Module):
-    """A mixer of Mamba 2 alone."""
-
-    def __init__(self, **more: int) -> None:
-        from transformers import Mamba2Config
-        from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
-
-        super().__init__()
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 8, "num_heads": 4, "head_dim": 4, "state_size": 4, "chunk_size": 4}
-        self.mixer = Mamba2Mixer(Mamba2Config(**{**sizes, "n_groups": 2, **more}), 0)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        mixed: Tensor = self.mixer(tokens)
-        return mixed
 
 
 def has_flex(name: str) -> bool:

@@ -18,8 +18,13 @@ def run_python(*arguments: str | Path, **environment: str) -> str:
         arguments: such as "-c" and a program, or a script and its arguments.
         environment: variables besides those of this process.
     """
+    return run(sys.executable, *arguments, **environment).stdout
+
+
+def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as `run_python` runs Python."""
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        list(map(str, command)),
         cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,
@@ -27,4 +32,4 @@ def run_python(*arguments: str | Path, **environment: str) -> str:
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done

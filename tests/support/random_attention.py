@@ -39,18 +39,20 @@ from cp_inductor.ops import attention as ops
 from cp_inductor.plan import Mask, Recipe, Span, Tile, backward_plan, forward_plan, resolve
 from cp_inductor.plan.strategies import TABLE
 from cp_inductor.tiles import block_tables, masked_tiles
-from cp_inductor.tiles.kernel_table import get_kernel
-from cp_inductor.tiles.kernels import TileCall
 from cp_inductor.tiles.tile_masks import Extras, TileMasks
 from cp_inductor.tiles.tokens import Tokens
 from tests.support.reference import (
     TOLERANCE,
     assert_close,
+    attend,
     attend_with_grads,
     meaning_of,
     repeat_heads,
+    run_tile,
     scores_of,
     shard,
+    sum_repeats,
+    with_grads,
 )
 
 # --- Ranks that are threads -------------------------------------------------------------------
@@ -399,45 +401,41 @@ class Exact(NamedTuple):
 
 def attend_exactly(case: Attention, whole: Whole) -> Exact:
     """Attend and differentiate in float64, by the definition."""
+    how: dict[str, Any] = {"allowed": whole.allowed, "scale": case.scale}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return attend(q, k, v, bias=bias, **how)
+
     q, k, v, do = (tensor.double() for tensor in whole.inputs)
-    repeats = case.num_heads // case.num_kv_heads
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    scores = scores_of(q, k, scale=scale, bias=whole.bias, allowed=whole.allowed)
-    k, v = (repeat_heads(tensor, case.num_heads) for tensor in (k, v))
-    p = scores.softmax(-1).nan_to_num(0.0)
-    out = p @ v
-    delta = (out * do).sum(-1, keepdim=True)
-    ds = p * (do @ v.mT - delta)
-    results = (out, ds @ k * scale, ds.mT @ q * scale, p.mT @ do)
+    *results, ds = with_grads(run, (q, k, v, whole.bias, do))
+    p = scores_of(q, k, bias=whole.bias, **how).softmax(-1).nan_to_num(0.0)
+    q, do = q.abs(), do.abs()
+    k, v = (repeat_heads(tensor.abs(), case.num_heads) for tensor in (k, v))
     # The last is also what a bias's gradient is.
-    terms = p * (do.abs() @ v.abs().mT + (p @ v.abs() * do.abs()).sum(-1, keepdim=True))
-    size = abs(scale)
+    terms = p * (do @ v.mT + (p @ v * do).sum(-1, keepdim=True))
+    size = case.head_dim**-0.5 if case.scale is None else abs(case.scale)
     # What is rounded of a score is an error of its probability.
-    worst = (q.abs() @ k.abs().mT * size + whole.bias.abs()).max().item()
+    worst = (q @ k.mT * size + whole.bias.abs()).max().item()
     loss = 1 + worst * 2.0**-24 / torch.finfo(DTYPES[case.dtype]).eps
     if case.dtype == "float64":
         loss = 1 + worst
-    sums = (p @ v.abs(), terms @ k.abs() * size, terms.mT @ q.abs() * size, p.mT @ do.abs())
-    kv_heads = (case.num_kv_heads, repeats)
-    dk, dv = (tensor.unflatten(1, kv_heads).sum(2) for tensor in results[2:])
+    of_keys = (sum_repeats(one, case.num_kv_heads) for one in (terms.mT @ q * size, p.mT @ do))
+    sums = (p @ v, terms @ k * size, *of_keys)
     if whole.table is not None and MASKS[case.mask].has_gradient:
         dims = [dim for dim in (0, 1) if whole.table.shape[dim] == 1]
         ds, terms = (tensor.sum(dims, keepdim=True) for tensor in (ds, terms))
-    of_keys = (one.unflatten(1, kv_heads).sum(2) for one in sums[2:])
-    sums = (*sums[:2], *of_keys, terms)
-    return Exact((*results[:2], dk, dv, ds), sums, loss)
+    return Exact((*results, ds), (*sums, terms), loss)
 
 
 def attend_on_one_device(case: Attention, whole: Whole) -> tuple[Tensor, ...]:
     """Return (out, dq, dk, dv) of the kernel that tiles are computed by."""
-    q, k, v, do = (tensor.contiguous() for tensor in whole.inputs)
-    kernel, bias = get_kernel("flash_cpu"), None
-    is_causal = case.mask == "causal" and case.seq_len == case.kv_len
+    is_causal, bias = case.mask == "causal" and case.seq_len == case.kv_len, None
     if not is_causal and case.mask != "full":
-        bias = whole.bias.to(q.dtype).masked_fill(~whole.allowed, -math.inf)
-    call = TileCall(q, k, v, is_causal, case.scale, bias)
-    partial = kernel.forward(call)
-    return partial.out, *kernel.backward(call, do, partial)
+        bias = whole.bias.to(DTYPES[case.dtype]).masked_fill(~whole.allowed, -math.inf)
+    inputs = [tensor.contiguous() for tensor in whole.inputs]
+    how: dict[str, Any] = {"is_causal": is_causal, "scale": case.scale, "bias": bias}
+    out, _, *grads = run_tile("flash_cpu", inputs, **how)
+    return out, *grads
 
 
 # --- The ranks --------------------------------------------------------------------------------
@@ -625,8 +623,8 @@ def check(case: Attention) -> str:
                 continue
             part = table_of if index == len(RESULTS) - 1 else piece_of
             expected = part(exact.results[index], case, rank)
-            bound = bound_of(case, exact.magnitudes[index], (*errors, 0.0)[index])
-            compare(actual, expected, case, bound, f"{RESULTS[index]} on rank {rank}")
+            size, error = exact.magnitudes[index], (*errors, 0.0)[index]
+            compare(actual, expected, case, size, error, f"{RESULTS[index]} on rank {rank}")
     return case.mask
 
 
@@ -687,18 +685,17 @@ def check_nan(case: Attention, whole: Whole, exact: Exact, recipe: Recipe) -> No
             assert not (is_nan & ~piece_of(may[index], case, rank)).any(), f"{what}: stray NaN"
             is_nan |= piece_of(reached[index], case, rank)
             expected = piece_of(exact.results[index], case, rank).masked_fill(is_nan, 0.0)
-            bound = bound_of(case, exact.magnitudes[index], 0.0)
-            compare(actual.masked_fill(is_nan, 0.0), expected, case, bound, what)
+            actual = actual.masked_fill(is_nan, 0.0)
+            compare(actual, expected, case, exact.magnitudes[index], 0.0, what)
 
 
-def bound_of(case: Attention, magnitude: float, error: float) -> float:
+def compare(
+    actual: Tensor, expected: Tensor, case: Attention, magnitude: float, error: float, what: str
+) -> None:
+    """Compare a result that sums up to a magnitude, and has an error on one device."""
     dtype = DTYPES[case.dtype]
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    return max(TOLERANCE[dtype] * magnitude + 16 * smallest, 4 * error)
-
-
-def compare(actual: Tensor, expected: Tensor, case: Attention, bound: float, what: str) -> None:
-    dtype = DTYPES[case.dtype]
+    bound = max(TOLERANCE[dtype] * magnitude + 16 * smallest, 4 * error)
     if expected.numel() and expected.abs().max() > torch.finfo(dtype).max / 2:
         bound = math.inf
     assert_close(actual, expected, dtype, what, bound=bound)

@@ -175,10 +175,6 @@ def of_two(*dtypes: torch.dtype) -> Drawer:
     return lambda p: [p.pick(*dtypes), p.pick(*dtypes)]
 
 
-def draw_scalar(p: Program) -> Sequence[Any]:
-    return [node := p.pick(), p.scalar(node)]
-
-
 def draw_full(p: Program) -> Sequence[Any]:
     dtype = p.choose(*DTYPES)
     return [a_shape(p.random), an_end(p.random, dtype), dtype]
@@ -259,11 +255,6 @@ def draw_split(p: Program) -> Sequence[Any]:
     node, dim, size = p.pick_dim()
     first = p.random.randint(0, size)
     return [node, [first, size - first], dim]
-
-
-def draw_repeat(p: Program) -> Sequence[Any]:
-    shape = p.of(node := p.pick()).shape
-    return [node, [p.choose(1, 1, 2) for _ in range(max(1, len(shape)))]]
 
 
 def an_index(p: Program, size: int) -> fx.Node:
@@ -353,7 +344,10 @@ DRAWERS: Mapping[Any, Drawer] = {
     **dict.fromkeys((aten.remainder.Scalar, aten.fmod.Scalar), draw_by_a_number),
     **dict.fromkeys((aten.remainder.Tensor, aten.fmod.Tensor), draw_by_a_tensor),
     **{getattr(aten, word).Tensor: of_two() for word in RELATIONS},
-    **{getattr(aten, word).Scalar: draw_scalar for word in RELATIONS},
+    **{
+        getattr(aten, word).Scalar: lambda p: [node := p.pick(), p.scalar(node)]
+        for word in RELATIONS
+    },
     **{getattr(aten, f"logical_{word}").default: of_two() for word in LOGIC},
     **{getattr(aten, f"bitwise_{word}").Tensor: of_two(*BITS) for word in LOGIC},
     aten.logical_not.default: lambda p: [p.pick()],
@@ -371,7 +365,10 @@ DRAWERS: Mapping[Any, Drawer] = {
     aten.select.int: draw_select,
     aten.split_with_sizes.default: draw_split,
     aten.flip.default: draw_dims,
-    aten.repeat.default: draw_repeat,
+    aten.repeat.default: lambda p: [
+        node := p.pick(),
+        [p.choose(1, 1, 2) for _ in range(max(1, p.of(node).ndim))],
+    ],
     aten.index.Tensor: draw_index,
     aten.index_select.default: draw_index_select,
     aten.cat.default: draw_cat,
@@ -559,13 +556,9 @@ def agrees(actual: Any, expected: Any, value: Value) -> bool:
         # A product may overflow here alone: aten adds it unrounded.
         is_at_end = value.dtype in FLOATS and abs(actual) > torch.finfo(value.dtype).max / 16
         return actual == expected or math.isnan(expected) or is_at_end
-    return is_close(actual, expected, value.dtype)
-
-
-def is_close(actual: float, expected: float, dtype: torch.dtype) -> bool:
     if not math.isfinite(actual):
         return True  # a float that has overflowed
-    tolerance = 16 * torch.finfo(dtype).eps
+    tolerance = 16 * torch.finfo(value.dtype).eps
     return abs(actual - expected) <= tolerance * max(1.0, abs(expected))
 
 

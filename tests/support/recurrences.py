@@ -20,6 +20,7 @@ from cp_inductor.modules.recurrences import (
     share_short_convolution,
 )
 from tests.support.ranks import world_mesh
+from tests.support.reference import shard
 
 Arguments = dict[str, Any]
 
@@ -110,6 +111,16 @@ def _draw_linear(generator: torch.Generator, length: int, decay: float, *, kind:
     }
 
 
+def _states(decay: Tensor, added: Tensor, initial: Tensor | None) -> Tensor:
+    """Return the states (B, S, ...) of ``state = decay * state + added``, token by token."""
+    state = torch.zeros_like(added[:, 0]) if initial is None else initial
+    states = []
+    for t in range(added.shape[1]):
+        state = decay[:, t] * state + added[:, t]
+        states.append(state)
+    return torch.stack(states, 1)
+
+
 # Stand-ins with the signatures of fla (August 2026), whose kernels need a GPU.
 
 
@@ -122,13 +133,9 @@ def chunk_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    state = torch.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None])
-    state = state if initial_state is None else initial_state
-    outs = []
-    for t in range(q.shape[1]):
-        state = g[:, t, ..., None].exp() * state + k[:, t, :, :, None] * v[:, t, :, None]
-        outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
-    return torch.stack(outs, 1) * (q.shape[-1] ** -0.5 if scale is None else scale), state
+    states = _states(g.exp()[..., None], k[..., None] * v[..., None, :], initial_state)
+    out = torch.einsum("bshk,bshkv->bshv", q, states)
+    return out * (q.shape[-1] ** -0.5 if scale is None else scale), states[:, -1]
 
 
 def chunk_simple_gla(
@@ -185,16 +192,13 @@ def mamba2_steps(
     heads = hidden_states.shape[2]
     B, C = (t.repeat_interleave(heads // t.shape[2], 2) for t in (B, C))
     dt = F.softplus(dt + dt_bias)
-    state = torch.zeros_like(hidden_states[:, 0, :, :, None] * B[:, 0, :, None])
-    state = state if initial_states is None else initial_states
-    outs = []
-    for t in range(dt.shape[1]):
-        if seq_idx is not None and t:
-            state = state * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
-        state = state * (dt[:, t] * A).exp()[..., None, None]
-        state = state + (dt[:, t, :, None] * hidden_states[:, t])[..., None] * B[:, t, :, None]
-        outs.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * hidden_states[:, t])
-    return torch.stack(outs, 1), state
+    decay = (dt * A).exp()
+    if seq_idx is not None:
+        is_new = seq_idx.diff(dim=1, prepend=seq_idx[:, :1]) != 0
+        decay = decay.masked_fill(is_new[..., None], 0.0)
+    added = (dt[..., None] * hidden_states)[..., None] * B[..., None, :]
+    states = _states(decay[..., None, None], added, initial_states)
+    return (states * C[..., None, :]).sum(-1) + D[:, None] * hidden_states, states[:, -1]
 
 
 def _draw_mamba(generator: torch.Generator, length: int, decay: float) -> Arguments:
@@ -224,14 +228,10 @@ def _mamba_steps(
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
     dt = F.softplus(dt + delta_bias[:, None])
-    state = torch.zeros_like(dt[..., :1] * A)
-    outs = []
-    for t in range(dt.shape[-1]):
-        step = dt[..., t, None]
-        state = state * (step * A).exp() + step * B[:, None, :, t] * hidden_states[..., t, None]
-        outs.append((state * C[:, None, :, t]).sum(-1))
-    out = torch.stack(outs, -1) + D[:, None] * hidden_states
-    return out * F.silu(z), state
+    steps, tokens = (t.mT[..., None] for t in (dt, hidden_states))
+    states = _states((steps * A).exp(), steps * B.mT[:, :, None] * tokens, None)
+    out = (states * C.mT[:, :, None]).sum(-1).mT + D[:, None] * hidden_states
+    return out * F.silu(z), states[:, -1]
 
 
 def _draw_gated(generator: torch.Generator, length: int, decay: float) -> Arguments:
@@ -248,12 +248,8 @@ def _draw_gated(generator: torch.Generator, length: int, decay: float) -> Argume
 def _gated_steps(
     tokens: Tensor, decay: Tensor, reset: Tensor, initial: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    state = torch.zeros_like(tokens[:, 0]) if initial is None else initial
-    outs = []
-    for t in range(tokens.shape[1]):
-        state = torch.where(reset[:, t], 0.0, decay[:, t]) * state + tokens[:, t]
-        outs.append(state)
-    return torch.stack(outs, 1), state
+    states = _states(torch.where(reset, 0.0, decay), tokens, initial)
+    return states, states[:, -1]
 
 
 def _draw_convolution(generator: torch.Generator, length: int, decay: float) -> Arguments:
@@ -289,23 +285,20 @@ def _keyed(function: Any, **given: Any) -> Any:
     return share_keyed(function, is_exact=True, **given)
 
 
+CHUNKS = {"chunk_size": 8}
 KEYED = dict.fromkeys(("query", "key", "value", "q", "k", "v", "g", "beta", "out"), 1)
 TABLE: Mapping[str, Recurrence] = {
-    "chunk_gated_delta_rule": Recurrence(
-        *(_keyed, _of("qwen3_next", "torch_chunk_gated_delta_rule")),
-        lambda *drawn: _draw_delta(*drawn, by_key=False),
-        *(KEYED, delta_steps, {"chunk_size": 8}, "output_final_state", "initial_state"),
-    ),
-    "recurrent_gated_delta_rule": Recurrence(
-        *(_keyed, _of("qwen3_next", "torch_recurrent_gated_delta_rule")),
-        lambda *drawn: _draw_delta(*drawn, by_key=False),
-        *(KEYED, delta_steps, {}, "output_final_state", "initial_state"),
-    ),
-    "chunk_kda": Recurrence(
-        *(_keyed, _of("kimi_linear", "chunk_kimi_delta_attention")),
-        lambda *drawn: _draw_delta(*drawn, by_key=True),
-        *(KEYED, delta_steps, {"chunk_size": 8}, "output_final_state", "initial_state"),
-    ),
+    **{
+        name: Recurrence(
+            *(_keyed, _of(model, function), partial(_draw_delta, by_key=name == "chunk_kda")),
+            *(KEYED, delta_steps, more, "output_final_state", "initial_state"),
+        )
+        for name, model, function, more in (
+            ("chunk_gated_delta_rule", "qwen3_next", "torch_chunk_gated_delta_rule", CHUNKS),
+            ("recurrent_gated_delta_rule", "qwen3_next", "torch_recurrent_gated_delta_rule", {}),
+            ("chunk_kda", "kimi_linear", "chunk_kimi_delta_attention", CHUNKS),
+        )
+    },
     **{
         f"chunk_{kind}": Recurrence(
             *(share_keyed, partial(lambda function: function, function)),
@@ -321,7 +314,7 @@ TABLE: Mapping[str, Recurrence] = {
     "mamba_chunk_scan": Recurrence(
         *(share_chunk_scan, _of("mamba2", "mamba2_chunk_scan"), _draw_mamba2),
         {"hidden_states": 1, "dt": 1, "B": 1, "C": 1, "out": 1},
-        *(mamba2_steps, {"chunk_size": 8, "dt_softplus": True}),
+        *(mamba2_steps, {**CHUNKS, "dt_softplus": True}),
         *("return_final_states", "initial_states"),
     ),
     "selective_scan": Recurrence(
@@ -342,8 +335,10 @@ TABLE: Mapping[str, Recurrence] = {
 }
 
 
-def _result(out: Any) -> tuple[Tensor, Tensor | None]:
-    return out if isinstance(out, tuple) else (out, None)
+def _tensors(results: Any) -> list[Tensor]:
+    """Return the output, and the last state if there is one."""
+    results = results if isinstance(results, tuple) else (results,)
+    return [one for one in results if one is not None]
 
 
 def _floats(given: Arguments) -> dict[str, Tensor]:
@@ -357,11 +352,7 @@ def _floats(given: Arguments) -> dict[str, Tensor]:
 def _gradients(outs: Any, given: Arguments, weights: Any) -> list[Tensor]:
     loss = sum((out * weight).sum() for out, weight in zip(outs, weights, strict=True))
     leaves = list(_floats(given).values())
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return [
-        torch.zeros_like(leaf) if one is None else one
-        for leaf, one in zip(leaves, found, strict=True)
-    ]
+    return [*torch.autograd.grad(loss, leaves, materialize_grads=True)]
 
 
 def _leaves(given: Arguments, dtype: torch.dtype) -> Arguments:
@@ -393,32 +384,28 @@ def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own: Arguments = {}
     leaves = _leaves(given, dtype)
-    size = -(-length // world_size)
-    starts = min(rank * size, length), min(size, max(length - rank * size, 0))
     for key, value in leaves.items():
         if key in case.dims and isinstance(value, Tensor):
-            value = value.narrow(case.dims[key], *starts)
-            if starts[1] == 0:  # as a module does whose rank has no tokens
+            value = shard(value, rank, world_size, case.dims[key])
+            if value.shape[case.dims[key]] == 0:  # as a module does whose rank has no tokens
                 shape = list(value.shape)
                 shape[case.dims[key]] = 1
                 value = torch.cat([value, value.new_zeros(shape)], case.dims[key])
         own[key] = value
     with sharing(SharedSequence(mesh, (0,), length)):
-        out, final = _result(case.share(case.function(), **own, **case.more, **flags))
+        out, *finals = _tensors(case.share(case.function(), **own, **case.more, **flags))
     dim = case.dims["out"]
-    out = out.narrow(dim, 0, starts[1])
-    parts = [out] + ([] if final is None else [final])
     whole = torch.zeros(*out.shape[:dim], length, *out.shape[dim + 1 :], dtype=torch.float64)
     weights = [
-        torch.randn(one.shape, generator=generator, dtype=torch.float64)
-        for one in (whole, *parts[1:])
+        torch.randn(one.shape, generator=generator, dtype=torch.float64) for one in (whole, *finals)
     ]
-    own_weights = [weights[0].narrow(dim, *starts)]
+    of_own, own_weight = (shard(one, rank, world_size, dim) for one in (whole, weights[0]))
+    out = out.narrow(dim, 0, of_own.shape[dim])
     # The final state is the same on all ranks: each counts its part.
-    own_weights += [weight / world_size for weight in weights[1:]]
-    gradients = _gradients(parts, leaves, own_weights)
-    whole.narrow(dim, *starts).copy_(out)
-    finals = [one.detach() / world_size for one in parts[1:]]
+    own_weights = [own_weight, *(weight / world_size for weight in weights[1:])]
+    gradients = _gradients([out, *finals], leaves, own_weights)
+    of_own.copy_(out.detach())
+    finals = [one.detach() / world_size for one in finals]
     for one in (whole, *finals, *gradients):
         dist.all_reduce(one)
     if rank:
@@ -427,12 +414,11 @@ def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple
     exact = _leaves(
         {k: v.to(dtype) if k in _floats(given) else v for k, v in given.items()}, torch.float64
     )
-    wanted = [one for one in case.steps(**exact) if one is not None]
+    wanted = _tensors(case.steps(**exact))
     expected = [*wanted, *_gradients(wanted, exact, weights)]
 
     alone = _leaves(given, dtype)
-    found = case.function()(**alone, **case.more, **flags)
-    found = [one for one in _result(found) if one is not None]
+    found = _tensors(case.function()(**alone, **case.more, **flags))
     on_one = [*found, *_gradients(found, alone, weights)]
 
     def worst(actual: list[Tensor]) -> float:

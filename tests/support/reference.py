@@ -73,6 +73,11 @@ def repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
     return tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1)
 
 
+def sum_repeats(grad: Tensor, num_heads: int) -> Tensor:
+    """Return the gradient of heads that were repeated."""
+    return grad.unflatten(1, (num_heads, -1)).sum(2)
+
+
 def attend_with_grads(
     query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, **kwargs: object
 ) -> tuple[Tensor, ...]:
@@ -184,10 +189,14 @@ def lse_in_float64(query: Tensor, key: Tensor, *, is_causal: bool) -> Tensor:
     return scores_of(query.double(), key.double(), is_causal=is_causal).logsumexp(-1)
 
 
-def run_tile(name: str, tensors: Sequence[Tensor], *, is_causal: bool) -> tuple[Tensor, ...]:
-    """Return out, lse, dq, dk and dv of a kernel, given query, key, value and grad_out."""
+def run_tile(name: str, tensors: Sequence[Tensor], **how: Any) -> tuple[Tensor, ...]:
+    """Return out, lse, dq, dk and dv of a kernel, given query, key, value and grad_out.
+
+    Args:
+        how: other fields of the kernel's call.
+    """
     *qkv, grad_out = tensors
-    kernel, call = get_kernel(name), TileCall(*qkv, is_causal)
+    kernel, call = get_kernel(name), TileCall(*qkv, **how)
     partial = kernel.forward(call)
     return *partial, *kernel.backward(call, grad_out, partial)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -15,25 +15,17 @@ from torch.distributed.tensor.parallel import (
 
 from tests.support.combinations import Decoder
 
-BLOCK = {
-    "query": ColwiseParallel(),
-    "key": ColwiseParallel(),
-    "value": ColwiseParallel(),
-    "out": RowwiseParallel(),
-    "up": ColwiseParallel(),
-    "down": RowwiseParallel(),
-}
+
+def split_projections(layout: Placement) -> dict[str, ParallelStyle]:
+    """Return the styles of a block's projections; its input and its output have a layout."""
+    column, row = ColwiseParallel(input_layouts=layout), RowwiseParallel(output_layouts=layout)
+    return {**dict.fromkeys(("query", "key", "value", "up"), column), "out": row, "down": row}
+
+
+BLOCK = split_projections(Replicate())
 # Megatron's: norms and residuals on a part of this rank's shard.
-SEQUENCE_BLOCK = {
-    "norm": SequenceParallel(),
-    "query": ColwiseParallel(input_layouts=Shard(1)),
-    "key": ColwiseParallel(input_layouts=Shard(1)),
-    "value": ColwiseParallel(input_layouts=Shard(1)),
-    "out": RowwiseParallel(output_layouts=Shard(1)),
-    "mlp_norm": SequenceParallel(),
-    "up": ColwiseParallel(input_layouts=Shard(1)),
-    "down": RowwiseParallel(output_layouts=Shard(1)),
-}
+NORMS = dict.fromkeys(("norm", "mlp_norm"), SequenceParallel())
+SEQUENCE_BLOCK = {**split_projections(Shard(1)), **NORMS}
 STYLES: dict[str, dict[str, ParallelStyle]] = {
     "blocks": {},
     "tied": {

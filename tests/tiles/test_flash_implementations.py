@@ -42,8 +42,9 @@ def forward(
     check(query, key, value, out)
     assert not is_causal or query.shape[1] == key.shape[1]
     assert query.shape[2] % key.shape[2] == 0
-    heads_first = [t.transpose(1, 2) for t in (query, key, value)]
-    result, lse = attend(*heads_first, None, is_causal, scale)
+    named = {"query": query, "key": key, "value": value}
+    call: dict[str, Any] = {name: tensor.transpose(1, 2) for name, tensor in named.items()}
+    result, lse = attend(call | {"scale": scale, "is_causal": is_causal}, None)
     out.copy_(result.transpose(1, 2))
     return out, lse
 

@@ -24,7 +24,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.support.examples import DEADLINE_S, check_against_unsharded, command_of
+from tests.support.examples import check_against_unsharded, command_of
+from tests.support.processes import DEADLINE_S
 
 # Long enough that it is not over before the last kill, which comes in its first half.
 NUM_STEPS = 30

@@ -46,6 +46,7 @@ from cp_inductor.tiles.tokens import Tokens
 from tests.support.reference import (
     TOLERANCE,
     assert_close,
+    assert_within,
     attend_with_grads,
     meaning_of,
     repeat_heads,
@@ -701,7 +702,8 @@ def compare(actual: Tensor, expected: Tensor, case: Attention, bound: float, wha
     dtype = DTYPES[case.dtype]
     if expected.numel() and expected.abs().max() > torch.finfo(dtype).max / 2:
         bound = math.inf
-    assert_close(actual, expected, dtype, what, bound=bound)
+    assert actual.dtype == dtype, f"{what}: {actual.dtype}"
+    assert_within(actual, expected, bound, what, is_relative=False)
 
 
 # --- The command ------------------------------------------------------------------------------

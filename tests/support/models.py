@@ -353,23 +353,6 @@ def make(name: str, **more: Any) -> nn.Module:
     return made
 
 
-class Mixing(nn.Module):
-    """A mixer of Mamba 2 alone."""
-
-    def __init__(self, **more: int) -> None:
-        from transformers import Mamba2Config
-        from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
-
-        super().__init__()
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 8, "num_heads": 4, "head_dim": 4, "state_size": 4, "chunk_size": 4}
-        self.mixer = Mamba2Mixer(Mamba2Config(**{**sizes, "n_groups": 2, **more}), 0)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        mixed: Tensor = self.mixer(tokens)
-        return mixed
-
-
 def has_flex(name: str) -> bool:
     """Whether a model attends by flex_attention; all others do by SDPA."""
     return MODELS[name].get("attn_implementation") == "flex_attention"

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
-from pathlib import Path
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-DEADLINE_S = 1200
+from tests.support.processes import ROOT, run
+
+EXAMPLES = ROOT / "examples"
 
 
 def command_of(name: str, num_ranks: int, *arguments: str) -> list[str]:
-    """Return the command that runs a script on ranks; `arguments` are torchrun's."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    """Return Python's arguments that run a script on ranks; `arguments` are torchrun's."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone"]
     ranks = ["--nproc-per-node", str(num_ranks)]
     return [*torchrun, *ranks, *arguments, str(EXAMPLES / f"{name}.py")]
 
 
 def run_example(name: str, num_ranks: int, arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script, which must succeed; its arguments are words with spaces between."""
-    done = subprocess.run(
-        [*command_of(name, num_ranks), *arguments.split()],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
+    return run(*command_of(name, num_ranks), *arguments.split())
 
 
 def number_in(said: str, label: str) -> float:

@@ -12,7 +12,12 @@ DEADLINE_S = 1200
 
 
 def run_python(*arguments: str | Path, **environment: str) -> str:
-    """Run Python in the root of the repository, which must succeed; return what it printed.
+    """Run Python as `run` does; return what it printed."""
+    return run(*arguments, **environment).stdout
+
+
+def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in the root of the repository, which must succeed.
 
     Args:
         arguments: such as "-c" and a program, or a script and its arguments.
@@ -27,4 +32,4 @@ def run_python(*arguments: str | Path, **environment: str) -> str:
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done

@@ -37,7 +37,7 @@ def bucket_sums(graph: fx.Graph) -> None:
     buckets: defaultdict[Any, list[fx.Node]] = defaultdict(list)
     num_bytes: defaultdict[Any, int] = defaultdict(int)
     for wait in graph.find_nodes(op="call_function", target=WAIT):
-        (start,) = wait.args
+        (start,) = wait.all_input_nodes
         if start.target is ALL_REDUCE and len(start.users) == 1 and _is_of_small_gradient(wait):
             value = wait.meta["val"]
             kind = value.dtype, value.device, start.args[1:]
@@ -46,6 +46,10 @@ def bucket_sums(graph: fx.Graph) -> None:
     for waits in buckets.values():
         if len(waits) > 1:
             _merge(graph, waits)
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]
 
 
 def _is_of_small_gradient(wait: fx.Node) -> bool:
@@ -57,13 +61,13 @@ def _is_of_small_gradient(wait: fx.Node) -> bool:
 
 def _merge(graph: fx.Graph, waits: Sequence[fx.Node]) -> None:
     """Put one sum where the last of its parts is known."""
-    starts = [wait.args[0] for wait in waits]
+    starts = [start for wait in waits for start in wait.all_input_nodes]
     values = [wait.meta["val"] for wait in waits]
     aten = torch.ops.aten
 
     def insert(target: Callable[..., Any], *args: Any) -> fx.Node:
         node = graph.call_function(target, args)
-        node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta["val"]))
+        node.meta["val"] = target(*fx.map_arg(args, _value))
         return node
 
     with graph.inserting_before(waits[-1]), fake_mode_of(values[0]):

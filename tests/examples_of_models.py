@@ -37,7 +37,3 @@ def distributed(mesh: DeviceMesh) -> Any:
 
 def refused() -> Any:
     return mixed, plain()[1]
-
-
-def nonsense() -> Any:
-    return 3

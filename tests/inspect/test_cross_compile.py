@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import device_interface
 from torch._dynamo.utils import counters
@@ -22,6 +21,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor import MissingTriton, UnsupportedAttention, UnsupportedPlacement, cross_compile
+from tests.examples_of_models import mixed
 from tests.support.graphs import AttentionBlock, attend_causal, generate_code
 from tests.support.ranks import fake_mesh, fake_rank, run_ranks, world_mesh
 from tests.support.reference import make_qkv
@@ -157,25 +157,18 @@ def test_rotary_by_slices() -> None:
 # --- What comes out ---------------------------------------------------------------------------
 
 
-def compiled_here(rank: int, **shape: Any) -> list[str]:
-    """What this rank of a real job generates, and what cross-compiling it says."""
-    torch._inductor.config.cpp.vec_isa_ok = True
-    mesh = world_mesh()
-    tensors = [tensor.requires_grad_() for tensor in make_qkv(**shape)[:3]]
-    return generate_code(attend_causal, *tensors, options={"mesh": mesh})
-
-
 def without_count(codes: Iterable[str]) -> list[str]:
     """Return code without its first line, in which torch counts graphs."""
     return [code[code.index("\n") :] for code in codes]
 
 
 def real_and_cross(shape: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the code that this rank of a job generates, and that of cross-compiling for it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tensors = [tensor.requires_grad_() for tensor in make_qkv(**shape)[:3]]
     cross = cross_compile(attend_causal, tensors, world_size=world_size, rank=rank, target="cpu")
     other = cross_compile(attend_causal, tensors, world_size=7, rank=rank, target="cpu")
-    real = compiled_here(rank, **shape)
+    real = generate_code(attend_causal, *tensors, options={"mesh": world_mesh()})
     again = cross_compile(attend_causal, tensors, world_size=world_size, rank=rank, target="cpu")
     texts = [without_count(made.code.values()) for made in (again, cross, other)]
     assert texts[0] == texts[1] != texts[2]
@@ -262,18 +255,13 @@ def nothing_changed() -> Iterator[None]:
     assert {name: value for name, value in after.items() if before[name] != value} == {}
 
 
-def refused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    local = query.new_zeros(query.shape[2], query.shape[2])
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=local)
-
-
 @pytest.mark.parametrize(("target", "has_group"), [("cpu", True), ("cuda:sm_90", False)])
 def test_torch_is_left_as_it_was(target: str, has_group: bool) -> None:
     cross_compile(attend_causal, (heads(),) * 3, world_size=2)  # torch registers what it has
     with fake_rank(1, 3) if has_group else nothing_changed(), nothing_changed():
         cross_compile(attend_causal, (heads(),) * 3, world_size=4, rank=3, target=target)
         with pytest.raises(UnsupportedAttention, match="attn_mask=None"):
-            cross_compile(refused, (heads(),) * 3, world_size=2, target=target)
+            cross_compile(mixed, (heads(),) * 3, world_size=2, target=target)
         with pytest.raises(RuntimeError, match="of ours"):
             cross_compile(attend_causal, _fails, world_size=2, target=target)
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 import cp_inductor
 from tests.support import models
 from tests.support.combinations import AOT, EAGER, assert_beside, compiled
-from tests.support.ranks import fake_mesh, on_ranks, world_mesh
+from tests.support.ranks import on_ranks, world_mesh
 
 pytest.importorskip("transformers")
 
@@ -74,12 +74,8 @@ def test_stochastic_depth_over_sharded_images(form: str) -> None:
 
 transformers = pytest.importorskip("transformers")
 
-SIZES: dict[str, Any] = {
-    **{"vocab_size": 32, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1},
-    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8},
-    **{"decoder_ffn_dim": 8, "decoder_start_token_id": 2, "pad_token_id": 1, "bos_token_id": 0},
-    **{"max_position_embeddings": 16, "max_source_positions": 8, "max_target_positions": 16},
-}
+SIZES = {**models.SIZES, **models.MODELS["WhisperForConditionalGeneration"]}
+SIZES |= {"decoder_start_token_id": 2, "pad_token_id": 1}
 # By a method, by a function of the module, and by one that looks for the last token.
 NAMES = {"Bart": 3, "Whisper": 2, "MBart": 2}
 
@@ -142,11 +138,10 @@ def test_whole_labels_and_a_second_call(first_mesh: DeviceMesh) -> None:
     assert hook_of_model(model, (), {"labels": whole}) is None
 
 
-def test_the_loss_of_models_whose_class_names_none() -> None:
-    with fake_mesh(0, 2) as mesh:
-        model = models.make("GPT2LMHeadModel")
-        assert model.loss_type is None
-        assert cp_inductor.parallelize(model, mesh).loss_type == "ForCausalLM"
-        masked = models.make("BertForMaskedLM")
-        named = masked.loss_type
-        assert cp_inductor.parallelize(masked, mesh).loss_type == named
+def test_the_loss_of_models_whose_class_names_none(first_mesh: DeviceMesh) -> None:
+    model = models.make("GPT2LMHeadModel")
+    assert model.loss_type is None
+    assert cp_inductor.parallelize(model, first_mesh).loss_type == "ForCausalLM"
+    masked = models.make("BertForMaskedLM")
+    named = masked.loss_type
+    assert cp_inductor.parallelize(masked, first_mesh).loss_type == named

@@ -60,6 +60,7 @@ from tests.support.combinations import (
 from tests.support.combinations import make_model as make_decoder
 from tests.support.graphs import lowered_graphs
 from tests.support.ranks import fake_rank, on_ranks, world_mesh
+from tests.support.reference import assert_within
 from tests.support.tensor_parallel import parallelize as split_over_tp
 from tests.support.tensor_parallel import split_llama
 
@@ -98,13 +99,6 @@ class Decaying(Training):
 
 def make_model(num_layers: int = NUM_LAYERS) -> Training:
     return Training(num_layers).double()
-
-
-def assert_close(
-    actual: Any, expected: Tensor, name: str = "", tolerance: float = TOLERANCE
-) -> None:
-    difference = (whole(actual) - expected).abs().max().item()
-    assert difference <= tolerance * max(1.0, expected.abs().max().item()), (name, difference)
 
 
 assert_same_gradients = partial(assert_beside, tolerance=TOLERANCE, least=1.0)
@@ -161,7 +155,7 @@ def test_steps_are_those_of_one_process(form: str, ranks: int, batch: int, lengt
         results = [call(*make_batch(batch, length, step)) for call in (run, reference)]
         assert type(results[0][0]) is Tensor
         for actual, expected in zip(*results, strict=True):
-            assert_close(actual.detach(), expected.detach())
+            assert_within(whole(actual.detach()), expected.detach(), TOLERANCE)
         for loss, logits in results:
             differentiate(step, loss, logits, form)
         assert_same_gradients(model, reference)
@@ -171,7 +165,7 @@ def test_steps_are_those_of_one_process(form: str, ranks: int, batch: int, lengt
             optimizer.zero_grad()
     assert {type(tensor) for tensor in model.state_dict().values()} == {Tensor}
     for name, tensor in reference.state_dict().items():
-        assert_close(model.state_dict()[name], tensor, name)
+        assert_within(model.state_dict()[name], tensor, TOLERANCE, name)
     assert type(model.decoder.head.weight) is nn.Parameter
     assert model.decoder.head.weight is model.decoder.tokens.weight
     if form != EAGER:
@@ -359,8 +353,7 @@ def test_split_layers_are_wrapped(
         (sum(losses) / dp).backward()
         loss = run(*batches[rank])
         loss.backward()
-        assert_close(loss.detach(), losses[rank].detach(), tolerance=tolerance)
-        assert_beside(model, reference, tolerance=tolerance, least=1.0)
+        assert_beside(model, reference, (loss, losses[rank]), tolerance=tolerance, least=1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -403,14 +396,10 @@ def test_what_is_gathered_are_weights(first_mesh: DeviceMesh) -> None:
     """Stored over the ranks of the sequence alone, weights are read whole, and activations stay."""
     model = cp_inductor.parallelize(make_model(1), first_mesh, weights=first_mesh)
     graphs = lowered_graphs(model, *make_batch(2, 16))
-    gathers = (node for kind in ("forward", "backward") for node in gathers_of(graphs[kind].graph))
-    shapes = {tuple(node.meta["val"].shape) for node in gathers}
-    assert shapes and shapes <= {tuple(weight.shape) for weight in model.parameters()}
-
-
-def gathers_of(graph: Any) -> Iterator[Any]:
     gather = torch.ops._c10d_functional.all_gather_into_tensor.default
-    yield from graph.find_nodes(op="call_function", target=gather)
+    nodes = (node for kind in ("forward", "backward") for node in graphs[kind].graph.nodes)
+    shapes = {tuple(node.meta["val"].shape) for node in nodes if node.target is gather}
+    assert shapes and shapes <= {tuple(weight.shape) for weight in model.parameters()}
 
 
 def test_small_gradients_are_summed_together(first_mesh: DeviceMesh) -> None:
@@ -445,7 +434,7 @@ def test_compiled_in_parts(way: str) -> None:
     other = torch.compile(
         cp_inductor.parallelize(make_model(), world_mesh()), backend=AOT, fullgraph=True
     )
-    assert_close(other(*batch).detach(), reference(*batch).detach())
+    assert_within(other(*batch).detach(), reference(*batch).detach(), TOLERANCE)
 
 
 @pytest.mark.slow
@@ -488,9 +477,7 @@ def test_hooks_and_frozen_layers(form: str) -> None:
 @on_ranks(2)
 def test_evaluation_and_generation() -> None:
     pytest.importorskip("transformers")
-    from tests.support.models import make
-
-    model, reference = (make("Llama", num_hidden_layers=1) for _ in range(2))
+    model, reference = (models.make("Llama", num_hidden_layers=1) for _ in range(2))
     ids = torch.arange(7)[None] + 3
     how = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     expected = reference.generate(ids, **how)

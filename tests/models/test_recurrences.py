@@ -6,13 +6,12 @@ Models of transformers are in test_models.py.
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import sys
 import types
 import warnings
 from contextlib import nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -49,7 +48,15 @@ from cp_inductor.modules.recurrences import (
 from tests.support.combinations import AOT, EAGER, assert_beside, check_distributed
 from tests.support.models import LENGTH, VOCABULARY, make
 from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
-from tests.support.recurrences import TABLE, delta_steps, errors_of_many, mamba2_steps
+from tests.support.recurrences import (
+    TABLE,
+    causal_conv1d_fn,
+    delta_steps,
+    errors_of_many,
+    mamba2_steps,
+    own_tokens,
+)
+from tests.support.reference import shard
 
 # Of the largest element: what transformers' own forms lose in float32.
 TOLERANCE = 1e-4
@@ -333,9 +340,6 @@ def test_on_one_process_there_is_nothing_before() -> None:
     expected, final = mean_of_past(tokens, decay, first)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(after, final)
-    matrix = torch.randn(2, 4, 4)
-    state = torch.randn(2, 4, 3)
-    assert pass_states(state, matrix=matrix, initial=state)[1].equal(matrix @ state + state)
 
 
 def test_states_are_not_cast() -> None:
@@ -400,7 +404,7 @@ class Strided(nn.Module):
         return self.convolution(tokens.transpose(1, 2)).transpose(1, 2)
 
 
-# Stand-ins with the signatures of fla, mamba_ssm and causal_conv1d, which need a GPU.
+# Stand-ins with the signatures of fla and mamba_ssm, which need a GPU.
 
 
 def chunk_gated_delta_rule(
@@ -440,28 +444,11 @@ def mamba_chunk_scan_combined(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
+    **more: Any,
 ) -> Any:
     out, final = mamba2_steps(x, dt, A, B, C, D, dt_bias, initial_states, seq_idx)
     out = out if z is None else out * F.silu(z)
     return (out, final) if return_final_states else out
-
-
-def causal_conv1d_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-    activation: str | None = None,
-) -> Tensor:
-    count = weight.shape[1] - 1
-    windows = F.pad(x, (count, 0)).unfold(-1, count + 1, 1)
-    if seq_idx is not None:
-        numbers = F.pad(seq_idx, (count, 0), value=-1).unfold(-1, count + 1, 1)
-        windows = windows * (numbers == seq_idx[..., None])[:, None]
-    out = (windows * weight[:, None]).sum(-1) + (0 if bias is None else bias[:, None])
-    return F.silu(out) if activation else out
 
 
 def share_delta(**given: Any) -> Any:
@@ -479,12 +466,9 @@ DOCUMENTS = [(5, 4, 7), (1, 1, 1, 13), (8, 8), (16,), (3, 1, 12), (7, 12, 13)]
 @on_ranks(5)
 def test_documents_are_apart() -> None:
     """Each document is as if it were alone, forward and backward, wherever its borders fall."""
-    mesh, rank = world_mesh(), dist.get_rank()
-    generator = torch.Generator().manual_seed(0)
+    mesh, generator = world_mesh(), torch.Generator().manual_seed(0)
     for lengths in DOCUMENTS:
         length = sum(lengths)
-        size = -(-length // dist.get_world_size())
-        own = slice(rank * size, (rank + 1) * size)
         numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
         borders = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
         normal = partial(torch.randn, generator=generator, dtype=torch.float64)
@@ -494,7 +478,7 @@ def test_documents_are_apart() -> None:
         mamba |= {name: normal(1, length, 1, 4) for name in "BC"}
         weights = {"A": -normal(2).exp(), "D": normal(2), "dt_bias": normal(2)}
         scan = {**weights, "dt_softplus": True, "chunk_size": 4}
-        of_tokens = {"seq_idx": numbers[:, own]}
+        of_tokens = {"seq_idx": own_tokens(numbers, 1)}
         cases = [
             (share_delta, delta, {}, {"cu_seqlens": borders}),
             (partial(share_chunk_scan, mamba_chunk_scan_combined), mamba, scan, of_tokens),
@@ -510,20 +494,13 @@ def test_documents_are_apart() -> None:
             expected = torch.cat(outs, 1)
             upstream = normal(*expected.shape)
             wanted = torch.autograd.grad(expected, list(leaves.values()), upstream)
-            parts = {key: value[:, own] for key, value in leaves.items()}
-            if rank * size >= length:  # as a module does whose rank has no tokens
-                parts = {
-                    key: torch.cat([value, torch.zeros_like(leaves[key][:, :1])], 1)
-                    for key, value in parts.items()
-                }
-                packed = {k: v if k == "cu_seqlens" else numbers[:, :1] for k, v in packed.items()}
+            parts = {key: own_tokens(value, 1) for key, value in leaves.items()}
+            own, grad = (shard(t, mesh.get_rank(), mesh.size(), 1) for t in (expected, upstream))
             with sharing(SharedSequence(mesh, (0,), length)):
-                out = share(**parts, **more, **packed)[:, : max(length - rank * size, 0)]
-            torch.testing.assert_close(out, expected[:, own])
-            inputs = list(leaves.values())
-            found = torch.autograd.grad(out, inputs, upstream[:, own], allow_unused=True)
-            for leaf, one, other in zip(inputs, found, wanted, strict=True):
-                one = torch.zeros_like(leaf) if one is None else one
+                out = share(**parts, **more, **packed)[:, : own.shape[1]]
+            torch.testing.assert_close(out, own)
+            found = torch.autograd.grad(out, list(leaves.values()), grad, materialize_grads=True)
+            for one, other in zip(found, wanted, strict=True):
                 dist.all_reduce(one)
                 torch.testing.assert_close(one, other)
 
@@ -550,17 +527,6 @@ def test_functions_are_known_wherever_a_module_finds_them(monkeypatch: pytest.Mo
 BATCHES = 10
 
 
-def taking_any(function: Any) -> Any:
-    """Drop arguments that a function does not know, as transformers does for kernels."""
-    names = tuple(inspect.signature(function).parameters)
-
-    @wraps(function)
-    def call(*given: Any, **more: Any) -> Any:
-        return function(*given, **{name: more[name] for name in names if name in more})
-
-    return call
-
-
 @pytest.mark.long
 @on_ranks(2)
 def test_packed_batches_of_a_hybrid() -> None:
@@ -583,18 +549,16 @@ def test_packed_batches_of_a_hybrid() -> None:
         losses.append(F.cross_entropy(torch.cat(logits), torch.cat(labels)))
         losses[-1].backward()
 
-    bamba.mamba2_chunk_scan = taking_any(mamba_chunk_scan_combined)
-    bamba.causal_conv1d_fn = taking_any(causal_conv1d_fn)
+    bamba.mamba2_chunk_scan = mamba_chunk_scan_combined
+    bamba.causal_conv1d_fn = causal_conv1d_fn
     try:
         cp_inductor.parallelize(model, mesh)
         run = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
         for (ids, lengths), expected in zip(batches, losses, strict=True):
             positions = torch.cat([torch.arange(length) for length in lengths])[None]
             numbers = torch.repeat_interleave(torch.tensor(lengths))[None].int()
-            given = {
-                **{"input_ids": ids, "position_ids": positions, "seq_idx": numbers},
-                "labels": ids.masked_fill(positions == 0, -100),
-            }
+            given = {"input_ids": ids, "position_ids": positions, "seq_idx": numbers}
+            given["labels"] = ids.masked_fill(positions == 0, -100)
             shards = {k: distribute_tensor(v, mesh, [Shard(1)]) for k, v in given.items()}
             with implicit_replication():
                 loss = run(**shards, use_cache=False).loss

@@ -56,10 +56,6 @@ def with_another_module() -> Model:
     return model
 
 
-def on_meta() -> Model:
-    return Model().to("meta")
-
-
 WEIGHT = r"weight float32 \[4, 4\]"
 
 # What the last rank has instead, and what all ranks are told: with both values, and who has which.
@@ -72,7 +68,7 @@ DIFFERENT: list[tuple[Callable[[], nn.Module], str]] = [
     (with_gradient, rf"q \(Linear\): {WEIGHT} on .*0.*4\] with a gradient, float32 on rank"),
     (frozen, rf"k \(Linear\): {WEIGHT} on .*0.*: {WEIGHT} frozen on rank"),
     (with_another_module, r"act \(GELU\): no tensor on .*0.*, act \(ReLU\): no tensor on rank"),
-    (on_meta, rf"q \(Linear\): {WEIGHT} on .*0.*: {WEIGHT} on meta on rank"),
+    (lambda: Model().to("meta"), rf"q \(Linear\): {WEIGHT} on .*0.*: {WEIGHT} on meta on rank"),
 ]
 
 

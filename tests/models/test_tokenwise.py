@@ -257,8 +257,6 @@ def test_threads_read_what_they_compute(first_mesh: DeviceMesh) -> None:
 
 def test_one_graph_serves_all_steps_and_threads(first_mesh: DeviceMesh) -> None:
     model, x = observed()
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     run: Any = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
     for _ in range(3):
         run(x).square().sum().backward()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import cp_inductor
 from cp_inductor import UnsupportedPlacement
 from tests.support.combinations import AOT, EAGER, check_distributed
-from tests.support.ranks import fake_mesh, fake_rank, on_ranks, run_ranks, world_mesh
+from tests.support.models import make
+from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
 
 
 class Running(nn.Module):
@@ -102,14 +103,8 @@ def test_refusals() -> None:
             mean(tokens)
 
 
-def test_known_mixers_are_named() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.RwkvConfig(
-        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=2
-    )
-    with fake_mesh(0, 2) as mesh:
-        model = transformers.RwkvForCausalLM(config)
-        with pytest.warns(
-            UserWarning, match="2 x RwkvSelfAttention.*whole sequence, .* 2 times its share"
-        ):
-            cp_inductor.parallelize(model, mesh)
+def test_known_mixers_are_named(first_mesh: DeviceMesh) -> None:
+    pytest.importorskip("transformers")
+    said = "2 x RwkvSelfAttention.*whole sequence, .* 2 times its share"
+    with pytest.warns(UserWarning, match=said):
+        cp_inductor.parallelize(make("Rwkv"), first_mesh)

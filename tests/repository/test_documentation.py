@@ -16,9 +16,8 @@ import cp_inductor
 from cp_inductor.inspect.load import CannotLoad
 from tests.support.combinations import PAGE, SCRIPT, combined
 from tests.support.pages import read_part
-from tests.support.processes import run_python
+from tests.support.processes import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 OTHERS = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CHANGELOG", "CONTRIBUTING")]
 PROMISES = ROOT / "tests" / "PROMISES.md"

@@ -16,9 +16,7 @@ from typing import TypeVar
 import cp_inductor
 from cp_inductor.passes.pipeline import PASSES
 from cp_inductor.torch_private.leaned_on import leaned_on
-from tests.support.processes import run_python
-
-ROOT = Path(__file__).parents[2]
+from tests.support.processes import ROOT, run_python
 
 
 def sources() -> dict[str, Path]:

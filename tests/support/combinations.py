@@ -31,6 +31,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from tests.support.pages import write_part
+from tests.support.reference import assert_within
 
 ROOT = Path(__file__).parents[2]
 
@@ -165,9 +166,7 @@ def assert_beside(
     for name, actual, expected in pairs:
         assert (actual is None) == (expected is None), name
         if expected is not None:
-            difference = (whole(actual) - expected).abs().max().item()
-            bound = tolerance * max(least, expected.abs().max().item())
-            assert difference <= bound, (name, difference)
+            assert_within(whole(actual), expected, tolerance, name, least=least)
 
 
 def check_distributed(
@@ -277,9 +276,7 @@ def assert_grads(
 ) -> None:
     assert actual.keys() == expected.keys()
     for name, grad in actual.items():
-        bound = tolerance * max(1.0, expected[name].abs().max().item())
-        difference = (grad.float() - expected[name].float()).abs().max().item()
-        assert difference <= bound, f"{name}: {difference:.3g} > {bound:.3g}"
+        assert_within(grad, expected[name], tolerance, name)
 
 
 # The table.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 
 from tests.support.processes import ROOT, run
 
@@ -12,8 +11,8 @@ EXAMPLES = ROOT / "examples"
 
 
 def command_of(name: str, num_ranks: int, *arguments: str) -> list[str]:
-    """Return the command that runs a script on ranks; `arguments` are torchrun's."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    """Return Python's arguments that run a script on ranks; `arguments` are torchrun's."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone"]
     ranks = ["--nproc-per-node", str(num_ranks)]
     return [*torchrun, *ranks, *arguments, str(EXAMPLES / f"{name}.py")]
 

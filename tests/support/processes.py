@@ -12,19 +12,19 @@ DEADLINE_S = 1200
 
 
 def run_python(*arguments: str | Path, **environment: str) -> str:
-    """Run Python in the root of the repository, which must succeed; return what it printed.
+    """Run Python as `run` does; return what it printed."""
+    return run(*arguments, **environment).stdout
+
+
+def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in the root of the repository, which must succeed.
 
     Args:
         arguments: such as "-c" and a program, or a script and its arguments.
         environment: variables besides those of this process.
     """
-    return run(sys.executable, *arguments, **environment).stdout
-
-
-def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as `run_python` runs Python."""
     done = subprocess.run(
-        list(map(str, command)),
+        [sys.executable, *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,

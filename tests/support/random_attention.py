@@ -44,6 +44,7 @@ from cp_inductor.tiles.tokens import Tokens
 from tests.support.reference import (
     TOLERANCE,
     assert_close,
+    assert_within,
     attend,
     attend_with_grads,
     meaning_of,
@@ -698,7 +699,8 @@ def compare(
     bound = max(TOLERANCE[dtype] * magnitude + 16 * smallest, 4 * error)
     if expected.numel() and expected.abs().max() > torch.finfo(dtype).max / 2:
         bound = math.inf
-    assert_close(actual, expected, dtype, what, bound=bound)
+    assert actual.dtype == dtype, f"{what}: {actual.dtype}"
+    assert_within(actual, expected, bound, what, is_relative=False)
 
 
 # --- The command ------------------------------------------------------------------------------

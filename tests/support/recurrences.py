@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -261,12 +262,26 @@ def _draw_convolution(generator: torch.Generator, length: int, decay: float) -> 
     }
 
 
-def _convolution_steps(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor, **more: Any
-) -> tuple[Tensor, None]:
-    padded = F.pad(hidden_states, (weight.shape[1] - 1, 0))
-    windows = padded.unfold(-1, weight.shape[1], 1)
-    return F.silu((windows * weight[:, None]).sum(-1) + bias[:, None]), None
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    activation: str | None = None,
+    **more: Any,
+) -> Tensor:
+    """A stand-in with the signature of causal_conv1d."""
+    count = weight.shape[1] - 1
+    windows = F.pad(x, (count, 0)).unfold(-1, count + 1, 1)
+    if seq_idx is not None:
+        numbers = F.pad(seq_idx, (count, 0), value=-1).unfold(-1, count + 1, 1)
+        windows = windows * (numbers == seq_idx[..., None])[:, None]
+    out = (windows * weight[:, None]).sum(-1) + (0 if bias is None else bias[:, None])
+    return F.silu(out) if activation else out
+
+
+def _convolution_steps(hidden_states: Tensor, **given: Tensor) -> tuple[Tensor, None]:
+    return causal_conv1d_fn(hidden_states, **given, activation="silu"), None
 
 
 def _of(model: str, name: str) -> Callable[[], Any]:
@@ -351,8 +366,7 @@ def _floats(given: Arguments) -> dict[str, Tensor]:
 
 def _gradients(outs: Any, given: Arguments, weights: Any) -> list[Tensor]:
     loss = sum((out * weight).sum() for out, weight in zip(outs, weights, strict=True))
-    leaves = list(_floats(given).values())
-    return [*torch.autograd.grad(loss, leaves, materialize_grads=True)]
+    return list(torch.autograd.grad(loss, list(_floats(given).values()), materialize_grads=True))
 
 
 def _leaves(given: Arguments, dtype: torch.dtype) -> Arguments:
@@ -363,6 +377,13 @@ def _leaves(given: Arguments, dtype: torch.dtype) -> Arguments:
     }
 
 
+def own_tokens(tensor: Tensor, dim: int) -> Tensor:
+    """Return this rank's tokens; where it has none, one of zeros, as a module does."""
+    own = shard(tensor, dist.get_rank(), dist.get_world_size(), dim)
+    nothing = torch.zeros_like(tensor.narrow(dim, 0, 1))
+    return own if own.shape[dim] else torch.cat([own, nothing], dim)
+
+
 def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
     """Compare a recurrence on this rank's tokens, and of all on one process, with float64.
 
@@ -370,8 +391,6 @@ def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple
         On the first rank, the largest error of outputs and gradients, relative to the largest
         element of each: of the ranks together, and of one process. On others zeros.
     """
-    import torch.distributed as dist
-
     case, generator = TABLE[name], torch.Generator().manual_seed(seed)
     (length,) = _sizes(generator, 40)
     decay = (1e-4, 0.5, 0.9, 0.999)[seed % 4]
@@ -382,16 +401,11 @@ def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple
 
     mesh = world_mesh()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    own: Arguments = {}
     leaves = _leaves(given, dtype)
-    for key, value in leaves.items():
-        if key in case.dims and isinstance(value, Tensor):
-            value = shard(value, rank, world_size, case.dims[key])
-            if value.shape[case.dims[key]] == 0:  # as a module does whose rank has no tokens
-                shape = list(value.shape)
-                shape[case.dims[key]] = 1
-                value = torch.cat([value, value.new_zeros(shape)], case.dims[key])
-        own[key] = value
+    own = {
+        key: own_tokens(value, case.dims[key]) if key in case.dims else value
+        for key, value in leaves.items()
+    }
     with sharing(SharedSequence(mesh, (0,), length)):
         out, *finals = _tensors(case.share(case.function(), **own, **case.more, **flags))
     dim = case.dims["out"]

@@ -111,23 +111,33 @@ def full(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def assert_close(
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "") -> None:
+    """Compare results of a dtype, as exactly as it is rounded."""
+    assert actual.dtype == dtype, f"{what}: {actual.dtype}"
+    assert_within(actual, expected, TOLERANCE[dtype], what)
+
+
+def assert_within(
     actual: Tensor,
     expected: Tensor,
-    dtype: torch.dtype,
+    tolerance: float,
     what: str = "",
     *,
-    bound: float | None = None,
+    least: float = 1.0,
+    is_relative: bool = True,
 ) -> None:
-    """Compare by the largest difference, relative to the largest expected magnitude or bounded."""
+    """Compare by the largest difference, relative to the largest expected magnitude.
+
+    Args:
+        least: what that magnitude counts as if it is less.
+        is_relative: otherwise the tolerance itself is the bound.
+    """
     assert actual.shape == expected.shape, f"{what}: {actual.shape} != {expected.shape}"
-    assert actual.dtype == dtype, f"{what}: {actual.dtype}"
-    if not actual.numel():
-        return
-    difference = (actual.double() - expected.double()).abs().max().item()
-    if bound is None:
-        bound = TOLERANCE[dtype] * max(1.0, expected.abs().max().item())
-    assert difference <= bound, f"{what}: {difference:.3g} > {bound:.3g}"
+    if actual.numel():
+        difference = (actual.double() - expected.double()).abs().max().item()
+        largest = max(least, expected.abs().max().item()) if is_relative else 1.0
+        bound = tolerance * largest
+        assert difference <= bound, f"{what}: {difference:.3g} > {bound:.3g}"
 
 
 def assert_all_close(

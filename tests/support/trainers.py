@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.utils.data import IterableDataset
 from tests.support.combinations import plain_name, whole
 from tests.support.models import VOCABULARY, make
 from tests.support.ranks import run_ranks
+from tests.support.reference import assert_within
 
 LENGTH = 33
 DOCUMENTS = 9  # of which the last batch has one
@@ -29,6 +31,7 @@ MODELS = {"Llama": "padding", "Mistral": "", "Qwen3": "packed", "Qwen3Moe": "pac
 CAUSAL = "Llama, causal"  # whose attention needs no compile
 
 
+assert_close = partial(assert_within, least=1e-3)
 # float32, relative to the largest of a tensor.
 LOSS_TOLERANCE = 2e-6
 GRADIENT_TOLERANCE = 1e-4
@@ -90,21 +93,14 @@ def check_same(actual: Result, expected: Result, *, exactly: bool = False) -> No
     for step, (found, right) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
         assert found.keys() == right.keys()
         for name in found:
-            check_close(
-                f"gradient {name} of step {step}", found[name], right[name], GRADIENT_TOLERANCE
-            )
+            what = f"gradient {name} of step {step}"
+            assert_close(found[name], right[name], GRADIENT_TOLERANCE, what)
     for name, weight in expected.weights.items():
-        check_close(name, actual.weights[name], weight, WEIGHT_TOLERANCE)
+        assert_close(actual.weights[name], weight, WEIGHT_TOLERANCE, name)
     assert (actual.logits is None) == (expected.logits is None)
     if actual.logits is not None and expected.logits is not None:
         assert len(actual.logits) == DOCUMENTS
-        check_close("logits", actual.logits, expected.logits, WEIGHT_TOLERANCE)
-
-
-def check_close(name: str, actual: Any, expected: Any, tolerance: float) -> None:
-    assert actual.shape == expected.shape, name
-    difference = (actual - expected).abs().max().item()
-    assert difference <= tolerance * max(1e-3, expected.abs().max().item()), (name, difference)
+        assert_close(actual.logits, expected.logits, WEIGHT_TOLERANCE, "logits")
 
 
 @contextmanager
@@ -269,7 +265,6 @@ def train_sft(folder: str, given: Mapping[str, Any]) -> Result:
     settings = dict(given)
     model = make("Qwen3", **settings.pop("sizes", {}))
     settings = with_axes(settings)
-    resume = settings.pop("resume", None)
     own_loss = settings.pop("own_loss", False)
     adapters = None
     if settings.pop("adapters", False):
@@ -298,7 +293,7 @@ def train_sft(folder: str, given: Mapping[str, Any]) -> Result:
         peft_config=adapters,
     )
     assert trainer.args.packing is arguments["packing"]
-    result = _run(trainer, folder, resume)
+    result = _run(trainer, folder)
     assert result.graphs or dist.get_world_size() == 1
     return result
 
@@ -327,7 +322,7 @@ def letters() -> Any:
     )
 
 
-def _run(trainer: Any, folder: str, resume: int | None) -> Result:
+def _run(trainer: Any, folder: str, resume: int | None = None) -> Result:
     """Train and save."""
     import transformers
 

@@ -28,7 +28,7 @@ from tests.support.trainers import (
     OFFLOADED,
     WEIGHT_TOLERANCE,
     Result,
-    check_close,
+    assert_close,
     check_same,
     evaluate,
     launched,
@@ -81,7 +81,7 @@ def test_evaluation_of_a_model_that_is_not_trained(tmp_path: Path) -> None:
     (one,) = run_ranks(1, evaluate, "Qwen3", str(tmp_path), COMPILED)
     for loss, logits in run_ranks(2, evaluate, "Qwen3", str(tmp_path), COMPILED):
         assert loss == pytest.approx(one[0], rel=LOSS_TOLERANCE)
-        check_close("logits", logits, one[1], WEIGHT_TOLERANCE)
+        assert_close(logits, one[1], WEIGHT_TOLERANCE, "logits")
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_trainer_saves_and_resumes(
         again = train_on(resuming, name, tmp_path / "many", {**settings, "resume": steps})
         assert len(again.gradients) == 1
         for key, weight in one.weights.items():
-            check_close(key, again.weights[key], weight, WEIGHT_TOLERANCE)
+            assert_close(again.weights[key], weight, WEIGHT_TOLERANCE, key)
 
 
 # In batches of one where batches are shared: Trainer completes a smaller last batch by samples of
@@ -276,7 +276,7 @@ def test_what_is_recomputed_drops_what_was_dropped() -> None:
     (loss, found), (expected, right) = results
     assert loss == expected
     for gradient, one in zip(found, right, strict=True):
-        check_close("gradient", gradient, one, GRADIENT_TOLERANCE)
+        assert_close(gradient, one, GRADIENT_TOLERANCE, "gradient")
 
 
 def prepare_apart(order: str) -> float:

@@ -6,7 +6,6 @@ use it.
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -60,6 +59,7 @@ from tests.support.combinations import (
     whole,
 )
 from tests.support.comms import Counts
+from tests.support.models import make
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tensor_parallel import parallelize
 
@@ -237,19 +237,12 @@ def test_fsdp1(row: str, form: str) -> None:
 @on_ranks("ranks")
 def test_packed_documents_in_a_region(form: str, ranks: int, length: int) -> None:
     """The recipes of docs/fsdp.md, two steps: one document, and then several, which are packed."""
-    transformers = pytest.importorskip("transformers")
-    transformers.set_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**sizes, **heads)
-    reference = transformers.LlamaForCausalLM(copy.deepcopy(config))
+    pytest.importorskip("transformers")
     kind, _, backend = form.partition(", ")
     if kind == "flex":
-        config._attn_implementation = "flex_attention"
+        model, reference = make("Llama", attn_implementation="flex_attention"), make("Llama")
     else:
-        reference = reference.double()
-    model = transformers.LlamaForCausalLM(config).to(reference.dtype)
-    model.load_state_dict(reference.state_dict())
+        model, reference = (make("Llama").double() for _ in range(2))
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "cp"))
     both = mesh["dp", "cp"]._flatten("fsdp")
     for block in model.model.layers:

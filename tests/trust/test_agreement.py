@@ -45,6 +45,7 @@ from tests.support.reference import (
 )
 
 ODD = 1  # the rank that is unlike the others
+compiled: Any = partial(torch.compile, backend="cp_aot_eager", fullgraph=True)
 
 
 def impatient_mesh(timeout_s: float) -> DeviceMesh:
@@ -166,16 +167,14 @@ def attend_in(form: str, mesh: DeviceMesh) -> Callable[..., Tensor]:
             return attend_causal(*wrapped)
 
         return of_dtensors
-    compiled = torch.compile(
-        attend_causal, backend="cp_aot_eager", fullgraph=True, options={"mesh": mesh}
-    )
+    in_graph = compiled(attend_causal, options={"mesh": mesh})
 
     def of_any_length(*local: Tensor) -> Tensor:
         for tensor in local:
             torch._dynamo.mark_dynamic(tensor, 2)
-        return compiled(*local)
+        return in_graph(*local)
 
-    return of_any_length if form == "dynamic" else compiled
+    return of_any_length if form == "dynamic" else in_graph
 
 
 LENGTHS = "queries: 8 on each rank on rank 0, 9 on each rank on rank 1"
@@ -268,9 +267,8 @@ def test_models_that_differ() -> None:
 
     def told(part: str, function: Any, given: list[Tensor] = tensors, **options: Any) -> str:
         torch._dynamo.reset()
-        how = {"fullgraph": True, "options": options or None}
-        compiled = torch.compile(function, backend="cp_aot_eager", **how)
-        message = refusal_of(lambda: compiled(*given))
+        call = compiled(function, options=options or None)
+        message = refusal_of(lambda: call(*given))
         assert_told_alike(message, part)
         return message
 
@@ -324,9 +322,8 @@ def test_ranks_whose_graphs_start_other_collectives() -> None:
             sums = all_reduce(out.flatten()[:width], "sum", mesh)
             return out + (all_reduce(sums, "sum", mesh) if more else sums).sum()
 
-        options = {"mesh": mesh, "check_sequence": False}
-        compiled = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options=options)
-        assert_told_alike(refusal_of(partial(compiled, *shards)), *parts)
+        call = compiled(attend, options={"mesh": mesh, "check_sequence": False})
+        assert_told_alike(refusal_of(partial(call, *shards)), *parts)
 
 
 @on_ranks(2, deadline_s=90)
@@ -388,7 +385,7 @@ def fail_on_one(form: str) -> str:
         options = {"mesh": mesh, "seq_len": 10}
     if is_odd and form == "bug":
         around = mock.patch.object(pipeline, "find_attention", side_effect=KeyError("a bug"))
-    call = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options=options)
+    call = compiled(attend, options=options)
     with mock.patch.object(cp_inductor.trust.log, "PATIENCE_S", 1.0):
         try:
             with around:
@@ -417,8 +414,7 @@ def test_ranks_go_on_after_a_refusal() -> None:
             assert "got rank 1, which refuses to: " in message and part in message, message
         if number % 2 == 0:
             torch._dynamo.reset()
-            attend = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
-            attend(*on_mesh(make_qkv(15 + number)[:3], world_mesh(), Shard(2)))
+            compiled(attend_causal)(*on_mesh(make_qkv(15 + number)[:3], world_mesh(), Shard(2)))
 
 
 @pytest.mark.slow
@@ -458,8 +454,7 @@ def test_who_alone_fails_in_a_graph_is_named_at_the_next_attention() -> None:
         out = attend_causal(query, key, value)
         return out[:1, 0] + F.embedding(ids + (0 * out[0, 0, :, 0]).long(), torch.ones(9, 20))
 
-    options = {"mesh": mesh}
-    call = torch.compile(attend, backend="cp_aot_eager", fullgraph=True, options=options)
+    call = compiled(attend, options={"mesh": mesh})
     tensors = on_mesh(make_qkv(12)[:3], mesh, Shard(2))
     if is_odd:
         with pytest.raises(IndexError):
@@ -480,7 +475,7 @@ def test_switched_off() -> None:
 
     with cp_inductor.config.patch(check_agreement=False):
         tensors = make_dtensors(world_mesh())
-        torch.compile(attend, backend="cp_aot_eager", fullgraph=True)(*tensors)
+        compiled(attend)(*tensors)
         attend(*tensors)
 
 
@@ -497,13 +492,8 @@ def compare(function: Callable[..., Tensor], mesh: DeviceMesh, length: int, **ma
 @pytest.mark.slow
 @on_ranks(3)
 def test_who_comes_otherwise() -> None:
-    mesh = world_mesh()
-    is_odd = dist.get_rank() == ODD
-
-    def compiled(function: Any, **kwargs: Any) -> Any:
-        return torch.compile(function, backend="cp_aot_eager", **kwargs)
-
-    first = compiled(attend_causal, fullgraph=True)
+    mesh, is_odd = world_mesh(), dist.get_rank() == ODD
+    first = compiled(attend_causal)
     if is_odd:
         time.sleep(0.3)  # as one that compiles longer
     compare(first, mesh, 24, is_causal=True)
@@ -511,7 +501,7 @@ def test_who_comes_otherwise() -> None:
         torch._dynamo.reset()  # and one that compiles again, alone
     compare(first, mesh, 24, is_causal=True)
     # A second model; and lengths that change, in step.
-    compare(compiled(attend_full, fullgraph=True), mesh, 24)
+    compare(compiled(attend_full), mesh, 24)
     for length in (33, 24, 33, 36):
         compare(first, mesh, length, is_causal=True)
         if is_odd:
@@ -531,10 +521,9 @@ def in_parts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 @on_ranks(2)
 def test_one_rank_runs_in_parts_what_others_run_whole() -> None:
     mesh = world_mesh()
-    compiled = torch.compile(in_parts, backend="cp_aot_eager")
-    tensors = make_dtensors(mesh)
+    call, tensors = compiled(in_parts, fullgraph=False), make_dtensors(mesh)
     for _ in range(3):
-        out = compiled(*tensors)
+        out = call(*tensors)
     assert torch.equal(out.to_local(), in_parts(*tensors).to_local())
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 - dist.get_rank()
 
@@ -545,8 +534,7 @@ def test_submeshes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     row = mesh.get_local_rank("dp")
     compare(attend_causal, mesh["cp"], 8 + 4 * row, is_causal=True)
-    compiled = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True)
-    compare(compiled, mesh["cp"], 8 + 4 * row, is_causal=True)
+    compare(compiled(attend_causal), mesh["cp"], 8 + 4 * row, is_causal=True)
     some = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
         compare(attend_full, DeviceMesh.from_group(some, "cpu", mesh_dim_names=("cp",)), 6)
@@ -579,9 +567,6 @@ def test_tables_of_compiled_graphs() -> None:
     def told(function: Any, *given: Tensor, **flags: int) -> str:
         with implicit_replication(), cp_inductor.config.patch(**flags):
             return refusal_of(lambda: function(*given))
-
-    def compiled(function: Any) -> Any:
-        return torch.compile(function, backend="cp_aot_eager", fullgraph=True)
 
     for requires_grad in (False, True):
         for tensor in tensors:

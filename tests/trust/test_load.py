@@ -16,7 +16,6 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,8 +29,6 @@ from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from tests.support.graphs import recorded_lowering
 from tests.support.processes import run_python
 from tests.support.ranks import fake_mesh
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -100,39 +100,30 @@ class Crash(Exception):
     """What no code expects."""
 
 
-def crash(*args: Any, **kwargs: Any) -> Any:
-    raise Crash
-
-
-def interrupt(*args: Any, **kwargs: Any) -> Any:
-    raise KeyboardInterrupt
-
-
-def only_backward(raise_it: Callable[..., Any]) -> Callable[..., Any]:
-    lower = cp_inductor.backend.compile.lower
-
-    def lower_or_not(lowering: Lowering) -> None:
-        lower(lowering)
-        if lowering.kind == "backward":
-            raise_it()
-
-    return lower_or_not
-
-
 OURS = cp_inductor.backend.compile
+lower = OURS.lower
+
+
+def lower_the_forward_alone(lowering: Lowering) -> None:
+    lower(lowering)
+    if lowering.kind == "backward":
+        raise Crash
+
+
+crash = partial(mock.patch.object, side_effect=Crash)
 PLACES: dict[str, Any] = {
     "in the trace": lambda: mock.patch.object(Model, "forward", lambda model, x: x.mm(x)),
     "where it is refused": lambda: cp_inductor.config.patch(strategy="heads"),  # there is one
-    "while attentions are found": lambda: mock.patch.object(pipeline, "find_attention", crash),
-    "while they are captured": lambda: mock.patch.object(pipeline, "capture_attention", crash),
-    "while they are lowered": lambda: mock.patch.object(OURS, "lower", crash),
-    "while it is interrupted": lambda: mock.patch.object(OURS, "lower", interrupt),
+    "while attentions are found": lambda: crash(pipeline, "find_attention"),
+    "while they are captured": lambda: crash(pipeline, "capture_attention"),
+    "while they are lowered": lambda: crash(OURS, "lower"),
+    "while it is interrupted": lambda: crash(OURS, "lower", side_effect=KeyboardInterrupt),
     "behind the lowering of the backward": lambda: mock.patch.object(
-        OURS, "lower", only_backward(crash)
+        OURS, "lower", lower_the_forward_alone
     ),
-    "in Inductor": lambda: mock.patch.object(OURS, "compile_fx_inner", crash),
-    "in Inductor's passes": lambda: mock.patch.object(PostGrad, "__call__", crash),
-    "in generating code": lambda: mock.patch.object(codecache.PyCodeCache, "write", crash),
+    "in Inductor": lambda: crash(OURS, "compile_fx_inner"),
+    "in Inductor's passes": lambda: crash(PostGrad, "__call__"),
+    "in generating code": lambda: crash(codecache.PyCodeCache, "write"),
 }
 OF_INDUCTOR = ("in Inductor", "in Inductor's passes", "in generating code")
 

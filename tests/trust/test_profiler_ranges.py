@@ -7,18 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.distributed.tensor import Shard
 from torch.profiler import ProfilerActivity
 
+from tests.support.graphs import attend_causal
 from tests.support.ranks import on_ranks, world_mesh
+from tests.support.reference import make_qkv, on_mesh
 
-RANGE = re.compile(r"\(test_profiler_ranges\.py:\d+\), (forward|backward), (.*)")
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return sdpa(query, key, value, is_causal=True)
+RANGE = re.compile(r"\(graphs\.py:\d+\), (forward|backward), (.*)")
 
 
 @pytest.mark.slow
@@ -27,14 +23,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 )
 @on_ranks(2)
 def test_stages_of_the_plan_are_named(backend: str) -> None:
-    leaves = [
-        distribute_tensor(torch.randn(2, 4, 65, 16), world_mesh(), [Shard(2)]).requires_grad_()
-        for _ in range(3)
-    ]
-    run: Any = attend
+    leaves = [one.requires_grad_() for one in on_mesh(make_qkv(65)[:3], world_mesh(), Shard(2))]
+    run: Any = attend_causal
     if backend != "eager":
         options = {"strategy": "blocks"}
-        run = torch.compile(attend, backend=backend, fullgraph=True, options=options)
+        run = torch.compile(attend_causal, backend=backend, fullgraph=True, options=options)
     run(*leaves).sum().backward()
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
         for _ in range(3):

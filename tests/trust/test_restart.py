@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.support.examples import check_against_unsharded, command_of
@@ -44,7 +46,7 @@ def train(example: str, folder: Path, *, kill_at: Sequence[int] = (), seed: int 
     Args:
         kill_at: a rank is killed for each of these: once the checkpoint of that step is begun.
     """
-    command = command_of(example, 2, "--max-restarts", str(len(kill_at)))
+    command = [sys.executable, *command_of(example, 2, "--max-restarts", str(len(kill_at)))]
     command += arguments_of(example, folder)
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with open(folder.with_suffix(".log"), "w+") as log:
@@ -122,12 +124,9 @@ def notes_of(state: dict[str, Any], example: str) -> list[Any]:
     return [note[NUMBERS[example]] for note in notes] if isinstance(notes[0], list) else notes
 
 
-def tensors_of(tree: Any, name: str = "") -> dict[str, torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return {name: tree}
-    if not isinstance(tree, dict):
-        return {}
-    return {k: t for key in tree for k, t in tensors_of(tree[key], f"{name}/{key}").items()}
+def tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    leaves = pytree.tree_leaves_with_path(state)
+    return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 @pytest.mark.slow

@@ -263,10 +263,12 @@ def test_layers_share_a_mask_that_is_made_inside(how: str) -> None:
             with implicit_replication():
                 actual = with_grads(compiled, on_mesh(whole, mesh, Shard(2)))
         else:
-            local = [tensor.clone() for tensor in whole]
+            *leaves, grad_out = local = [tensor.detach().clone() for tensor in whole]
             dims = [2] * len(local)
             with cp_inductor.context_parallel(mesh, buffers=local, buffer_seq_dims=dims):
-                actual = with_grads(compiled, local)
+                out = compiled(*(leaf.requires_grad_() for leaf in leaves))
+                out.backward(grad_out)
+                actual = (out.detach(), *(leaf.grad for leaf in leaves))
     assert_shards_close(actual, expected, torch.float64, how)
     assert counters["cp_inductor"]["sites_rewritten"] == 2
 

@@ -18,7 +18,6 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 from torch._inductor import config as inductor_config
-from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
 from cp_inductor import source
@@ -32,7 +31,7 @@ from cp_inductor.passes.settings import Settings
 from cp_inductor.sequence.count_labels import count_labels
 from tests.support.graphs import AttentionBlock
 from tests.support.processes import run_python
-from tests.support.ranks import fake_rank, run_ranks, stop_workers
+from tests.support.ranks import fake_mesh, run_ranks, stop_workers, world_mesh
 
 
 def train_alone() -> None:
@@ -51,10 +50,9 @@ def train_in(cache: Path) -> dict[str, int]:
 def train_once() -> dict[str, int]:
     """Compile, run and check one step against the unsharded model; return what caches did."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
     reference, x = AttentionBlock(), torch.randn(2, 6 * world_size, 32)
-    model = cp_inductor.parallelize(copy.deepcopy(reference), mesh, seq_dims={"x": 1})
+    model = cp_inductor.parallelize(copy.deepcopy(reference), world_mesh(), seq_dims={"x": 1})
     out = torch.compile(model, backend="cp_inductor", fullgraph=True)(x)
     expected = reference(x)
     for result in (out, expected):
@@ -105,8 +103,7 @@ def test_a_mean_over_labels_of_plain_shards_is_cached(monkeypatch: pytest.Monkey
         return gm.forward
 
     monkeypatch.setattr(backend, "compile_through_inductor", check)
-    with fake_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    with fake_mesh(0, 2) as mesh:
         compiled = torch.compile(
             lambda scores, labels: F.cross_entropy(scores.flatten(0, 1), labels.flatten()),
             backend="cp_inductor",
@@ -133,9 +130,8 @@ def key_of(**settings: Any) -> str:
 def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
     for rank, world_size in ((0, 2), (1, 2), (0, 4)):
-        with fake_rank(rank, world_size):
+        with fake_mesh(rank, world_size) as mesh:
             keys.append(key_of())
-            mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
             axis = cp_inductor.dtensor.axis.axis_of_mesh(mesh, site="here")
             keys.append(key_of(axis=axis))
             keys.append(key_of(enabled=False))

@@ -83,6 +83,10 @@ def branch(query: Tensor) -> Tensor:
     return attend(query, query, query, is_causal=True)
 
 
+# Torch inlines a region that is called once.
+nested = torch.compiler.nested_compile_region(lambda x: x * branch(x).sum())
+
+
 def in_region(mesh: DeviceMesh, function: Callable[..., Any], *given: Any, **how: Any) -> Any:
     with context_parallel(mesh):
         return function(*given, **how)
@@ -137,9 +141,9 @@ compiled(attend, mesh=mesh)(local, local, local, **allowed) -> UnsupportedAttent
 attend(x, x, x, **masked) -> UnsupportedAttention: got is_causal=True and an attn_mask
 attend(x, x, x, **allowed) -> UnsupportedAttention: got is_causal=True and an attn_mask
 in_region(mesh, attend, local, local, local, **masked) -> UnsupportedAttention: got is_causal=True
-in_region(mesh, attend, local, local, local, **allowed) -> UnsupportedAttention: got is_causal=True
 in_region(mesh, torch.cond, torch.tensor(True), branch, torch.clone, (local,)) -> \
 UnsupportedAttention: torch.cond | compile the function that calls
+compiled(lambda x: nested(nested(x)))(x) -> CPError: nested_compile_region
 compiled(attend, mesh=mesh, seq_len=[32])(local, local, local) -> CPError: seq_len to be an \
 integer | got [32]
 in: compiled(fill_by_method)(torch.zeros(2, 64, 8), states) -> UnsupportedPlacement: plain tensor \

@@ -32,15 +32,7 @@ from tests.support.packed import (
     train_step,
 )
 from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
-from tests.support.reference import (
-    assert_shards_close,
-    attend_with_grads,
-    full,
-    make_qkv,
-    on_mesh,
-    shard,
-    with_grads,
-)
+from tests.support.reference import check_shards, full, make_qkv, on_mesh, with_grads
 
 
 @pytest.mark.long
@@ -267,10 +259,8 @@ def test_backwards_in_another_order_than_forwards() -> None:
 @pytest.mark.slow
 @on_ranks(2)
 def test_one_graph_for_lengths_of_plain_shards() -> None:
-    mesh = world_mesh()
-    run = torch.compile(
-        attend_causal, backend="cp_aot_eager", fullgraph=True, options={"mesh": mesh}
-    )
+    options = {"mesh": world_mesh()}
+    run = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True, options=options)
 
     def marked(*leaves: Tensor) -> Tensor:
         for leaf in leaves:
@@ -278,10 +268,7 @@ def test_one_graph_for_lengths_of_plain_shards() -> None:
         return run(*leaves)
 
     for length in (32, 40, 64, 122):
-        whole = make_qkv(length, batch=1, num_heads=2, head_dim=16)
-        found = with_grads(marked, (shard(t, mesh.get_rank(), 2).contiguous() for t in whole))
-        expected = attend_with_grads(*whole, is_causal=True)
-        assert_shards_close(found, expected, torch.float32, str(length))
+        check_shards(marked, seq_len=length, batch=1, num_heads=2, head_dim=16)
     assert counters["stats"]["unique_graphs"] == 1
 
 

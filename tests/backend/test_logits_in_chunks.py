@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor import metrics
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from tests.rehearsal.rank import Job
 from tests.rehearsal.rehearse import rehearse
+from tests.support.packed import in_documents
 from tests.support.ranks import on_ranks, world_mesh
+from tests.support.reference import full
+from tests.support.wrapper import allocations
 
 DIM, VOCABULARY = 16, 192
 # What makes torch's chunker take logits of a test.
@@ -50,11 +54,7 @@ class Model(nn.Module):
         if documents is None:
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
-            place = torch.arange(ids.shape[1], device=ids.device)
-            mask = (place[:, None] >= place) & (
-                documents[:, None, :, None] == documents[:, None, None]
-            )
-            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            out = in_documents(query, key, value, documents)
         x = x + out.transpose(1, 2).flatten(2)
         labels = F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
         logits = self.head(x).float()
@@ -98,13 +98,11 @@ def test_packed_and_shifted_over_uneven_shards(
         loss = compiled(*(distribute_tensor(t, mesh, [Shard(1)]) for t in cases))
         (2.5 * loss).backward()
     assert metrics.num_auto_chunking == before + 1
-    whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
     # bfloat16 rounds by 2^-9, in the layers before the loss and where three chunks are summed.
     of_loss, of_gradient = (2e-6, 5e-6) if dtype == torch.float32 else (2**-8, 2**-5)
-    torch.testing.assert_close(whole.float(), expected.detach(), rtol=of_loss, atol=0)
+    torch.testing.assert_close(full(loss).float(), expected.detach(), rtol=of_loss, atol=0)
     for name, one in model.named_parameters():
-        grad: Any = one.grad
-        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        grad = full(one.grad)
         bound = of_gradient * wanted[name].abs().max().item()
         assert (grad - wanted[name]).abs().max().item() <= bound, name
         assert grad.abs().max() > 0
@@ -124,15 +122,8 @@ def test_gpu_programs_are_rehearsed(tmp_path: Path) -> None:
 
 def largest_bytes(code: str) -> int:
     """Return the size of the largest buffer that generated code allocates."""
-    import re
-
-    found = re.findall(r"empty_strided\w*\(\(([\d, ]*)\), \([^)]*\), torch\.(\w+)\)", code)
-    sizes = [
-        torch.Size([int(n) for n in shape.split(",") if n.strip()]).numel()
-        * getattr(torch, dtype).itemsize
-        for shape, dtype in found
-    ]
-    return max(sizes)
+    found = allocations(code)
+    return max(math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in found)
 
 
 def generated(options: dict[str, Any], loss: type[nn.Module] = Model) -> str:

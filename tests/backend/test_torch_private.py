@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import fx
 
 import cp_inductor
-from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.torch_private import dynamo, leaned_on, patches, probes
+from cp_inductor.torch_private import leaned_on, patches, probes
 from cp_inductor.torch_private.probes import PROBES
 from cp_inductor.torch_private.triton import triton_for_this_torch
 
@@ -25,6 +23,7 @@ def test_torch_is_one_that_was_read() -> None:
 
 
 LEANED_ON = leaned_on.leaned_on()
+TEXTS = " ".join(text for texts in leaned_on.TEXTS.values() for text in texts)
 
 
 @pytest.mark.parametrize("place", sorted(LEANED_ON))
@@ -91,11 +90,8 @@ def is_of_ops(node: ast.Attribute) -> bool:
 
 
 def private_names_in(tree: ast.Module) -> set[str]:
-    """Return what starts with one underscore, is not a name of the file, and is read of a value."""
-    own = {
-        node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))
-    }
-    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    """Return what starts with one underscore, is no variable here, and is read of a value."""
+    own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not is_of_ops(node):
@@ -117,7 +113,6 @@ def private_names_in(tree: ast.Module) -> set[str]:
 def test_private_names_are_all_listed() -> None:
     """What the doctor does not see cannot be told from a defect of ours when torch moves it."""
     known = {part for place in LEANED_ON for part in re.split(r"[.:]", place)}
-    texts = " ".join(text for of_module in leaned_on.TEXTS.values() for text in of_module)
     trees = files()
     own = {
         node.name
@@ -129,13 +124,12 @@ def test_private_names_are_all_listed() -> None:
         (file, name)
         for file, tree in trees.items()
         for name in private_names_in(tree) - known - own - NOT_OF_TORCH
-        if name not in texts
+        if name not in TEXTS
     }
     assert not unlisted
 
 
 def test_keys_of_meta_are_all_listed() -> None:
-    texts = " ".join(text for of_module in leaned_on.TEXTS.values() for text in of_module)
     keys = set()
     for file, tree in files().items():
         for node in ast.walk(tree):
@@ -147,7 +141,7 @@ def test_keys_of_meta_are_all_listed() -> None:
             if isinstance(at, ast.Constant) and isinstance(at.value, str):
                 keys.add((file, at.value))
     assert keys
-    assert not {(file, key) for file, key in keys if key not in texts and key not in META_OF_ALL}
+    assert not {(file, key) for file, key in keys if key not in TEXTS and key not in META_OF_ALL}
 
 
 def changes_in(tree: ast.Module) -> set[str]:
@@ -205,15 +199,3 @@ def test_every_patch_has_a_row() -> None:
 def test_the_triton_of_this_torch() -> None:
     triton = pytest.importorskip("triton")
     assert triton.__version__.split("+")[0] == triton_for_this_torch()
-
-
-def test_errors_come_through_the_compiler_as_they_are() -> None:
-    error = UnsupportedAttention(site="here", expected="this", got="that", remedy="do so")
-
-    def backend(gm: fx.GraphModule, inputs: object) -> None:
-        raise dynamo.as_backend_error(error)
-
-    with pytest.raises(UnsupportedAttention, match="here: expected this, got that; do so") as it:
-        torch.compile(torch.sin, backend=backend)(torch.ones(2))
-    assert it.value.remedy == "do so"
-    assert type(it.value).__module__ == "cp_inductor.errors"

@@ -19,17 +19,6 @@ from tests.support.torch_state import state_of_torch
 OURS, TORCHS = "cp_aot_eager", "aot_eager"
 
 
-class Recorder:
-    """A backend that notes what is in place, and runs the graph as it is."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
-
-    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.seen.append(state_of_torch())
-        return gm.forward
-
-
 def compiled(function: Callable[..., Any], backend: Any = OURS) -> Any:
     torch._dynamo.reset()
     return torch.compile(function, backend=backend, fullgraph=True)
@@ -58,8 +47,13 @@ def test_only_our_compiles_have_handlers(backend: str) -> None:
 
 @pytest.mark.parametrize("is_inner", [True, False], ids=["theirs in ours", "ours in theirs"])
 def test_a_compile_within_another(is_inner: bool) -> None:
-    before, recorder, seen = state_of_torch(), Recorder(), []
-    inner = torch.compile(doubled, backend=recorder if is_inner else OURS)
+    before, in_theirs, seen = state_of_torch(), [], []
+
+    def record(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        in_theirs.append(state_of_torch())
+        return gm.forward
+
+    inner = torch.compile(doubled, backend=record if is_inner else OURS)
 
     @torch.compiler.assume_constant_result
     def compile_another() -> float:
@@ -71,9 +65,9 @@ def test_a_compile_within_another(is_inner: bool) -> None:
     def function(x: Tensor) -> Tensor:
         return x * compile_another()
 
-    assert compiled(function, OURS if is_inner else recorder)(torch.ones(())).item() == 2
+    assert compiled(function, OURS if is_inner else record)(torch.ones(())).item() == 2
     assert seen == [is_inner, is_inner]
-    assert recorder.seen == [before]
+    assert in_theirs == [before]
     assert state_of_torch() == before
 
 

@@ -25,35 +25,28 @@ from tests.support.graphs import (
     recorded_capture,
     targets,
 )
-from tests.support.ranks import fake_rank
-from tests.support.reference import make_qkv
+from tests.support.ranks import fake_mesh
+from tests.support.reference import make_qkv, on_mesh
 
 ATTENTION = "cp_inductor.attention.default"
-RANK, WORLD_SIZE = 1, 4
 
 pytestmark = pytest.mark.usefixtures("ring")
 
 
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with fake_rank(RANK, WORLD_SIZE):
-        yield
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_mesh(1, 4) as mesh:
+        yield mesh
 
 
 @pytest.fixture
-def mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("cp",))
-
-
-@pytest.fixture
-def mesh_2d() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+def mesh_2d(mesh: DeviceMesh) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("dp", "cp"))
 
 
 def on(mesh: DeviceMesh, *placements: Placement, **shape: Any) -> list[Tensor]:
     """Query, key and value on a mesh."""
-    shape = {"seq_len": 8, **shape}
-    return [distribute_tensor(t, mesh, placements) for t in make_qkv(**shape)[:3]]
+    return on_mesh(make_qkv(**{"seq_len": 8, **shape})[:3], mesh, *placements)
 
 
 def captured(function: Callable[..., Any], *args: Any) -> list[str]:
@@ -206,7 +199,8 @@ def test_refusals(mesh: DeviceMesh, mesh_2d: DeviceMesh, row: str) -> None:
     names |= {"axis": cp_inductor.dtensor.axis.axis_of_tensors, "choose_kernel": choose_kernel}
     with pytest.raises(getattr(cp_inductor, error)) as refused:
         eval(call, names)
-    assert type(refused.value).__name__ == error
+    kind = type(refused.value)
+    assert (kind.__module__, kind.__name__) == ("cp_inductor.errors", error)
     assert [part for part in parts.split(" | ") if part not in str(refused.value)] == []
     assert refused.value.remedy
 

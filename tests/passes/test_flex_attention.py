@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -31,7 +31,7 @@ import cp_inductor
 from cp_inductor import UnsupportedAttention, flex_gradients_on_cpu
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.torch_private.modes import name_of_function
-from tests.support.graphs import recorded_capture
+from tests.support.graphs import captured_graph, rules_of
 from tests.support.ranks import fake_mesh, on_ranks, world_mesh
 from tests.support.reference import (
     assert_all_close,
@@ -294,14 +294,6 @@ def leaves_of_rank(mesh: DeviceMesh, length: int = LENGTH) -> list[Tensor]:
     return [distribute_tensor(tensor, mesh, [Shard(2)]) for tensor in whole]
 
 
-def captured(model: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
-    """Return what is captured of a model on rank 1 of 3."""
-    with recorded_capture() as graphs, implicit_replication():
-        torch.compile(model, backend=AOT, fullgraph=True, dynamic=False)(*inputs)
-    (graph,) = graphs
-    return graph
-
-
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """A rank that sends and receives: a fake group does not receive where nothing is sent."""
@@ -309,12 +301,8 @@ def mesh() -> Iterator[DeviceMesh]:
         yield mesh
 
 
-def rules_of(graph: fx.GraphModule) -> list[str]:
-    return [planned.attention.rule.format() for planned in list_attentions(graph)]
-
-
 def test_a_mask_that_is_made_inside_is_not_computed(mesh: DeviceMesh) -> None:
-    graph = captured(Block(), *leaves_of_rank(mesh, 36))
+    graph = captured_graph(Block(), *leaves_of_rank(mesh, 36))
     assert rules_of(graph) == ["(k-q<=0)&Eq(t0(b,k)-t0(b,q),0);(k-q)*x1(h);float32"] * 2
     names = [name_of_function(node.target) for node in graph.graph.nodes]
     assert not [name for name in names if "arange" in name or "batch_dim" in name], names
@@ -334,7 +322,7 @@ def test_what_is_read(mesh: DeviceMesh) -> None:
     def model(*heads: Tensor) -> list[Tensor]:
         return [function(*heads) for function in functions]
 
-    assert rules_of(captured(model, *leaves_of_rank(mesh))) == list(rules)
+    assert rules_of(captured_graph(model, *leaves_of_rank(mesh))) == list(rules)
 
 
 # --- Refusals -----------------------------------------------------------------------------------
@@ -366,7 +354,7 @@ def without_gradient(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> T
 )
 def test_refused_functions(mesh: DeviceMesh, score: Callable[..., Tensor], message: str) -> None:
     with flex_gradients_on_cpu(), pytest.raises(UnsupportedAttention, match=message) as caught:
-        captured(function_of(Case("", masks.causal, score)), *leaves_of_rank(mesh))
+        captured_graph(function_of(Case("", masks.causal, score)), *leaves_of_rank(mesh))
     assert "flex_0 (test_flex_attention.py:" in str(caught.value)
 
 
@@ -379,18 +367,18 @@ def test_kernel_options(mesh: DeviceMesh) -> None:
         {"num_warps": 4, "bwd_BLOCK_M1": 64},
     ):
         torch._dynamo.reset()
-        graph = captured(partial(flex_attention, kernel_options=options), *leaves_of_rank(mesh))
-        (this,) = list_attentions(graph)
+        tuned = partial(flex_attention, kernel_options=options)
+        (this,) = list_attentions(captured_graph(tuned, *leaves_of_rank(mesh)))
         told.append(this.attention.arguments)
     torch._dynamo.reset()
     flash = partial(flex_attention, kernel_options={"BACKEND": "FLASH"})
     with pytest.warns(UserWarning, match="flex_0 .*FLASH.* by Triton's templates"):
-        (this,) = list_attentions(captured(flash, *leaves_of_rank(mesh)))
+        (this,) = list_attentions(captured_graph(flash, *leaves_of_rank(mesh)))
     assert told[0] == told[1] == this.attention.arguments
     assert told[2] == (*told[0], "{'bwd_BLOCK_M1': 64, 'num_warps': 4}")
     tuned = partial(flex_attention, kernel_options={"BLOCK_M": 256})
     with pytest.raises(UnsupportedAttention, match=r"BLOCK_M to divide 128.*with BLOCK_M=256"):
-        captured(tuned, *leaves_of_rank(mesh))
+        captured_graph(tuned, *leaves_of_rank(mesh))
 
 
 def test_refused_results(mesh: DeviceMesh) -> None:
@@ -402,7 +390,7 @@ def test_refused_results(mesh: DeviceMesh) -> None:
         return op(query, key, value, scores.softcap, mask.as_tuple(), 0.25, {})[2]
 
     with pytest.raises(UnsupportedAttention, match="max_scores=True; ask for AuxRequest"):
-        captured(model, *leaves_of_rank(mesh))
+        captured_graph(model, *leaves_of_rank(mesh))
 
 
 def test_a_block_mask_of_blocks_alone(mesh: DeviceMesh) -> None:
@@ -414,7 +402,7 @@ def test_a_block_mask_of_blocks_alone(mesh: DeviceMesh) -> None:
         return flex_attention(query, key, value, block_mask=mask)
 
     with pytest.raises(UnsupportedAttention, match="got one without a mask_mod"):
-        captured(model, *leaves_of_rank(mesh))
+        captured_graph(model, *leaves_of_rank(mesh))
 
 
 def test_documents_of_a_shard_are_not_those_of_the_sequence(mesh: DeviceMesh) -> None:

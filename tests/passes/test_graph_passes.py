@@ -6,16 +6,23 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import fx
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cp_inductor.backend.graph_passes import lower_attention, schedule_exchange
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.graph.collectives import STARTS, WAIT
 from cp_inductor.passes.lower_attention import EXPANSIONS
+from tests.support.graphs import attend_causal
 from tests.support.ranks import on_ranks, world_mesh
+from tests.support.reference import (
+    assert_all_close,
+    attend_with_grads,
+    make_qkv,
+    on_mesh,
+    with_grads,
+)
 from tests.support.traced_step import assert_sums, count, trace_step
 
 pytestmark = pytest.mark.slow
@@ -78,20 +85,13 @@ def test_the_bisector_leaves_out_passes() -> None:
 
     wanted = {"BACKEND": "cp_inductor", "SUBSYSTEM": "passes", "MAX": "0"}
     names = {f"TORCH_BISECT_{name}": value for name, value in wanted.items()}
-    torch.manual_seed(0)
-    whole = torch.randn(1, 2, 10, 8, dtype=torch.float64, requires_grad=True)
-    expected = F.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
-    (grad,) = torch.autograd.grad(expected.square().sum(), whole)
+    whole = make_qkv(10, batch=1, num_heads=2, head_dim=8, dtype=torch.float64)
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompilerBisector, "bisection_enabled", True)
         patch.setattr(compiler_bisector, "get_env_val", names.get)
-        x = distribute_tensor(whole.detach(), world_mesh(), [Shard(2)]).requires_grad_()
-        attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-        out = torch.compile(attend, backend="cp_inductor")(x, x, x)
-        out.square().sum().backward()
+        compiled = torch.compile(attend_causal, backend="cp_inductor")
+        found = with_grads(compiled, on_mesh(whole, world_mesh(), Shard(2)))
     left_out = CompilerBisector.get_system_counter("passes", increment=False)
     assert left_out >= 5  # block masks once; order, labels, and pins in each direction
-    torch.testing.assert_close(out.full_tensor(), expected)
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad.full_tensor(), grad)
+    assert_all_close(found, attend_with_grads(*whole, is_causal=True), torch.float64)

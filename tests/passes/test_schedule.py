@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
-import cp_inductor
 from cp_inductor.graph.collectives import START, WAIT, is_start
 from cp_inductor.passes.nodes import BYTES_KEY
 from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
+from tests.support.combinations import assert_beside
 from tests.support.graphs import Layer, lowered_graphs
 from tests.support.ranks import fake_mesh, on_ranks, world_mesh
+from tests.support.reference import shard
 
 SLOW: Mapping[str, Any] = {"link_bytes_per_s": 1e6, "device_flops_per_s": 1e10}
 
@@ -138,15 +140,6 @@ def test_what_another_graph_started_is_not_read_before_its_wait() -> None:
     assert names.index(arrived.name) < names.index(read.name)
 
 
-def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(cp_inductor.CPError, match="expected one of none, local, global"):
-        graphs_of(0, 2, schedule="eager")
-
-
-def close(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
-
-
 # (strategy, schedule, memory budget in bytes)
 CASES = (
     *(("blocks", *how) for how in (("none", -1), ("local", -1), ("global", -1))),
@@ -158,26 +151,22 @@ CASES = (
 @on_ranks(2)
 def test_numerics() -> None:
     mesh = world_mesh()
-    rank, world_size = mesh.get_rank(), mesh.size()
     torch.manual_seed(2)
-    whole = torch.randn(2, 12 * world_size, 32, dtype=torch.float64)
-    weights = torch.randn_like(whole)
-    expected_model = make_model(torch.float64)
-    leaf = whole.clone().requires_grad_()
-    expected = expected_model(leaf)
-    (expected * weights).sum().backward()
+    whole, weights = torch.randn(2, 2, 12 * mesh.size(), 32, dtype=torch.float64)
+    reference, leaf = make_model(torch.float64), whole.clone().requires_grad_()
+    expected = reference(leaf)
+    expected.backward(weights)
+    cut = partial(shard, rank=mesh.get_rank(), world_size=mesh.size(), dim=1)
     for strategy, schedule, budget in CASES:
         torch._dynamo.reset()
         model = make_model(torch.float64)
         options = {"strategy": strategy, "schedule": schedule, "memory_budget_bytes": budget}
         options |= {"mesh": mesh, **SLOW}
         compiled = torch.compile(model, backend="cp_aot_eager", fullgraph=True, options=options)
-        shard = whole.chunk(world_size, 1)[rank].clone().requires_grad_()
-        out = compiled(shard)
-        (out * weights.chunk(world_size, 1)[rank]).sum().backward()
-        close(out, expected.chunk(world_size, 1)[rank])
-        close(shard.grad, leaf.grad.chunk(world_size, 1)[rank])
-        for got, want in zip(model.parameters(), expected_model.parameters(), strict=True):
-            grad = got.grad.clone()
-            dist.all_reduce(grad)
-            close(grad, want.grad)
+        local = cut(whole).clone().requires_grad_()
+        out = compiled(local)
+        (out * cut(weights)).sum().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        results = (out, cut(expected)), (local.grad, cut(leaf.grad))
+        assert_beside(model, reference, *results, tolerance=1e-12)

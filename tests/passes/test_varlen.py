@@ -20,10 +20,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor import UnsupportedAttention
-from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.torch_private.varlen import varlen_op
 from tests.support import reference
-from tests.support.graphs import recorded_capture
+from tests.support.graphs import captured_graph, rules_of
 from tests.support.ranks import on_ranks, world_mesh
 
 pytestmark = pytest.mark.skipif(varlen_op() is None, reason="this torch has no varlen_attn")
@@ -132,12 +131,8 @@ def test_what_it_becomes(mesh: DeviceMesh) -> None:
             query = query + attend(query, key, value, starts, window_size=window)[0]
         return query
 
-    with recorded_capture() as graphs, implicit_replication():
-        compiled = torch.compile(model, backend=AOT, fullgraph=True, dynamic=False)
-        compiled(*shards_of(mesh), BORDERS)
-    (graph,) = graphs
-    found = [this.attention.rule.format() for this in list_attentions(graph)]
-    assert found == list(rules.values())
+    graph = captured_graph(model, *shards_of(mesh), BORDERS)
+    assert rules_of(graph) == list(rules.values())
     assert not graph.graph.find_nodes(op="get_attr")
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.plan import InvalidPlan, Machine, Payload, Plan
 from cp_inductor.plan.ir import Transfers
 from cp_inductor.plan.timeline import loads_of
@@ -72,13 +71,6 @@ def test_wrong_ways_are_found() -> None:
         replace(good, stages=(at_once, replace(before[1], fetch=()), last)).simulate()
     with pytest.raises(InvalidPlan, match="does not go home"):
         replace(good, returns=False).simulate()
-
-
-def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(UnsupportedStrategy, match="which cannot"):
-        plan(3, 2, num_heads=8, num_kv_heads=8)
-    with pytest.raises(UnsupportedStrategy, match="which cannot"):
-        plan(4, 1)  # a node of one rank: that is "heads"
 
 
 def seconds_and_bytes(one: Plan, machine: Machine) -> tuple[float, float]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -60,8 +59,6 @@ def test_the_picture_has_the_colors_of_all_ranks(tmp_path: Path) -> None:
         assert text == again
         for drawn in (text, backward):
             assert all(color in drawn for color in colors_of(4)) and "hsl" not in drawn
-    plan.draw(tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
@@ -81,13 +78,6 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     plan = make_plan(2, 256, 2)
     with pytest.raises(InvalidArgument, match=r"ends in \.png or \.svg, got .*plan\.gif"):
         plan.draw(tmp_path / "plan.gif")
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InvalidArgument, match=r"pip install 'cp-inductor\[draw\]'"):
         plan.draw(tmp_path / "plan.png")

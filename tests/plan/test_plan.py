@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -43,6 +41,7 @@ from cp_inductor.plan.simulate import predict_timeline
 from cp_inductor.plan.strategies import TABLE
 from cp_inductor.plan.timeline import loads_of
 from tests.support.plans import make_plan, received_bytes
+from tests.support.processes import run_python
 
 GROUPABLE = [row.name for row in TABLE.values() if row.is_groupable]
 STRATEGIES = (*TABLE, *(f"heads2+{name}" for name in GROUPABLE), "heads2_own+blocks")
@@ -428,6 +427,8 @@ stage 1
         (r"headsN\+blocks", {"strategy": "heads2+heads"}),
         ("12 KV heads and 5 ranks evenly", {"strategy": "heads", "world_size": 5}),
         ("12 KV heads and 4 ranks evenly", {"strategy": "heads3+blocks", "world_size": 4}),
+        ("which cannot", {"strategy": "nodes3+blocks", "world_size": 6, "num_heads": 8}),
+        ("which cannot", {"strategy": "nodes4+blocks"}),  # a node of one rank: that is "heads"
         ("1 to 8 stages", {"stages": 9}),
         *(
             ("headsN", {"strategy": f"heads{text}"})
@@ -459,16 +460,7 @@ print(static.format(), static.backward().format(), found)
 
 def test_processes_find_the_same_plan_without_torch() -> None:
     """A plan that is known when compiling, and that of a batch."""
-    texts = {
-        subprocess.run(
-            [sys.executable, "-c", _SCRIPT],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "."},
-        ).stdout
-        for seed in ("1", "2")
-    }
+    texts = {run_python("-c", _SCRIPT, PYTHONHASHSEED=seed, PYTHONPATH=".") for seed in ("1", "2")}
     assert len(texts) == 1
     assert "stage 1" in texts.pop()
 

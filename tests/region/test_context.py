@@ -213,6 +213,7 @@ region(buffers=[torch.rand(7), torch.rand(8)], buffer_seq_dims=[0, 0]) -> Uneven
 region(masked, None, q[:, :, :2], buffers=[torch.rand(7)], buffer_seq_dims=[0]) -> UnevenSequence: \
 a shard of another length, (2,)
 cp_inductor.shard(x, "cp") -> InvalidArgument: expected a DeviceMesh
+cp_inductor.shard(x, DeviceMesh("cpu", [[0, 1]])) -> UnsupportedPlacement: 1-D mesh
 cp_inductor.shard(x, mesh, 2) -> InvalidArgument: shard: expected a dim of | (4, 8) | got 2
 cp_inductor.shard(shards, mesh, 0) -> InvalidArgument: expected a plain tensor
 cp_inductor.unshard(shards, 5) -> InvalidArgument: unshard: expected a dim

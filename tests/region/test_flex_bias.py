@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_inductor
 from cp_inductor import flex_gradients_on_cpu
 from cp_inductor.ops.attention import attention_of
-from tests.support.graphs import recorded_capture
+from tests.support.graphs import captured_graph
 from tests.support.ranks import fake_mesh, on_ranks, world_mesh
 from tests.support.reference import assert_close, make_qkv, on_mesh, shard
 
@@ -253,15 +253,8 @@ def test_the_bias_is_a_tensor_of_own_rows() -> None:
     def run_all(*heads: Tensor) -> list[Tensor]:
         return [model(*heads) for model in models]
 
-    compiled = torch.compile(run_all, backend=AOT, fullgraph=True, dynamic=False)
-    with (
-        fake_mesh(1, 3) as mesh,
-        recorded_capture() as graphs,
-        flex_gradients_on_cpu(),
-        implicit_replication(),
-    ):
-        compiled(*on_mesh(qkv_of(torch.bfloat16)[:3], mesh, Shard(2)))
-    (graph,) = graphs
+    with fake_mesh(1, 3) as mesh, flex_gradients_on_cpu():
+        graph = captured_graph(run_all, *on_mesh(qkv_of(torch.bfloat16)[:3], mesh, Shard(2)))
     found = [(node, this) for node in graph.graph.nodes if (this := attention_of(node))]
     for (node, this), (rule, shape) in zip(found, CAPTURED.values(), strict=True):
         assert this.rule.format() == rule and this.has_bias

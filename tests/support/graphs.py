@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._inductor.graph import GraphLowering
+from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor.backend
 from cp_inductor.backend import captured
 from cp_inductor.graph.collectives import START, is_start
+from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.pipeline import Capture, Lowering
 from cp_inductor.passes.settings import Settings
 from cp_inductor.sequence.eager import TRUST
@@ -218,6 +220,19 @@ def recorded_capture() -> Iterator[list[fx.GraphModule]]:
 
     with mock.patch.object(captured, "capture", record):
         yield graphs
+
+
+def captured_graph(function: Callable[..., Any], *args: Any) -> fx.GraphModule:
+    """Return the only Dynamo graph of a call under cp_aot_eager, after capture."""
+    with recorded_capture() as graphs, implicit_replication():
+        torch.compile(function, backend="cp_aot_eager", fullgraph=True, dynamic=False)(*args)
+    (graph,) = graphs
+    return graph
+
+
+def rules_of(graph: fx.GraphModule) -> list[str]:
+    """Return the rule of each attention that was captured."""
+    return [planned.attention.rule.format() for planned in list_attentions(graph)]
 
 
 def codes_of_pass(

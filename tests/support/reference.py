@@ -166,9 +166,9 @@ def check_shards(
     Args:
         run: from query, key and value.
         context: in which it is run; its backward comes behind it.
-        sizes: of `make_qkv`.
+        sizes: of `make_qkv`; 10 tokens, unless they say otherwise.
     """
-    whole = make_qkv(10, **sizes)
+    whole = make_qkv(**{"seq_len": 10, **sizes})
     expected = attend_with_grads(*whole, is_causal=True)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     *pieces, grad_out = (shard(tensor, rank, world_size).clone() for tensor in whole)

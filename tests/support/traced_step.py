@@ -28,14 +28,6 @@ def step(tokens: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return loss, *torch.autograd.grad(loss, weights)
 
 
-def inputs(ranks: int) -> tuple[Tensor, list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    width = HEADS * DIM
-    tokens = torch.randn(2, 8 * ranks, width, generator=generator)
-    weights = [torch.randn(width, 3 * width, generator=generator) / 4 for _ in range(2)]
-    return tokens, [weight.requires_grad_() for weight in weights]
-
-
 def count(gm: fx.GraphModule, targets: Any) -> int:
     return sum(node.target in targets for node in gm.graph.nodes)
 
@@ -45,7 +37,10 @@ def trace_step() -> tuple[fx.GraphModule, Tensor, list[Tensor], tuple[Tensor, ..
 
     Last is what the step returns for all tokens on one process.
     """
-    tokens, weights = inputs(dist.get_world_size())
+    generator, width = torch.Generator().manual_seed(0), HEADS * DIM
+    tokens = torch.randn(2, 8 * dist.get_world_size(), width, generator=generator)
+    weights = [torch.randn(width, 3 * width, generator=generator) / 4 for _ in range(2)]
+    weights = [weight.requires_grad_() for weight in weights]
     shard = tokens.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].contiguous()
     with cp_inductor.context_parallel(world_mesh()):
         gm = make_fx(step, tracing_mode="fake")(shard, weights)

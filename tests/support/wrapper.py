@@ -8,7 +8,6 @@ wrapper.kernels     calls of generated kernels; wrapper.sources has their code
 from __future__ import annotations
 
 import ast
-import math
 import re
 import textwrap
 from dataclasses import dataclass, field
@@ -89,24 +88,16 @@ class Wrapper:
         """Return the calls of generated kernels."""
         return [call for call in self.calls if call.kind.startswith(("triton_", "cpp_"))]
 
-    def float32_rows(self, head_dim: int) -> int:
-        """Return the elements of the largest float32 buffer of rows of heads that is allocated.
-
-        Rows have four dims or more, (B, H, S, D); a number per row, (B, H, S), may end alike.
-        """
-        pattern = r"empty_strided_\w+\((\(.*?\)), \(.*?\), torch.float32\)"
-        found = re.findall(pattern, "\n".join(self.lines))
-        shapes = [
-            shape
-            for shape in map(ast.literal_eval, found)
-            if len(shape) >= 4 and shape[-1] == head_dim
-        ]
-        return max(map(math.prod, shapes), default=0)
-
     def pointers(self, kernel: Call) -> dict[str, str]:
         """Return the pointers of a kernel's source with their dtypes, as {"in_ptr0": "*bf16"}."""
         (signature,) = re.findall(r"'signature': (\{.*?\})", self.sources[kernel.kind])
         return {n: t for n, t in ast.literal_eval(signature).items() if t.startswith("*")}
+
+
+def allocations(code: str) -> list[tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of every buffer that generated code allocates."""
+    found = re.findall(r"empty_strided_\w+\((\(.*?\)), \(.*?\), torch\.(\w+)\)", code)
+    return [(ast.literal_eval(shape), dtype) for shape, dtype in found]
 
 
 def causal_flags(wrapper: Wrapper) -> list[bool]:

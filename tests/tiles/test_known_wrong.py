@@ -5,7 +5,6 @@ No such GPU is here, and no such library: devices, versions and ops are stand-in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,19 +37,14 @@ def ops_of_tile(num_queries: int, num_keys: int, *, is_causal: bool = False) -> 
     return seen.called
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Take the CPU for an H100 with the cuDNN of torch 2.13's wheels."""
+def test_a_tail_of_keys_has_its_gradient_from_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The CPU is taken for an H100 with the cuDNN of torch 2.13's wheels.
     monkeypatch.setattr("cp_inductor.tiles.cudnn_tiles.chip_of", lambda device: HOPPER)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
-    return monkeypatch
-
-
-def test_a_tail_of_keys_has_its_gradient_from_flash(hopper: pytest.MonkeyPatch) -> None:
     assert ops_of_tile(128, 192) == [FORWARDS[0], BACKWARDS[1]]
     assert ops_of_tile(128, 128) == [FORWARDS[0], BACKWARDS[0]]
     assert ops_of_tile(192, 192, is_causal=True) == [FORWARDS[0], BACKWARDS[0]]
-    hopper.setattr(torch.backends.cudnn, "version", lambda: 92600)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92600)
     assert ops_of_tile(128, 192) == [FORWARDS[0], BACKWARDS[0]]
 
 
@@ -72,29 +66,24 @@ def test_which_cudnn_is_wrong_for_one_query(
     assert not known_wrong.ONE_QUERY.is_met(None)
 
 
-@pytest.fixture
-def fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def test_fa4_is_not_chosen_for_two_wide_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchs, "current_flash_attention_impl", lambda: "FA4")
-    with torchs.sdpa_kernel(
-        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], set_priority=True
-    ):
-        yield monkeypatch
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
-
-def test_fa4_is_not_chosen_for_two_wide_sequences(fa4: pytest.MonkeyPatch) -> None:
     def choose(batch: int, head_dim: int, capability: tuple[int, int]) -> tuple[str, str]:
         one: Tensor = torch.empty(batch, 2, 4, head_dim)
         how: dict[str, Any] = {"device": "cuda", "capability": capability}
         how["dtype"] = torch.bfloat16
-        name = choose_kernel(one, one, one, site="here", **how)
-        return name, why_kernel(name, one, **how)
+        with torchs.sdpa_kernel(order, set_priority=True):
+            name = choose_kernel(one, one, one, site="here", **how)
+            return name, why_kernel(name, one, **how)
 
     name, why = choose(2, 256, BLACKWELL)
     assert name == "efficient_cuda"
     assert "FA4 4.0.0 betas, head dim 256 and two sequences or more: wrong gradients" in why
     for batch, head_dim, chip in ((1, 256, BLACKWELL), (2, 128, BLACKWELL), (2, 256, HOPPER)):
         assert choose(batch, head_dim, chip)[0] == "flash_cuda"
-    fa4.setattr(known_wrong, "version", lambda name: "4.0.0")
+    monkeypatch.setattr(known_wrong, "version", lambda name: "4.0.0")
     assert choose(2, 256, BLACKWELL)[0] == "flash_cuda"
 
 

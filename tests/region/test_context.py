@@ -292,7 +292,7 @@ def test_model(form: str) -> None:
         run_ranks(2 if form == COMPILED else 3, check_model, form, length)
 
 
-def check_one_attention(form: str, attention: Callable[..., Tensor], **sizes: int) -> None:
+def check_one_attention(form: str, attention: Callable[..., Tensor], **sizes: Any) -> None:
     """One attention, its backward after the context was left."""
 
     def model(*tensors: Tensor) -> Tensor:

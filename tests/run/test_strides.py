@@ -121,7 +121,8 @@ def attend_in(form: str, leaves: list[Tensor], mesh: Any) -> Tensor:
         model = torch.compile(model, backend="cp_aot_eager", fullgraph=True, options=options)
     if where == "DTensors":
         return model(*(of_contiguous(t, mesh, Shard(2), LENGTH) for t in leaves)).to_local()
-    with SequenceRegion(mesh) if where == "region" else nullcontext():
+    region: Any = SequenceRegion(mesh) if where == "region" else nullcontext()
+    with region:
         return model(*leaves)
 
 

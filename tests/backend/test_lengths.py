@@ -268,7 +268,8 @@ def test_one_graph_for_lengths_of_plain_shards() -> None:
         return run(*leaves)
 
     for length in (32, 40, 64, 122):
-        check_shards(marked, seq_len=length, batch=1, num_heads=2, head_dim=16)
+        whole = make_qkv(length, batch=1, num_heads=2, head_dim=16)
+        check_shards(marked, whole, is_causal=True)
     assert counters["stats"]["unique_graphs"] == 1
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from itertools import product
 
 import pytest
@@ -14,37 +16,30 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from tests.support.ranks import on_ranks, world_mesh
+from tests.support.reference import assert_all_close, make_qkv, on_mesh, with_grads
 
 BATCH, HEADS, QUERIES, KEYS, HEAD_DIM = 3, 12, 13, 11, 8
 TOKENS, WHOLE = Shard(2), Replicate()
 
 
-def inputs(num_kv_heads: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        torch.randn(BATCH, heads, length, HEAD_DIM, generator=generator, dtype=torch.float64)
-        for heads, length in ((HEADS, QUERIES), (num_kv_heads, KEYS), (num_kv_heads, KEYS))
-    ]
+def inputs(num_kv_heads: int) -> tuple[Tensor, ...]:
+    sizes = {"batch": BATCH, "num_heads": HEADS, "head_dim": HEAD_DIM, "kv_len": KEYS}
+    return make_qkv(QUERIES, num_kv_heads=num_kv_heads, dtype=torch.float64, **sizes)
 
 
 def check(
-    shards: list[DTensor], whole: list[Tensor], mask: Tensor | None, own: Tensor | None
+    shards: Sequence[Tensor], whole: Sequence[Tensor], mask: Tensor | None, own: Tensor | None
 ) -> None:
     """Compare an attention of DTensors with one of the whole tensors, forward and backward."""
-    for tensor in (*shards, *whole):
-        tensor.grad = None
-        tensor.requires_grad_()
-    expected = F.scaled_dot_product_attention(*whole, attn_mask=mask, enable_gqa=True)
-    expected.square().sum().backward()
+    attend = partial(F.scaled_dot_product_attention, enable_gqa=True)
+    expected = with_grads(partial(attend, attn_mask=mask), whole)
     with implicit_replication():
-        out = F.scaled_dot_product_attention(*shards, attn_mask=own, enable_gqa=True)
+        out, *grads = with_grads(partial(attend, attn_mask=own), shards)
     assert isinstance(out, DTensor)
-    torch.testing.assert_close(out.full_tensor(), expected)
-    out.square().sum().backward()
-    for shard, tensor in zip(shards, whole, strict=True):
-        assert isinstance(shard.grad, DTensor)
-        assert shard.grad.placements == shard.placements
-        torch.testing.assert_close(shard.grad.full_tensor(), tensor.grad)
+    assert_all_close((out, *grads), expected, torch.float64)
+    for grad, shard in zip(grads, shards, strict=False):
+        assert isinstance(grad, DTensor) and isinstance(shard, DTensor)
+        assert grad.placements == shard.placements
 
 
 @pytest.mark.slow
@@ -70,7 +65,7 @@ def test_masks() -> None:
             (bias[:1, :1], None),
         ),
     ):
-        shards = [distribute_tensor(tensor, mesh, [tokens]) for tensor in whole]
+        shards = on_mesh(whole, mesh, tokens)
         own = mask if placement is None else distribute_tensor(mask, mesh, [placement])
         check(shards, whole, mask, own)
 
@@ -92,7 +87,7 @@ def test_placements_that_differ_and_heads_that_do_not_divide() -> None:
         whole = inputs(num_kv_heads)
         shards = [
             distribute_tensor(tensor, mesh, placed)
-            for tensor, placed in zip(whole, placements, strict=True)
+            for tensor, placed in zip(whole, (*placements, placements[0]), strict=True)
         ]
         for mask in (None, torch.ones(QUERIES, KEYS, dtype=torch.bool).tril()):
             check(shards, whole, mask, mask)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import _attention as torchs
@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import cp_inductor
 from tests.support.combinations import AOT, EAGER, compiled, make_mesh
+from tests.support.graphs import Attention
 from tests.support.processes import run_python
 from tests.support.ranks import on_ranks
 from tests.support.reference import attend, attend_with_grads, make_qkv, shard, with_grads
@@ -32,11 +33,6 @@ from tests.support.reference import attend, attend_with_grads, make_qkv, shard, 
 LENGTH = 20
 
 attend_by_name = F.scaled_dot_product_attention
-
-
-class Attention(nn.Module):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class OverDTensors(Attention):

@@ -17,16 +17,11 @@ import cp_inductor
 from tests.support.combinations import AOT, EAGER, check_distributed
 from tests.support.ranks import on_ranks, run_ranks
 
+PADDED = {"kernel_size": 3, "padding": 1}
 # Convolution, what it convolves, on how many ranks, and how they hold it.
 CASES: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...], Any, list[Placement]]] = {
-    "odd length": (nn.Conv1d, {"kernel_size": 3, "padding": 1}, (2, 4, 9), (2,), [Shard(2)]),
-    "stride": (
-        nn.Conv1d,
-        {"kernel_size": 3, "padding": 1, "stride": 2},
-        (2, 4, 10),
-        (2,),
-        [Shard(2)],
-    ),
+    "odd length": (nn.Conv1d, PADDED, (2, 4, 9), (2,), [Shard(2)]),
+    "stride": (nn.Conv1d, {**PADDED, "stride": 2}, (2, 4, 10), (2,), [Shard(2)]),
     "each channel": (
         nn.Conv1d,
         {"kernel_size": 4, "padding": 3, "groups": 4, "bias": False},

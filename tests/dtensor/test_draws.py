@@ -19,6 +19,7 @@ import cp_inductor
 from cp_inductor import RanksDisagree
 from cp_inductor.passes import note_draws
 from tests.support.ranks import on_ranks, run_ranks, world_mesh
+from tests.support.reference import with_grads
 
 B, S, D = 3, 7, 4  # S does not divide by the ranks
 TOLERANCE = 1e-12  # float64
@@ -90,22 +91,20 @@ DRAWN_ONCE = (drop_path_of_timm, dropout_of_whole, sampled)
 
 def both(mesh: DeviceMesh, program: Any, called: Any, seed: int, reference_seed: int) -> None:
     """Compare a program over shards, forward and backward, with one process."""
-    data = torch.randn(B, S, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    weight = torch.randn(D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    x = distribute_tensor(data, mesh, [Shard(1)]).requires_grad_()
-    w = distribute_tensor(weight, mesh, [Replicate()]).requires_grad_()
+    generator = torch.Generator().manual_seed(1)
+    x, w, grad_out = (
+        torch.randn(shape, dtype=torch.float64, generator=generator)
+        for shape in ((B, S, D), (D,), (B, S, D))
+    )
+    shards = [distribute_tensor(tensor, mesh, [Shard(1)]) for tensor in (x, grad_out)]
+    shards.insert(1, distribute_tensor(w, mesh, [Replicate()]))
     torch.manual_seed(seed)
     with implicit_replication():
-        out = called(x, w)
-        (out * out).sum().backward()
-    whole, whole_w = data.clone().requires_grad_(), weight.clone().requires_grad_()
+        found = with_grads(called, shards)
     torch.manual_seed(reference_seed)
-    expected = program(whole, whole_w)
-    (expected * expected).sum().backward()
-    pairs = ((out, expected), (x.grad, whole.grad), (w.grad, whole_w.grad))
-    for found, wanted in pairs:
-        assert isinstance(found, DTensor) and wanted is not None
-        torch.testing.assert_close(found.full_tensor(), wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    for one, other in zip(found, with_grads(program, (x, w, grad_out)), strict=True):
+        assert isinstance(one, DTensor)
+        torch.testing.assert_close(one.full_tensor(), other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def check_seeds(program: Program, backend: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -131,15 +132,6 @@ def test_vocabulary_and_sequence(form: str) -> None:
             torch.testing.assert_close(whole(sharded.grad), leaf.grad)
 
 
-def mean_of_means(mesh: DeviceMesh, logits: Tensor, labels: Tensor) -> DTensor:
-    """Take DTensor's mean of labels of which ranks count unequally many."""
-    placements = [Shard(0)] * mesh.ndim
-    target = distribute_tensor(labels, mesh, placements)
-    loss = F.cross_entropy(distribute_tensor(logits, mesh, placements), target)
-    assert isinstance(loss, DTensor)
-    return loss
-
-
 @on_ranks(2)
 def test_losses_are_ours_where_the_library_is_used() -> None:
     """Where the library is used a mean is one of all tokens, and nowhere else."""
@@ -155,27 +147,27 @@ def test_losses_are_ours_where_the_library_is_used() -> None:
     mean = F.cross_entropy(logits, labels)
     assert (average - mean).abs() > 1e-2
 
-    def losses() -> tuple[tuple[bool, Tensor], ...]:
-        found = [mean_of_means(one, logits, labels) for one in (mesh["dp"], mesh, axis)]
-        return tuple((loss.placements[-1].is_partial(), loss.full_tensor()) for loss in found)
+    def loss_on(mesh: DeviceMesh, run: Any = F.cross_entropy) -> tuple[Tensor, DTensor]:
+        """Return logits, and the mean of labels of which ranks count unequally many."""
+        placements = [Shard(0)] * mesh.ndim
+        leaf = distribute_tensor(logits, mesh, placements).requires_grad_()
+        return leaf, run(leaf, distribute_tensor(labels, mesh, placements))
 
     def assert_losses(*expected: Tensor) -> None:
-        for (is_partial, loss), wanted in zip(losses(), expected, strict=True):
-            assert is_partial == (wanted is average)
-            torch.testing.assert_close(loss, wanted)
+        for one, wanted in zip((mesh["dp"], mesh, axis), expected, strict=True):
+            _, loss = loss_on(one)
+            assert loss.placements[-1].is_partial() == (wanted is average)
+            torch.testing.assert_close(loss.full_tensor(), wanted)
 
     assert_losses(average, average, average)
     # Begun before the mesh is one of sequences: what a forward was, its backward is.
-    leaf = distribute_tensor(logits, axis, [Shard(0)]).requires_grad_()
-    F.cross_entropy(leaf, distribute_tensor(labels, axis, [Shard(0)])).backward()
-    assert leaf.grad is not None
-    own = leaf.grad.full_tensor()
-    leaf = distribute_tensor(logits, axis, [Shard(0)]).requires_grad_()
-    begun = F.cross_entropy(leaf, distribute_tensor(labels, axis, [Shard(0)]))
+    leaf, loss = loss_on(axis)
+    loss.backward()
+    other, begun = loss_on(axis)
     sequence = distribute_tensor(torch.randn(1, 2, 6, 8), axis, [Shard(2)])
     F.scaled_dot_product_attention(sequence, sequence, sequence)
     begun.backward()
-    assert leaf.grad is not None and torch.equal(leaf.grad.full_tensor(), own)
+    assert torch.equal(whole(other.grad), whole(leaf.grad))
     for _ in range(2):
         assert_losses(average, average, mean)
     with loss_parallel():
@@ -184,9 +176,7 @@ def test_losses_are_ours_where_the_library_is_used() -> None:
     # In a compile by one of our backends, whatever the mesh; another compiles what eager computes.
     for backend, expected in (("aot_eager", average), (AOT, mean)):
         torch._dynamo.reset()
-        target = distribute_tensor(labels, mesh["dp"], [Shard(0)])
-        run = torch.compile(F.cross_entropy, backend=backend)
-        loss = run(distribute_tensor(logits, mesh["dp"], [Shard(0)]), target)
+        _, loss = loss_on(mesh["dp"], torch.compile(F.cross_entropy, backend=backend))
         torch.testing.assert_close(whole(loss), expected)
     assert_losses(average, average, mean)
     # One axis of it is enough.
@@ -195,4 +185,4 @@ def test_losses_are_ours_where_the_library_is_used() -> None:
     # A rank that a mesh does not hold takes no part.
     alone = DeviceMesh("cpu", [0], _init_backend=False)
     if dist.get_rank() == 1:
-        assert mean_of_means(alone, logits, labels).to_local().numel() <= 1
+        assert loss_on(alone)[1].to_local().numel() <= 1

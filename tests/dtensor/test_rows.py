@@ -172,10 +172,8 @@ def test_accumulating_along_a_sharded_dim() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "lengths"), [("eager", EVEN_AND_ODD), ("aot", (8,))])
 def test_what_is_reduced_may_be_reduced_again(way: str, lengths: tuple[int, ...]) -> None:
-    some = rows(REDUCED)[
-        :: 1 if way == "eager" else 2
-    ]  # in graphs DTensor decides as in eager code
-    assert_right(some, way, *of_lengths(*lengths))
+    every = 1 if way == "eager" else 2  # in graphs DTensor decides as in eager code
+    assert_right(rows(REDUCED)[::every], way, *of_lengths(*lengths))
 
 
 @pytest.mark.slow

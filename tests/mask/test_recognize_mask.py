@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable
 from random import Random
@@ -21,7 +20,6 @@ import cp_inductor
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.reader.aten import OPS
 from cp_inductor.mask.reader.to_rule import Recognized
-from cp_inductor.mask.reader.writes import is_in_place
 from cp_inductor.passes.recognize_mask import read_mask
 from tests.support import random_masks
 from tests.support.ranks import fake_mesh
@@ -294,6 +292,14 @@ def written_to_by(write: Callable[[Tensor], object], ids: Tensor) -> Tensor:
     return mask & (ids >= 0)[:, None, None]
 
 
+def written_by_assignment(ids: Tensor) -> Tensor:
+    ids = ids.clone()
+    mask = same(ids)
+    ids += torch.arange(S)
+    mask |= same(ids)
+    return mask & (ids >= 0)[:, None, None]
+
+
 def written_in_a_checkpoint(ids: Tensor) -> Tensor:
     def body(ids: Tensor) -> Tensor:
         ids.add_(torch.arange(S))
@@ -327,6 +333,7 @@ NOT_UNDERSTOOD = """
 written_to()
 DOCUMENTS: written_in_a_checkpoint(x)
 DOCUMENTS: written_to_by(lambda ids: ids.view(-1)[::2].zero_(), x)
+DOCUMENTS: written_by_assignment(x)
 DOCUMENTS: written_to_by(lambda ids: torch.add(ids, 1, out=ids), x)
 DOCUMENTS: written_to_by(torch.ops.cp_inductor_tests.clear, x)
 torch.rand(S, T) > 0.5
@@ -392,20 +399,3 @@ def test_random_programs(seed: int) -> None:
 )
 def test_programs_that_failed_once(seed: int) -> None:
     random_masks.check_program(*random_masks.a_program(Random(seed)))
-
-
-@pytest.mark.parametrize(
-    ("function", "writes"),
-    [
-        (operator.iadd, True),
-        (operator.ior, True),
-        (torch.relu_, True),
-        (operator.and_, False),
-        (operator.index, False),
-        (torch.add, False),
-    ],
-)
-def test_calls_that_write(function: Callable[..., object], writes: bool) -> None:
-    graph = fx.Graph()
-    node = graph.call_function(function, (graph.placeholder("x"), 1))
-    assert is_in_place(node) is writes

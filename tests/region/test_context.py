@@ -42,21 +42,12 @@ from tests.support.combinations import (
     make_batch,
     make_mesh,
     make_model,
-    mean_loss,
     shards_of,
 )
 from tests.support.comms import Counts
 from tests.support.graphs import attend_causal
 from tests.support.ranks import fake_rank, on_ranks, run_ranks
-from tests.support.reference import (
-    assert_shards_close,
-    attend,
-    attend_with_grads,
-    check_shards,
-    make_qkv,
-    shard,
-    with_grads,
-)
+from tests.support.reference import attend, check_shards, make_qkv, shard
 
 # Imported once and for all: a patch of torch.nn.functional would not reach it.
 from torch.nn.functional import scaled_dot_product_attention as imported_attention  # isort: skip
@@ -263,29 +254,36 @@ def test_refusals(mesh: DeviceMesh, row: str) -> None:
 # Whole models
 
 
-def check_model(form: str, length: int) -> None:
-    mesh = make_mesh(dist.get_world_size(), names=("cp",))
-    batch = make_batch(length=length)
-    model = make_model(num_layers=layers_of(form))
-    loss = mean_loss(model(*batch[:2]), batch[2])
-    loss.backward()
-    grads = grads_of(model)
-    model.zero_grad()
-    run = compiled(model, form, fullgraph=True)
-    ids, positions, labels = batch
-    with cp_inductor.context_parallel(
-        mesh, buffers=[ids, positions, labels], buffer_seq_dims=[1] * 3
-    ):
+def check_step(mesh: DeviceMesh, model: Decoder, run: nn.Module, batch: tuple[Tensor, ...]) -> None:
+    """Train on shards, the backward behind the region: all is as on one process."""
+    alone = make_model(num_layers=len(model.layers))
+    expected = alone(*batch[:2])
+    F.cross_entropy(expected.mT, batch[2], reduction="sum").backward()
+    with shards_of(batch, mesh) as buffers:
+        ids, positions, labels = (tensor.clone() for tensor in buffers)
         logits = run(ids, positions)
-        # Shards differ in length: the sum, by the number of all tokens.
-        part = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        part = part * (mesh.size() / (length * len(ids)))
-        part.backward()
-    assert_rewritten(form)
+        # Shards differ in length: the sum.
+        part = F.cross_entropy(logits.mT, labels, reduction="sum")
+    (mesh.size() * part).backward()
+    assert all(map(torch.equal, buffers, batch))
     (logits,) = cp_inductor.context_parallel_unshard(mesh, [logits], [1])
-    assert ids.shape == positions.shape == labels.shape == logits.shape[:2]
-    torch.testing.assert_close(mean_loss(logits, labels), loss)
-    assert_grads(averaged_grads(model, mesh["cp"]), grads)
+    torch.testing.assert_close(logits, expected)
+    assert_grads(averaged_grads(model, mesh["cp"]), grads_of(alone))
+
+
+def check_model(form: str, length: int, kind: str = "") -> None:
+    model = make_model(num_layers=layers_of(form))
+    if kind == "break inside":
+        for block in model.layers:
+            block.out.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    if kind == "one block in eager":
+        first = model.layers[0]
+        first.forward = torch.compiler.disable(first.forward)
+    mesh = make_mesh(dist.get_world_size(), names=("cp",))
+    run = compiled(model, form, fullgraph=not kind)
+    with torch.compiler.set_stance("force_eager" if kind == "force_eager" else "default"):
+        check_step(mesh, model, run, make_batch(length=length))
+    assert_rewritten(EAGER if kind == "force_eager" else form)
 
 
 @combination("context_parallel: buffers sharded in place", *FORMS)
@@ -295,15 +293,15 @@ def test_model(form: str) -> None:
         run_ranks(2 if form == COMPILED else 3, check_model, form, length)
 
 
-def check_one_attention(form: str, attention: Callable[..., Tensor], **sizes: int) -> None:
+def check_one_attention(form: str, attention: Callable[..., Tensor], **sizes: Any) -> None:
     """One attention, its backward after the context was left."""
 
     def model(*tensors: Tensor) -> Tensor:
         return attention(*tensors, is_causal=True, enable_gqa=True)
 
-    mesh = make_mesh(2, names=("cp",))
-    region = cp_inductor.context_parallel(mesh)
-    check_shards(compiled(model, form), region, num_kv_heads=2, **sizes)
+    region = cp_inductor.context_parallel(make_mesh(2, names=("cp",)))
+    whole = make_qkv(10, num_kv_heads=2, **sizes)
+    check_shards(compiled(model, form), whole, region, is_causal=True)
 
 
 @pytest.mark.parametrize("form", [EAGER, AOT])
@@ -331,8 +329,7 @@ def test_a_length_that_the_outer_knows(form: str) -> None:
         with context(mesh, **outer), context(mesh, **inner):
             return compiled(attend_causal, form)(*pieces)
 
-    found = with_grads(run, (shard(t, dist.get_rank(), 3).clone() for t in whole))
-    assert_shards_close(found, attend_with_grads(*whole, is_causal=True), torch.float32)
+    check_shards(run, whole, is_causal=True)
 
 
 def checkpointed(model: Decoder, kind: str) -> nn.Module:
@@ -344,17 +341,6 @@ def checkpointed(model: Decoder, kind: str) -> nn.Module:
     impl = CheckpointImpl.REENTRANT if kind == "reentrant" else CheckpointImpl.NO_REENTRANT
     checkpoint_layers(model, checkpoint_impl=impl)
     return checkpoint_wrapper(model) if kind == "nested" else model
-
-
-def check_step(mesh: DeviceMesh, model: Decoder, run: nn.Module, batch: tuple[Tensor, ...]) -> None:
-    """Train on shards, the backward behind the region; gradients are those of one process."""
-    alone = make_model(num_layers=len(model.layers))
-    F.cross_entropy(alone(*batch[:2]).mT, batch[2], reduction="sum").backward()
-    with shards_of(batch, mesh) as shards:
-        ids, positions, labels = (tensor.clone() for tensor in shards)
-        part = F.cross_entropy(run(ids, positions).mT, labels, reduction="sum")
-    (mesh.size() * part).backward()
-    assert_grads(averaged_grads(model, mesh["cp"]), grads_of(alone))
 
 
 @pytest.mark.parametrize(
@@ -376,27 +362,13 @@ def test_recomputation_behind_the_context(kind: str) -> None:
 # Eager between compiled pieces
 
 
-def check_graph_break(form: str, kind: str) -> None:
-    model = make_model(num_layers=layers_of(form))
-    if kind == "break inside":
-        for block in model.layers:
-            block.out.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
-    if kind == "one block in eager":
-        first = model.layers[0]
-        first.forward = torch.compiler.disable(first.forward)
-    stance = "force_eager" if kind == "force_eager" else "default"
-    with torch.compiler.set_stance(stance):
-        check_step(make_mesh(2, names=("cp",)), model, compiled(model, form), make_batch())
-    assert_rewritten(EAGER if kind == "force_eager" else form)
-
-
 @combination(
     "graph breaks, disabled functions, set_stance('force_eager')", AOT, COMPILED, eager=NOTHING
 )
 def test_eager_between_graphs(form: str) -> None:
     kinds = ["break inside", "one block in eager", "force_eager"]
     for kind in kinds[:1] if form == COMPILED else kinds:
-        run_ranks(2, check_graph_break, form, kind)
+        run_ranks(2, check_model, form, 12, kind)
 
 
 @on_ranks(2)
@@ -444,15 +416,10 @@ def test_masks_of_the_whole_sequence(form: str) -> None:
     mesh = make_mesh(3, names=("cp",))
     whole = make_qkv(11, num_kv_heads=2)
     for kind, mask in [*make_masks(11).items()][: None if form == EAGER else 2]:
-        places = torch.arange(11)
         named = {"allowed" if mask.dtype == torch.bool else "bias": mask}
-
-        def run(*qkv: Tensor, mask: Tensor = mask, places: Tensor = places) -> Tensor:
-            with cp_inductor.context_parallel(mesh, buffers=[places], buffer_seq_dims=[0]):
-                return compiled(masked, form, fullgraph=True)(mask, *qkv, enable_gqa=True)
-
-        found = with_grads(run, (shard(t, dist.get_rank(), 3).clone() for t in whole))
-        assert_shards_close(found, attend_with_grads(*whole, **named), torch.float32, kind)
+        run = partial(compiled(masked, form, fullgraph=True), mask, enable_gqa=True)
+        buffers = {"buffers": [torch.arange(11)], "buffer_seq_dims": [0]}
+        check_shards(run, whole, cp_inductor.context_parallel(mesh, **buffers), kind, **named)
 
 
 @pytest.mark.parametrize("form", [EAGER, AOT])
@@ -461,18 +428,12 @@ def test_mask_objects(form: str) -> None:
     """Under torch's mask objects, which hold no data; values have fewer features than queries."""
     mesh = make_mesh(2, names=("cp",))
     generator = torch.Generator().manual_seed(5)
-    for num_queries, num_keys, make in ((10, 10, causal_upper_left), (10, 14, causal_lower_right)):
-        sizes = ((num_queries, 8), (num_keys, 8), (num_keys, 5), (num_queries, 5))
+    for num_keys, make in ((10, causal_upper_left), (14, causal_lower_right)):
+        sizes = ((10, 8), (num_keys, 8), (num_keys, 5), (10, 5))
         whole = [torch.randn(2, 4, *size, generator=generator).double() for size in sizes]
-        mask = make(num_queries, num_keys)
-
-        def run(*qkv: Tensor, mask: Tensor = mask) -> Tensor:
-            with cp_inductor.context_parallel(mesh):
-                return compiled(masked, form, fullgraph=True)(mask, *qkv)
-
-        found = with_grads(run, (shard(t, dist.get_rank(), 2).clone() for t in whole))
-        expected = with_grads(partial(masked, mask), whole)
-        assert_shards_close(found, expected, torch.float64)
+        run = partial(compiled(masked, form, fullgraph=True), make(10, num_keys))
+        allowed = torch.ones(10, num_keys, dtype=torch.bool).tril(num_keys - 10)
+        check_shards(run, whole, cp_inductor.context_parallel(mesh), allowed=allowed)
 
 
 @on_ranks(2)
@@ -499,21 +460,17 @@ def test_autocast_over_a_mask() -> None:
 
 def test_a_mask_beside_a_length_that_is_a_symbol(mesh: DeviceMesh) -> None:
     """Dynamo writes no symbol into an error, and finds no number among symbols."""
-
-    def model(query: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
-
     query = torch.rand(1, 2, 4, 8)
     torch._dynamo.maybe_mark_dynamic(query, 2)
     mask = torch.rand(8, 8) < 0.5
     part = mask[:4, :4]
     with cp_inductor.context_parallel(mesh):
-        run = torch.compile(model, backend=AOT, fullgraph=True)
-        assert run(query, mask).shape == query.shape
+        run = torch.compile(masked, backend=AOT, fullgraph=True)
+        assert run(mask, query).shape == query.shape
         torch._dynamo.reset()
         words = "an attn_mask over the whole sequence, got one"
         with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
-            run(query, part)
+            run(part, query)
 
 
 def test_groups_of_heads_that_ranks_part() -> None:

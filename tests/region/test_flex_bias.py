@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +26,7 @@ from cp_inductor import flex_gradients_on_cpu
 from cp_inductor.ops.attention import attention_of
 from tests.support.graphs import captured_graph
 from tests.support.ranks import fake_mesh, on_ranks, world_mesh
-from tests.support.reference import assert_close, make_qkv, on_mesh, shard
+from tests.support.reference import assert_all_close, assert_close, make_qkv, on_mesh, shard
 
 AOT = "cp_aot_eager"
 LENGTH, BATCH, HEADS, BUCKETS = 22, 2, 4, 8
@@ -125,13 +125,6 @@ def expect(kind: str, dtype: torch.dtype) -> list[Tensor]:
     return results(model, tuple(tensor.double() for tensor in qkv_of(dtype)))
 
 
-def compare(actual: list[Tensor], expected: list[Tensor], dtype: torch.dtype, what: str) -> None:
-    names = ("out", "dq", "dk", "dv", "dlearned")
-    for name, one, other in zip(names, actual, expected, strict=True):
-        one = one.full_tensor() if isinstance(one, DTensor) else one
-        assert_close(one, other, dtype, f"{what}: {name}")
-
-
 # Parallelized, with weights that are plain or, on two axes, are not; or shards in a region or of a
 # mesh, where what is learned is the same on every rank; or DTensors beside such a weight.
 HOW = ("parallelized", "batch", "heads", "DTensors", "region", "mesh")
@@ -180,7 +173,7 @@ def run(
         else:
             with implicit_replication():
                 found = results(compiled, tuple(on_mesh(whole, mesh, *places)))
-    compare(found, expected, dtype, f"{how}, {kind}")
+    assert_all_close(found, expected, dtype, f"{how}, {kind}")
     assert counters["cp_inductor"]["sites_rewritten"] == 1
 
 

@@ -23,6 +23,7 @@ from tests.support.comms import Counts
 from tests.support.graphs import attend_causal
 from tests.support.ranks import on_ranks, world_mesh
 from tests.support.reference import (
+    LAYOUTS,
     assert_all_close,
     assert_close,
     attend_with_grads,
@@ -63,10 +64,7 @@ def test_opcheck(world_size: int) -> None:
     for strategy, is_causal, is_transposed in WAYS:
         leaves, grad_out = local_leaves(num_kv_heads=2)
         if is_transposed:
-            leaves = [
-                leaf.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-                for leaf in leaves
-            ]
+            leaves = [LAYOUTS["transposed"](leaf.detach()).requires_grad_() for leaf in leaves]
         arguments = arguments_of(strategy, is_causal, keep=int(is_transposed))
         torch.library.opcheck(attention, (*leaves, [], *arguments))
         with torch.no_grad():

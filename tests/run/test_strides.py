@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor import lowering
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+import cp_inductor
 from cp_inductor.region.regions import SequenceRegion
 from cp_inductor.tiles.kernel_table import get_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall, with_whole_rows
@@ -19,7 +21,13 @@ from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
 from tests.support.graphs import attend_causal
 from tests.support.random_attention import STRIDES
 from tests.support.ranks import fake_mesh, on_ranks, world_mesh
-from tests.support.reference import assert_all_close, assert_close, attend_with_grads, make_qkv
+from tests.support.reference import (
+    assert_all_close,
+    assert_close,
+    assert_shards_close,
+    attend_with_grads,
+    make_qkv,
+)
 
 
 def overlapping_rows(tensor: Tensor) -> Tensor:
@@ -29,8 +37,6 @@ def overlapping_rows(tensor: Tensor) -> Tensor:
     long = tensor.flatten()[: batch * num_heads * width].clone()
     return long.as_strided(tensor.shape, (num_heads * width, width, 1, 1))
 
-
-NAMES = ("out", "dq", "dk", "dv")
 
 KEPT = {name: STRIDES[name] for name in STRIDES if not name.startswith("expanded")}
 # These hold other numbers than they are given.
@@ -100,30 +106,24 @@ def test_strides_that_are_not_known_are_copied() -> None:
 LENGTH = 14
 
 
-def gathered(local: Tensor) -> Tensor:
-    parts = [torch.empty(local.shape, dtype=local.dtype) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, local.contiguous())
-    return torch.cat(parts, 2)
+def of_contiguous(local: Tensor, mesh: Any, placement: Placement, length: int) -> DTensor:
+    """Return a DTensor whose whole is said to have its features innermost, as kernels read it."""
+    shape = torch.Size((*local.shape[:2], length, local.shape[3]))
+    how: dict[str, Any] = {"shape": shape, "stride": torch.empty(shape).stride()}
+    return DTensor.from_local(local, mesh, [placement], run_check=False, **how)
 
 
 def attend_in(form: str, leaves: list[Tensor], mesh: Any) -> Tensor:
-    backend = None if "eager" in form.split() else "cp_aot_eager"
+    where, how = form.split()
     model: Any = attend_causal
-    if backend is not None:
-        options = {"mesh": mesh} if form.startswith("mesh") else None
-        model = torch.compile(model, backend=backend, fullgraph=True, options=options)
-    if form.startswith("region"):
-        with SequenceRegion(mesh):
-            return model(*leaves)
-    if form.startswith("DTensors"):
-        # The whole is said to have its features innermost: SDPA takes the kernel.
-        given = []
-        for leaf in leaves:
-            shape = torch.Size((*leaf.shape[:2], LENGTH, leaf.shape[3]))
-            how: dict[str, Any] = {"shape": shape, "stride": torch.empty(shape).stride()}
-            given.append(DTensor.from_local(leaf, mesh, [Shard(2)], run_check=False, **how))
-        return model(*given).to_local()
-    return model(*leaves)
+    if how == "compiled":
+        options = {"mesh": mesh} if where == "mesh" else None
+        model = torch.compile(model, backend="cp_aot_eager", fullgraph=True, options=options)
+    if where == "DTensors":
+        return model(*(of_contiguous(t, mesh, Shard(2), LENGTH) for t in leaves)).to_local()
+    region: Any = SequenceRegion(mesh) if where == "region" else nullcontext()
+    with region:
+        return model(*leaves)
 
 
 FORMS = ("DTensors eager", "region eager", "region compiled", "mesh compiled")
@@ -148,11 +148,10 @@ def test_shards(form: str) -> None:
         out = attend_in(form, leaves, mesh)
         for grad in grads_out:
             actual = torch.autograd.grad(out, leaves, grad, retain_graph=True)
-            held = [gathered(leaf.detach()) for leaf in leaves]
-            expected = attend_with_grads(*held, gathered(grad), is_causal=True)
-            for what, got, wanted in zip(NAMES, (out.detach(), *actual), expected, strict=True):
-                mine = wanted.chunk(world_size, 2)[rank]
-                assert_close(got, mine, torch.float64, f"{name}, {what}")
+            held = [leaf.detach() for leaf in (*leaves, grad)]
+            held = cp_inductor.context_parallel_unshard(mesh, held, [2] * 4)
+            expected = attend_with_grads(*held, is_causal=True)
+            assert_shards_close((out.detach(), *actual), expected, torch.float64, name)
 
 
 # --- What is not sharded ----------------------------------------------------------------------
@@ -165,14 +164,7 @@ def test_attention_that_is_left_to_dtensor() -> None:
     with fake_mesh(0, 2) as mesh:
 
         def place(tensor: Tensor) -> DTensor:
-            return DTensor.from_local(
-                STRIDES["every second"](tensor),
-                mesh,
-                [Replicate()],
-                run_check=False,
-                shape=tensor.shape,
-                stride=tensor.contiguous().stride(),
-            )
+            return of_contiguous(STRIDES["every second"](tensor), mesh, Replicate(), 9)
 
         placed = [place(tensor) for tensor in (query, key, value)]
         out, lse = FORWARD_OPS[0](*placed)

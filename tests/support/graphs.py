@@ -42,6 +42,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Te
     )
 
 
+class Attention(nn.Module):
+    """A module of one causal attention."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend_causal(query, key, value)
+
+
 class AttentionBlock(nn.Module):
     """One causal attention between linear layers, perhaps behind a norm."""
 

@@ -143,8 +143,9 @@ def assert_within(
 def assert_all_close(
     actual: Iterable[Tensor], expected: Iterable[Tensor], dtype: torch.dtype, what: str = ""
 ) -> None:
-    """Compare out, dq, dk and dv, of DTensors the whole ones."""
-    for name, one, other in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
+    """Compare out, dq, dk, dv and perhaps dbias, of DTensors the whole ones."""
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        name = ("out", "dq", "dk", "dv", "dbias")[index]
         assert_close(full(one), other, dtype, f"{what} {name}")
 
 
@@ -159,17 +160,21 @@ def assert_shards_close(
 
 
 def check_shards(
-    run: Callable[..., Tensor], context: AbstractContextManager[Any] | None = None, **sizes: Any
+    run: Callable[..., Tensor],
+    whole: Sequence[Tensor],
+    context: AbstractContextManager[Any] | None = None,
+    what: str = "",
+    **how: Any,
 ) -> None:
-    """Hold a causal attention of this rank's shards, and its gradients, against float64.
+    """Hold an attention of this rank's shards, and its gradients, against float64.
 
     Args:
         run: from query, key and value.
+        whole: query, key, value and the gradient of out.
         context: in which it is run; its backward comes behind it.
-        sizes: of `make_qkv`; 10 tokens, unless they say otherwise.
+        how: of `attend`.
     """
-    whole = make_qkv(**{"seq_len": 10, **sizes})
-    expected = attend_with_grads(*whole, is_causal=True)
+    expected = attend_with_grads(*whole, **how)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     *pieces, grad_out = (shard(tensor, rank, world_size).clone() for tensor in whole)
     for piece in pieces:
@@ -177,7 +182,7 @@ def check_shards(
     with context or nullcontext():
         out = run(*pieces)
     grads = torch.autograd.grad(out, pieces, grad_out)
-    assert_shards_close((out.detach(), *grads), expected, whole[0].dtype)
+    assert_shards_close((out.detach(), *grads), expected, whole[0].dtype, what)
 
 
 def on_mesh(tensors: Iterable[Tensor], mesh: DeviceMesh, *placements: Placement) -> list[Tensor]:

@@ -19,7 +19,7 @@ from cp_inductor import UnsupportedAttention, UnsupportedBuffer, UnsupportedKern
 from cp_inductor.region.regions import SequenceRegion
 from tests.support.graphs import attend_causal
 from tests.support.ranks import on_ranks, world_mesh
-from tests.support.reference import check_shards
+from tests.support.reference import check_shards, make_qkv
 
 
 def attend_under_math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def test_a_backward_is_that_of_its_forward() -> None:
             return attend_causal(*leaves)
 
     with sdpa_kernel(SDPBackend.MATH):
-        check_shards(run, dtype=torch.float64)
+        check_shards(run, make_qkv(10, dtype=torch.float64), is_causal=True)
 
 
 # --- flex_attention ---------------------------------------------------------------------------

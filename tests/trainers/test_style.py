@@ -6,7 +6,6 @@ import copy
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental._attention import (
     _ContextParallel,
@@ -28,15 +27,9 @@ from tests.support.combinations import (
     grads_of,
     make_mesh,
 )
+from tests.support.graphs import Attention
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.reference import check_shards, shard
-
-
-class Attention(nn.Module):
-    """An attention module of a user's own."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+from tests.support.reference import check_shards, make_qkv, shard
 
 
 class Layers(nn.Module):
@@ -99,7 +92,7 @@ def test_style_of_torch(form: str) -> None:
     # What torch has the models it prepares call; of its handlers there is none for the CPU.
     _enable_context_parallel_dispatcher()
     try:
-        check_shards(compiled(inner, form))
+        check_shards(compiled(inner, form), make_qkv(10), is_causal=True)
     finally:
         _disable_context_parallel_dispatcher()
     assert_rewritten(form)

@@ -48,10 +48,6 @@ def bucket_sums(graph: fx.Graph) -> None:
             _merge(graph, waits)
 
 
-def _value(node: fx.Node) -> Any:
-    return node.meta["val"]
-
-
 def _is_of_small_gradient(wait: fx.Node) -> bool:
     value = wait.meta["val"]
     is_known = all(type(size) is int for size in value.shape)
@@ -67,7 +63,7 @@ def _merge(graph: fx.Graph, waits: Sequence[fx.Node]) -> None:
 
     def insert(target: Callable[..., Any], *args: Any) -> fx.Node:
         node = graph.call_function(target, args)
-        node.meta["val"] = target(*fx.map_arg(args, _value))
+        node.meta["val"] = target(*fx.map_arg(args, lambda node: node.meta["val"]))
         return node
 
     with graph.inserting_before(waits[-1]), fake_mode_of(values[0]):

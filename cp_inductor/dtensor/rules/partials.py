@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_inductor.dtensor.sequence_meshes import holds_sequences
+from cp_inductor.dtensor.wrap import wrap_shard
 from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, replicated
 from cp_inductor.torch_private.modes import is_in_backward
 
@@ -67,26 +68,12 @@ def _whole_extreme(tensor: DTensor, *, is_max: bool) -> DTensor:
     local = tensor.to_local()
     rows = torch.stack([local.masked_fill(local.isnan(), limit), sign * local.isnan().to(local)])
     places = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in tensor.placements]
-    both = _reduced(
-        DTensor.from_local(
-            rows,
-            tensor.device_mesh,
-            places,
-            run_check=False,
-            shape=torch.Size((2, *tensor.shape)),
-            stride=(tensor.numel(), *tensor.stride()),
-        )
-    )
+    mesh = tensor.device_mesh
+    both = _reduced(wrap_shard(rows, mesh, places, (2, *tensor.shape)))
     extreme, is_nan = both.to_local()
+    whole = extreme.masked_fill(is_nan != 0, torch.nan)
     places = [Replicate() if place.is_partial() else place for place in tensor.placements]
-    return DTensor.from_local(
-        extreme.masked_fill(is_nan != 0, torch.nan),
-        tensor.device_mesh,
-        places,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    return wrap_shard(whole, mesh, places, tensor.shape)
 
 
 def part_of(whole: Tensor, like: DTensor) -> Tensor:

@@ -336,10 +336,12 @@ class _Run:
         place = self.position[index]
         if self.position[start] < place < self.position[wait]:
             return False  # it was moved together with another instruction
-        if place > self.position[wait]:
-            at, segment = self._pulled_up(index, wait)
-        else:
-            at, segment = self._pushed_down(index, start)
+        # Before the wait comes what it depends on, behind the start what depends on it.
+        is_pulled_up = place > self.position[wait]
+        at, end = (self.position[wait], place) if is_pulled_up else (place, self.position[start])
+        along = (self.ancestors if is_pulled_up else self.descendants)[index] | 1 << index
+        window = self.order[at : end + 1]
+        segment = sorted(window, key=lambda other: bool(along >> other & 1) != is_pulled_up)
         is_better = self._gain(at, segment) > LEAST_GAIN_S and self._place(at, segment)
         if is_better:
             # The data of the next start may be ready earlier now, and other ranks wait for it.
@@ -348,32 +350,6 @@ class _Run:
             if following is not None:
                 self.raise_start(following)
         return is_better
-
-    def _pulled_up(self, index: int, wait: int) -> tuple[int, list[int]]:
-        """Return a new segment: the instruction, and what it depends on, before the wait.
-
-        Returns:
-            The place of the segment, and its instructions.
-        """
-        at, end = self.position[wait], self.position[index] + 1
-        needed = self.ancestors[index] | 1 << index
-        window = self.order[at:end]
-        moved = [instruction for instruction in window if needed >> instruction & 1]
-        return at, moved + [instruction for instruction in window if not needed >> instruction & 1]
-
-    def _pushed_down(self, index: int, start: int) -> tuple[int, list[int]]:
-        """Return a new segment: the instruction, and what depends on it, after the start.
-
-        Returns:
-            The place of the segment, and its instructions.
-        """
-        at, end = self.position[index], self.position[start] + 1
-        dependent = self.descendants[index] | 1 << index
-        window = self.order[at:end]
-        moved = [instruction for instruction in window if dependent >> instruction & 1]
-        return at, [
-            instruction for instruction in window if not dependent >> instruction & 1
-        ] + moved
 
     def raise_start(self, start: int) -> None:
         """Move a start, and the packing for it, before waits that it does not depend on.

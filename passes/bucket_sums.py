@@ -8,8 +8,8 @@ A parallelized model reads its weights one by one, so their gradients are summed
 sum takes as long as a message takes at all. Large ones stay alone: they hide behind the rest of the
 backward, and are not copied.
 
-Assumes: a backward of AOTAutograd, in which no attention was lowered yet. Gradients have the same
-sizes on all ranks, and their sums the same order.
+Assumes: a backward of AOTAutograd. Gradients have the same sizes on all ranks, and their sums the
+same order.
 """
 
 from __future__ import annotations

@@ -311,7 +311,6 @@ PASSES = (
     Pass(LOWER, "number_attentions", Lowering.number_attentions),
     # Before the exchanges of attentions are there, which no two share.
     Pass(LOWER, "merge_starts", _of_all_graphs(merge_starts)),
-    # Likewise: sums that stand between attentions are adjacent here.
     Pass(LOWER, "bucket_sums", lambda this: bucket_sums(this.gm.graph),
          lambda this: this.kind == "backward", is_spare=True),
     Pass(LOWER, "lower_attention", Lowering.lower_attention),

@@ -32,6 +32,10 @@ if sys.platform == "linux" and shutil.which("g++"):
 # Compilers make many objects that live on: looking them all over for circles every 700 of them
 # takes a fifth of their time. The ranks inherit it from tests/support/preload.py.
 gc.set_threshold(50_000)
+# What a process has read of our sources is kept for all that follow, whatever the shell says: to
+# parse them takes every rank a second, and collecting them eight.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # One cache for the processes of a run: those of pytest-xdist inherit the first one's.
 _cache = None
 if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -145,7 +145,8 @@ def test_compiled_code_reads_the_number_of_the_whole() -> None:
         "reads": ["t.item()", "(1.0 if t > 0.5 else 2.0)"],
         "is_whole": False,
     }
-    assert_right(["(x > 0).sum()", "x.abs().amax()"], "aot", whole, broken)
+    assert_right(["(x > 0).sum()"], "aot", whole)
+    assert_right(["x.abs().amax()"], "aot", broken)
 
 
 @pytest.mark.long
@@ -198,7 +199,7 @@ def test_gradients_are_written_to_as_wholes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "each"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("ranks", "each"), [(2, 6), pytest.param(3, 1, marks=pytest.mark.long)])
 def test_writes_to_parts_and_views(ranks: int, each: int) -> None:
     """The long case computes every row; in one graph they cost a minute."""
     assert_right(rows(WRITES)[::-each], "aot", *of_lengths(33, ranks=ranks))

@@ -35,7 +35,7 @@ from tests.support.ranks import fake_mesh, on_ranks
 # So many programs of each way, from a seed on; the command runs hundreds. Those of a long case are
 # of more seeds; compiled programs take seconds each.
 SAMPLES: list[Any] = [
-    *(("eager", 10040, 6), ("region", 10040, 14), ("mesh", 10040, 4)),
+    *(("eager", 10040, 3), ("region", 10040, 10), ("mesh", 10040, 2)),
     *(
         pytest.param(way, seed, number, marks=pytest.mark.long)
         for way, seed, number in (

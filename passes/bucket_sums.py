@@ -73,6 +73,8 @@ def _merge(graph: fx.Graph, waits: Sequence[fx.Node]) -> None:
         parts = insert(aten.split_with_sizes.default, insert(WAIT, both), sizes)
         for place, (wait, value) in enumerate(zip(waits, values, strict=True)):
             part = insert(getitem, parts, place)
-            wait.replace_all_uses_with(insert(aten.reshape.default, part, [*value.shape]))
+            whole = graph.call_function(aten.reshape.default, (part, [*value.shape]))
+            whole.meta["val"] = value.contiguous()
+            wait.replace_all_uses_with(whole)
     for node in (*waits, *starts):
         graph.erase_node(node)

@@ -18,7 +18,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -35,7 +35,7 @@ from cp_inductor.torch_private.checkpoint import is_recomputing
 READING, _MIXIN = "_cp_reading", "_cp_mixin"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Reading:
     """How the modules of one model read their tensors while it runs.
 
@@ -44,11 +44,16 @@ class Reading:
         sums_gradients: whether gradients are summed over these ranks, or each has its part, times
             their number, as somebody else averages them.
         gather: reads a DTensor, the shard of a weight; None has it read as it is.
+        everywhere: placements of a tensor that every rank has whole.
     """
 
     mesh: DeviceMesh
     sums_gradients: bool = True
     gather: Callable[[DTensor], Tensor] | None = None
+    everywhere: tuple[Placement, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.everywhere = (Replicate(),) * self.mesh.ndim
 
     def as_dtensor(self, tensor: Tensor) -> Tensor:
         """Return a DTensor on the mesh, of a plain tensor that every rank has whole.
@@ -69,9 +74,8 @@ class Reading:
 
     def replicate(self, tensor: Tensor, of_gradient: list[Placement] | None = None) -> DTensor:
         """Wrap a plain tensor that every rank has whole."""
-        everywhere = [Replicate()] * self.mesh.ndim
         return DTensor.from_local(
-            tensor, self.mesh, everywhere, run_check=False, grad_placements=of_gradient
+            tensor, self.mesh, self.everywhere, run_check=False, grad_placements=of_gradient
         )
 
     def is_beside(self, tensor: Tensor) -> bool:
@@ -288,7 +292,11 @@ def _subclass(
         copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
         return copied
 
-    properties = {name: property(_reader(name), _writer(name), _deleter(name)) for name in names}
+    mixed = mixin or getattr(cls, _MIXIN, None)
+    properties = {
+        name: property(_reader(name, reading, mixed is not None), _writer(name), _deleter(name))
+        for name in names
+    }
     # pickle looks classes up by name, and this class has no place of its own.
     special = {
         "__module__": cls.__module__,
@@ -299,7 +307,7 @@ def _subclass(
         "__reduce_ex__": reduce,
         "__deepcopy__": copy_deeply,
         READING: reading,
-        _MIXIN: mixin or getattr(cls, _MIXIN, None),
+        _MIXIN: mixed,
     }
     bases = (cls,) if mixin is None else (mixin, cls)
     made: type[nn.Module] = type(cls.__name__, bases, {**special, **properties})
@@ -318,19 +326,23 @@ def _new(cls: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def _reader(name: str) -> Callable[[nn.Module], Any]:
-    # Dynamo traces this for every weight: what most modules need comes first.
+def _reader(name: str, reading: Reading | None, is_mixed: bool) -> Callable[[nn.Module], Any]:
+    # Dynamo traces this for every weight: what most modules need comes first, and no call is made
+    # for what the class knows.
     def read(module: nn.Module) -> Any:
-        tensor = _stored(module, name)
+        parameters = module._parameters
+        tensor = parameters[name] if name in parameters else _stored(module, name)
         if not isinstance(tensor, Tensor):
             return tensor
-        if reads_locally(module):
-            here = computing()
-            # It may recompute a function of a module without calling the module.
-            if is_recomputing() if here.is_local is None else here.is_local:
-                return _local_part(module, name, tensor)
-        reading = reading_now(module)
-        return tensor if reading is None else reading.as_dtensor(tensor)
+        here = _threads.computing
+        # It may recompute a function of a module without calling the module.
+        if is_mixed and (is_recomputing() if here.is_local is None else here.is_local):
+            return _local_part(module, name, tensor)
+        if not (is_recomputing() if here.is_running is None else here.is_running):
+            return tensor
+        # A class may have learned later of what its model is a part.
+        now = reading_of(module) if reading is None else reading
+        return tensor if now is None else now.as_dtensor(tensor)
 
     return read
 

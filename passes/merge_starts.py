@@ -8,20 +8,27 @@
 The shards of other ranks may need no padding. There nothing is computed of sizes, so AOTAutograd
 finds the two gathers equal, and starts one. So it does with what is computed of them, up to the
 plan of a batch, for which ranks meet as well.
+
+Two outputs may then be waits for one collective, as the gradients of two biases that are added to
+one tensor. They would share memory, and who accumulates or scales one would change both: all but
+the first are copied.
 """
 
 from __future__ import annotations
 
 from operator import getitem
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from cp_inductor.graph.collectives import STARTS, is_collective
+from cp_inductor.graph.collectives import STARTS, WAIT, is_collective
 from cp_inductor.ops.plan_batch import PLAN_BATCH
-from cp_inductor.passes.nodes import merge_equal
+from cp_inductor.passes.nodes import is_view, merge_equal
+from cp_inductor.torch_private.tracing import fake_mode_of
 
 PAD = torch.ops.aten.constant_pad_nd.default
+CLONE = torch.ops.aten.clone.default
 
 
 def merge_starts(graph: fx.Graph) -> None:
@@ -33,7 +40,44 @@ def merge_starts(graph: fx.Graph) -> None:
             return node.target not in STARTS
         return node.target is PAD or (node in of_plans and _is_pure(node))
 
+    results = graph.output_node().args[0]
     merge_equal(graph, is_merged)
+    _copy_what_is_shared(graph, results)
+
+
+def _copy_what_is_shared(graph: fx.Graph, before: Any) -> None:
+    """Copy outputs that had memory of their own, and now share that of another; in place.
+
+    Args:
+        graph: whose outputs to look at.
+        before: those that it had before nodes were merged.
+    """
+    output = graph.output_node()
+    if not isinstance(before, (tuple, list)):  # one output
+        return
+    first: dict[fx.Node, fx.Node] = {}
+    results = []
+    for node, old in zip(output.args[0], before, strict=True):
+        if isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor):
+            known = first.setdefault(_memory_of(node), old)
+            if not _is_same_memory(known.meta["val"], old.meta["val"]):
+                with graph.inserting_before(output), fake_mode_of(node.meta["val"]):
+                    copy = graph.call_function(CLONE, (node,))
+                    copy.meta["val"] = CLONE(node.meta["val"])
+                node = copy
+        results.append(node)
+    output.args = (tuple(results),)
+
+
+def _memory_of(node: fx.Node) -> fx.Node:
+    """Return the node that makes the memory which a node's value is in."""
+    while node.target is WAIT or node.target is getitem or is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _of_plans(graph: fx.Graph) -> set[fx.Node]:

@@ -16,6 +16,7 @@ the first are copied.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import getitem
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor, fx
 from cp_inductor.graph.collectives import STARTS, WAIT, is_collective
 from cp_inductor.ops.plan_batch import PLAN_BATCH
 from cp_inductor.passes.nodes import is_view, merge_equal
-from cp_inductor.torch_private.tracing import fake_mode_of
+from cp_inductor.torch_private.tracing import fake_mode_of, memory_of
 
 PAD = torch.ops.aten.constant_pad_nd.default
 CLONE = torch.ops.aten.clone.default
@@ -42,42 +43,46 @@ def merge_starts(graph: fx.Graph) -> None:
 
     results = graph.output_node().args[0]
     merge_equal(graph, is_merged)
-    _copy_what_is_shared(graph, results)
+    _copy_what_is_shared(graph, results, lambda node: is_collective(node) or is_merged(node))
 
 
-def _copy_what_is_shared(graph: fx.Graph, before: Any) -> None:
+def _copy_what_is_shared(
+    graph: fx.Graph, before: Any, is_shared: Callable[[fx.Node], bool]
+) -> None:
     """Copy outputs that had memory of their own, and now share that of another; in place.
 
     Args:
         graph: whose outputs to look at.
         before: those that it had before nodes were merged.
+        is_shared: whether a node may stand for several, which it was merged with.
     """
     output = graph.output_node()
-    if not isinstance(before, (tuple, list)):  # one output
+    after: Any = output.args[0]
+    if isinstance(after, fx.Node):  # one output
         return
     first: dict[fx.Node, fx.Node] = {}
     results = []
-    for node, old in zip(output.args[0], before, strict=True):
-        if isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor):
-            known = first.setdefault(_memory_of(node), old)
-            if not _is_same_memory(known.meta["val"], old.meta["val"]):
-                with graph.inserting_before(output), fake_mode_of(node.meta["val"]):
-                    copy = graph.call_function(CLONE, (node,))
-                    copy.meta["val"] = CLONE(node.meta["val"])
-                node = copy
+    for node, old in zip(after, before, strict=True):
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(value, Tensor) and is_shared(maker := _maker(node)):
+            known = first.setdefault(maker, old)
+            if memory_of(known.meta["val"]) != memory_of(old.meta["val"]):
+                with graph.inserting_before(output), fake_mode_of(value):
+                    node = graph.call_function(CLONE, (node,))
+                    node.meta["val"] = CLONE(value)
         results.append(node)
     output.args = (tuple(results),)
 
 
-def _memory_of(node: fx.Node) -> fx.Node:
+def _maker(node: fx.Node) -> fx.Node:
     """Return the node that makes the memory which a node's value is in."""
-    while node.target is WAIT or node.target is getitem or is_view(node):
+    while node.target is WAIT or is_view(node) or _is_part_of_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+def _is_part_of_view(node: fx.Node) -> bool:
+    return node.target is getitem and is_view(node.all_input_nodes[0])
 
 
 def _of_plans(graph: fx.Graph) -> set[fx.Node]:

@@ -76,13 +76,11 @@ def _copy_what_is_shared(
 
 def _maker(node: fx.Node) -> fx.Node:
     """Return the node that makes the memory which a node's value is in."""
-    while node.target is WAIT or is_view(node) or _is_part_of_view(node):
+    while node.target is WAIT or is_view(
+        node.all_input_nodes[0] if node.target is getitem else node
+    ):
         node = node.all_input_nodes[0]
     return node
-
-
-def _is_part_of_view(node: fx.Node) -> bool:
-    return node.target is getitem and is_view(node.all_input_nodes[0])
 
 
 def _of_plans(graph: fx.Graph) -> set[fx.Node]:

@@ -32,8 +32,8 @@ if sys.platform == "linux" and shutil.which("g++"):
 # Compilers make many objects that live on: looking them all over for circles every 700 of them
 # takes a fifth of their time. The ranks inherit it from tests/support/preload.py.
 gc.set_threshold(50_000)
-# What a process has read of our sources is kept for all that follow, whatever the shell says: to
-# parse them takes every rank a second, and collecting them eight.
+# What a process has read of our sources is kept for all that follow, whatever the shell says:
+# else every process parses them anew, and takes half as long again to collect the tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # One cache for the processes of a run: those of pytest-xdist inherit the first one's.

@@ -331,7 +331,7 @@ def _reader(name: str, reading: Reading | None, is_mixed: bool) -> Callable[[nn.
     # for what the class knows.
     def read(module: nn.Module) -> Any:
         parameters = module._parameters
-        tensor = parameters[name] if name in parameters else _stored(module, name)
+        tensor = parameters[name] if name in parameters else _stored_beside(module, name)
         if not isinstance(tensor, Tensor):
             return tensor
         here = _threads.computing
@@ -370,9 +370,8 @@ def _local_part(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     return local
 
 
-def _stored(module: nn.Module, name: str) -> Any:
-    if name in module._parameters:
-        return module._parameters[name]
+def _stored_beside(module: nn.Module, name: str) -> Any:
+    """Return what a module stores under a name that no parameter has."""
     if name in module._buffers:
         return module._buffers[name]
     if name in module.__dict__:

@@ -137,7 +137,8 @@ def test_python_reads_the_number_of_the_whole() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_code_reads_the_number_of_the_whole() -> None:
+@pytest.mark.parametrize("is_every", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_compiled_code_reads_the_number_of_the_whole(is_every: bool) -> None:
     whole = {"lengths": (8,), "reads": ["t.item()", "float(t)"]}
     # At a branch the graph breaks.
     broken = {
@@ -145,8 +146,9 @@ def test_compiled_code_reads_the_number_of_the_whole() -> None:
         "reads": ["t.item()", "(1.0 if t > 0.5 else 2.0)"],
         "is_whole": False,
     }
-    assert_right(["(x > 0).sum()"], "aot", whole)
-    assert_right(["x.abs().amax()"], "aot", broken)
+    numbers = ["(x > 0).sum()", "x.abs().amax()"]
+    assert_right(numbers if is_every else numbers[:1], "aot", whole)
+    assert_right(numbers if is_every else numbers[1:], "aot", broken)
 
 
 @pytest.mark.long
@@ -199,7 +201,10 @@ def test_gradients_are_written_to_as_wholes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "each"), [(2, 6), pytest.param(3, 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("ranks", "each"),
+    [(2, 6), *(pytest.param(*how, marks=pytest.mark.long) for how in ((2, 3), (3, 1)))],
+)
 def test_writes_to_parts_and_views(ranks: int, each: int) -> None:
     """The long case computes every row; in one graph they cost a minute."""
     assert_right(rows(WRITES)[::-each], "aot", *of_lengths(33, ranks=ranks))

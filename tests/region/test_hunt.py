@@ -39,6 +39,7 @@ SAMPLES: list[Any] = [
     *(
         pytest.param(way, seed, number, marks=pytest.mark.long)
         for way, seed, number in (
+            *(("eager", 10040, 6), ("region", 10040, 14), ("mesh", 10040, 4)),
             *(("aot", 10040, 6), ("region_aot", 10040, 6)),
             *(("eager", 100, 12), ("region", 100, 12), ("mesh", 100, 6)),
         )

@@ -6,6 +6,7 @@
     python benchmarks/compile_time.py --target cuda:sm_90 --ranks 8 --layers 1 8 32
     python benchmarks/compile_time.py --target cuda:sm_90 --ranks 8 --layers 1 8 --plan runtime
     python benchmarks/compile_time.py --backend cp_aot_eager --ranks 8 --layers 2 8
+    python benchmarks/compile_time.py --regions --ranks 8 --layers 1 8 32
 
 Each figure is a fresh process with cold caches that compiles forward and backward of a transformer
 for the CPU, C++ compiler included, as one rank under a fake process group; nothing is run, but by
@@ -15,6 +16,8 @@ start at once with one empty cache, as the first ranks, or as plain Inductor; th
 and each runs once what it compiled or loaded (nothing arrives from others). The phases are ours
 (capture: find, plan and replace; lower; schedule), the C++ compiler, and all else (Dynamo,
 AOTAutograd, Inductor). CPU seconds are those of all processes and their compilers.
+
+With --regions, each layer is a `torch.compiler.nested_compile_region`, with both.
 
 With --target, code is generated for a GPU that need not exist, without its Triton compiler: of
 unmodified Llamas of transformers (--hidden), or of attention alone (--hidden 0), whose documents
@@ -70,6 +73,16 @@ class Packed(nn.Module):
         return x
 
 
+class Regions(nn.Sequential):
+    """Layers that are compiled once, as they are alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        region = torch.compiler.nested_compile_region(nn.Module.__call__)
+        for layer in self:
+            x = region(layer, x)
+        return x
+
+
 def attend_under(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
@@ -122,7 +135,8 @@ def compile_once(
     if args.packed:
         model = Packed(layers, args.dim, args.heads)
     else:
-        model = nn.Sequential(*(Layer(args.dim, args.heads, attend_ours) for _ in range(layers)))
+        kind = Regions if args.regions else nn.Sequential
+        model = kind(*(Layer(args.dim, args.heads, attend_ours) for _ in range(layers)))
     x = torch.randn(1, args.tokens, args.dim, requires_grad=True)
     patches = [
         mock.patch.object(backend, "capture", timed("capture", backend.capture)),
@@ -269,7 +283,7 @@ def compile_llama(model: nn.Module, of_mesh: Callable[..., Any], how: dict[str, 
 def measure(args: argparse.Namespace, layers: int, world_size: int) -> dict[str, Any]:
     """Compile in fresh processes."""
     command = [sys.executable, __file__, "--one", str(layers), str(world_size)]
-    options = ["--packed"] if args.packed else []
+    options = [f"--{name}" for name in ("packed", "regions") if getattr(args, name)]
     names = ["tokens", "dim", "heads", "strategy", "together", "hidden", "plan", "backend"]
     for name in names + ["target"] * bool(args.target):
         options += [f"--{name}", str(getattr(args, name))]
@@ -308,6 +322,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--packed", action="store_true", help="documents: planned for each batch")
+    parser.add_argument("--regions", action="store_true", help="layers that are compiled once")
     parser.add_argument("--together", type=int, default=1, help="processes on one cold cache")
     parser.add_argument("--target", default="", help="such as cuda:sm_90")
     parser.add_argument("--hidden", type=int, default=0, help="of a Llama; 0 is attention alone")

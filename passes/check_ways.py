@@ -1,7 +1,7 @@
 """Refuse ways of compiling that lose exchanges. Changes nothing.
 
 compile_on_one_rank                     the graphs of ranks differ
-torch.compiler.nested_compile_region    AOTAutograd (2.13) traces it without DTensors
+torch.compiler.nested_compile_region    once it was called, Dynamo takes DTensors for plain tensors
 aot_compile                             what is saved does not say of which rank it is
 
 Assumes: a graph from Dynamo, whose nodes carry `example_value`.
@@ -44,7 +44,7 @@ def check_ways(gm: fx.GraphModule) -> None:
         if any(isinstance(value, DTensor) for value in values):
             raise _refused(
                 "plain tensors in a nested_compile_region",
-                "DTensors, which torch (2.13) does not trace there",
+                "DTensors, which torch (2.13 to 2.15) does not trace there",
                 "call it without nested_compile_region",
                 site=name_of(node),
             )

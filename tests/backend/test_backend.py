@@ -178,6 +178,23 @@ def test_autocast_numerics(is_distributed: bool) -> None:
     assert_shards_close([one.bfloat16() for one in found], expected, torch.bfloat16)
 
 
+@on_ranks(2)
+def test_regions_that_are_compiled_once() -> None:
+    """Two calls of one attention are one subgraph, over plain shards; DTensors are refused."""
+    region = torch.compiler.nested_compile_region(attend_causal)
+
+    def twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return region(region(query, key, value), key, value) * 2
+
+    whole = make_qkv(10)
+    options = {"mesh": world_mesh()}
+    compiled = torch.compile(twice, backend="cp_aot_eager", options=options, fullgraph=True)
+    given = (shard(t, dist.get_rank(), 2).contiguous() for t in whole)
+    found = with_grads(compiled, given)
+    wide = [tensor.double() for tensor in whole]
+    assert_shards_close(found, with_grads(attend_twice, wide), torch.float32)
+
+
 class CountingPass(CustomGraphPass):
     """A pass of a user's, where ours is about to go."""
 

@@ -111,7 +111,9 @@ def _before_repeated(node: fx.Node) -> fx.Node | None:
     is_repeated = len(sizes[1]) == 5 and sizes[1] == [batch, heads, sizes[1][2], *others]
     joined = [batch, heads * sizes[1][2], *others]
     is_joined = [size_expression(size) for size in _value(node).shape] == joined
-    return source if is_repeated and is_joined else None
+    # What was written to the one may not have reached the other.
+    is_written = _value(source)._version > 0 or _value(node)._version > 0
+    return source if is_repeated and is_joined and not is_written else None
 
 
 def _is_call(node: object, method: str | None, *functions: object) -> TypeGuard[Any]:

@@ -157,7 +157,11 @@ def _note_plain(node: fx.Node, source: fx.Node, mesh: DeviceMesh, numbers: Itera
 
 
 def _note_distributed(node: fx.Node, numbers: Iterator[int]) -> None:
-    """Let all that comes later read a copy of a DTensor that was drawn, noted."""
+    """Let all that comes later read a copy of a DTensor that was drawn, noted.
+
+    What is drawn into a tensor that was there is noted and written to it again: it may be read, and
+    written to, by other names.
+    """
     value: DTensor = node.meta["example_value"]
     mesh = value.device_mesh
     equals = enumerate(value.placements)
@@ -166,16 +170,18 @@ def _note_distributed(node: fx.Node, numbers: Iterator[int]) -> None:
     with node.graph.inserting_after(node):
         noted = node.graph.call_function(note_drawn, (node, next(numbers), name_of(node)))
     noted.meta = dict(node.meta)
-    places = {other: place for place, other in enumerate(node.graph.nodes)}
-    for old in (node, *_written(node)):
-        old.replace_all_uses_with(noted, delete_user_cb=lambda user: places[user] > places[noted])
+    if _is_drawn_into(node):
+        with node.graph.inserting_after(noted):
+            again = node.graph.call_method("copy_", (node, noted))
+        again.meta = dict(node.meta)
+        return
+    node.replace_all_uses_with(noted, delete_user_cb=lambda user: user is not noted)
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
-    """Return the DTensor that a node draws into, if it makes none of its own."""
+def _is_drawn_into(node: fx.Node) -> bool:
+    """Whether a node draws into a DTensor that it was given."""
     drawn = memory_of(local_of(node.meta["example_value"]))
-    return [
-        source
+    return any(
+        _is_distributed(source) and memory_of(local_of(source.meta["example_value"])) == drawn
         for source in node.all_input_nodes
-        if _is_distributed(source) and memory_of(local_of(source.meta["example_value"])) == drawn
-    ]
+    )

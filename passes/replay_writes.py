@@ -45,6 +45,7 @@ from cp_inductor.dtensor.rules.writes import (
 from cp_inductor.dtensor.wrap import is_whole
 from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.graph.nodes import call_target, graphs_of, name_of, recompile_all
+from cp_inductor.graph.subgraphs import Calls, calls_of
 from cp_inductor.modules.whole_batches import PART_OF_BATCH, write_to_part
 from cp_inductor.torch_private.dtensor import local_of
 from cp_inductor.torch_private.tracing import (
@@ -68,11 +69,12 @@ def replay_writes(gm: fx.GraphModule) -> None:
     Raises:
         UnsupportedWrite: a write is not understood. The graph is unusable then.
     """
-    is_changed = False
-    for graph in list(graphs_of(gm)):
-        if any(map(_may_write, graph.nodes)):
-            is_changed |= _Replay(graph, _Aliases(graph)).run()
-    if is_changed:
+    graphs = (graph for graph in graphs_of(gm) if any(map(_may_write, graph.nodes)))
+    found, calls = {graph: _Aliases(graph) for graph in graphs}, calls_of(gm)
+    for aliases in found.values():
+        _check_outside(aliases, calls)
+    is_changed = [_Replay(graph, aliases).run() for graph, aliases in found.items()]
+    if any(is_changed):
         recompile_all(gm)
 
 
@@ -204,6 +206,23 @@ def _call(node: fx.Node, value_of: Callable[[fx.Node], Any], given: Any = None) 
     """Call what a node calls, on its arguments or others, of which values are taken."""
     args, kwargs = fx.map_arg(given or (node.args, node.kwargs), value_of)
     return Tensor.detach(*args) if node.target is get_data else call_target(node, args, kwargs)
+
+
+def _check_outside(aliases: _Aliases, calls: Calls) -> None:
+    """Refuse writes in a body to what is read outside of it by another name: it is not followed."""
+    for node, write in aliases.writes.items():
+        for tensor in (family.base for family in write.families):
+            while tensor.op == "placeholder" and tensor.graph in calls:
+                call = calls[tensor.graph]
+                inputs = tensor.graph.find_nodes(op="placeholder")
+                (tensor,) = _nodes_in(call.args[1 + inputs.index(tensor)])
+                families = _Aliases(call.graph).families_of(tensor)
+                names = {name for one in families for name in (one.base, *one.views)} - {tensor}
+                places = {other: place for place, other in enumerate(call.graph.nodes)}
+                users = {user for name in names for user in name.users}
+                if any(places[user] >= places[call] for user in users):
+                    got = f"one in {call.target}, to what is read outside of it by another name"
+                    raise _refusal(node, got)
 
 
 class _Replay:

@@ -25,6 +25,9 @@ from tests.support.kept_kernels import prepare_cache
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's flight recorder keeps the stacks of the last 2,000 collectives, and with their code what
+# that belongs to: graphs, models, and the process groups of earlier tests, whose threads poll.
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 # Kernels are compiled with less optimisation than Inductor asks for: the same C++, sooner. Where
 # g++ is Inductor's compiler; it tells by the name whether precompiled headers are g++'s.
 if sys.platform == "linux" and shutil.which("g++"):

@@ -39,7 +39,6 @@ class Captured:
 
     Attributes:
         kept: places of the inputs that were kept.
-        has_attention: whether the graph has any attention, also one that is left alone.
         agree: makes the context, from the inputs, in which the ranks compare what they run.
         attentions: those that were captured, in the order in which they run.
         types: what checks calls of the graph, if they must be.
@@ -48,7 +47,6 @@ class Captured:
     """
 
     kept: tuple[int, ...]
-    has_attention: bool
     agree: Callable[[Sequence[Any]], Any]
     attentions: tuple[Planned, ...] = ()
     types: GraphTypes | AlikeLengths | None = None
@@ -82,9 +80,7 @@ class Captured:
                 shards=shards_of(gm),
                 batches=batches,
             )
-        return Captured(
-            captured.kept, captured.has_attention, agree, planned, captured.types, collectives
-        )
+        return Captured(captured.kept, agree, planned, captured.types, collectives)
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         """Return the inputs that were kept."""
@@ -97,8 +93,7 @@ class Captured:
         passes all of the original inputs.
         """
         call = with_steps_named(compiled, self.attentions)
-        call = with_versions_checked(call) if self.has_attention else call
-        call = with_plain_gradients(with_all_gradients(call))
+        call = with_plain_gradients(with_all_gradients(with_versions_checked(call)))
 
         group_names = {one.attention.group_name for one in self.attentions}
 

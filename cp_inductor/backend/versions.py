@@ -102,7 +102,7 @@ def _check(held: _Held, _: object) -> None:
     for name, tensor, version in held:
         if tensor._version != version:
             raise ModifiedInPlace(
-                site=f"{name} (shape {tuple(tensor.shape)}) of a compiled graph with attention",
+                site=f"{name} (shape {tuple(tensor.shape)}) of a compiled graph",
                 expected=f"version {version}, which its backward needs",
                 got=f"version {tensor._version}: one of the variables needed for gradient"
                 " computation has been modified by an inplace operation",

@@ -17,9 +17,8 @@ every log of a loss would be wrong. The gradient of every part is that of the wh
 passes stay as they are. Tensors with dims keep their placements.
 
 AOTAutograd returns the base of outputs that share memory, and makes the views of it again outside
-of the graph. DTensor has no `as_strided` (torch 2.13 to 2.15), so that call fails. What a user
-writes to one of the two in place does not reach the other. In eager code it does not, either, where
-DTensor has redistributed the one to make the other.
+of the graph. DTensor has no `as_strided` (torch 2.13 to 2.15), so that call fails. What is written
+to one of the two in place would not reach the other: `dtensor/rules/writes.py` refuses that.
 
 Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_value`.
 """
@@ -27,7 +26,7 @@ Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_val
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 from torch.distributed.tensor import DTensor, Replicate
@@ -35,10 +34,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from cp_inductor.dtensor.rules.partials import is_partial
 from cp_inductor.passes.insert_call import insert_call
 
+# What shares memory on one process, and does not here: places of outputs, and inputs.
+Sharing = list[tuple[list[int], list[fx.Node]]]
 
-def complete_outputs(gm: fx.GraphModule) -> None:
-    """Sum the parts of scalars, and copy the views among outputs that share memory, in place."""
-    output = gm.graph.output_node()
+
+def complete_outputs(gm: fx.GraphModule) -> Sharing:
+    """Sum the parts of scalars, and copy the views among outputs that share memory, in place.
+
+    Returns:
+        Outputs and inputs that share memory on one process.
+    """
+    output, sharing = gm.graph.output_node(), _sharing(gm.graph)
     returned = {
         node: value
         for node in output.all_input_nodes
@@ -50,10 +56,10 @@ def complete_outputs(gm: fx.GraphModule) -> None:
             placements = [Replicate()] * value.device_mesh.ndim
             calls[node] = ("redistribute", node, value.device_mesh, placements)
     made = [node for node in returned if node.op != "placeholder" and node not in calls]
-    sharing = Counter(map(_memory, map(returned.__getitem__, made)))
+    names = Counter(map(_memory, map(returned.__getitem__, made)))
     for node in made:
         value = returned[node]
-        if value._base is not None and sharing[_memory(value)] > 1:
+        if value._base is not None and names[_memory(value)] > 1:
             calls[node] = ("clone", node)
     with gm.graph.inserting_before(output):
         for node, (method, *arguments) in calls.items():
@@ -62,6 +68,23 @@ def complete_outputs(gm: fx.GraphModule) -> None:
             output.replace_input_with(node, own)
     if calls:
         gm.recompile()
+    return sharing
+
+
+def _sharing(graph: fx.Graph) -> Sharing:
+    given, (returned,) = graph.find_nodes(op="placeholder"), graph.output_node().args
+    found: dict[int, tuple[list[int], list[fx.Node]]] = {}
+    names: dict[int, set[fx.Node]] = {}
+    for place, node in enumerate([*given, *cast("Any", returned)]):
+        value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+        if isinstance(value, DTensor):
+            outputs, inputs = found.setdefault(_memory(value), ([], []))
+            names.setdefault(_memory(value), set()).add(node)
+            if place < len(given):
+                inputs.append(node)
+            else:
+                outputs.append(place - len(given))
+    return [one for memory, one in found.items() if one[0] and len(names[memory]) > 1]
 
 
 def _memory(value: DTensor) -> int:

@@ -37,7 +37,7 @@ from cp_inductor.passes.check_mesh import check_mesh
 from cp_inductor.passes.check_placements import check_placements
 from cp_inductor.passes.check_sequence import check_sequence
 from cp_inductor.passes.check_ways import check_ways
-from cp_inductor.passes.complete_outputs import complete_outputs
+from cp_inductor.passes.complete_outputs import Sharing, complete_outputs
 from cp_inductor.passes.drop_block_masks import drop_block_masks
 from cp_inductor.passes.drop_idle_objects import drop_idle_objects
 from cp_inductor.passes.find_attention import find_attention, groups_of_sequence
@@ -126,6 +126,7 @@ class Capture:
         verdicts: of `find_attention`.
         kept: the places of the inputs that are left at the end.
         types: what checks calls of the graph, if they must be.
+        sharing: of `complete_outputs`.
     """
 
     gm: fx.GraphModule
@@ -134,6 +135,7 @@ class Capture:
     verdicts: list[tuple[str, Verdict]] = field(default_factory=list)
     kept: tuple[int, ...] = ()
     types: GraphTypes | AlikeLengths | None = None
+    sharing: Sharing = field(default_factory=list)
 
     @property
     def sites(self) -> list[Site]:
@@ -179,6 +181,10 @@ class Capture:
         """Check what is not attention, and keep what checks the calls."""
         chosen = (self.settings.seq_dims, self.settings.axis)
         self.types = check_sequence(self.gm, self.sites, *chosen)
+
+    def complete_outputs(self) -> None:
+        """Complete them, and keep which of them share memory on one process."""
+        self.sharing = complete_outputs(self.gm)
 
     def drop_idle_objects(self) -> None:
         """Drop them, and keep the places of the others."""
@@ -301,7 +307,7 @@ PASSES = (
     Pass(REWRITE, "translate_policy", lambda this: translate_policy(this.gm),
          lambda this: bool(this.sites)),
     # What leaves the graph is known only now.
-    Pass(REWRITE, "complete_outputs", lambda this: complete_outputs(this.gm)),
+    Pass(REWRITE, "complete_outputs", Capture.complete_outputs),
     # Behind all that make numbers of whole lengths which were symbols.
     Pass(REWRITE, "guard_whole_lengths", lambda this: guard_whole_lengths(this.gm.graph)),
     # Behind capture_attention, after which nothing reads the mesh of a region.

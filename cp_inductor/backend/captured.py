@@ -14,11 +14,13 @@ from functools import wraps
 from typing import Any
 
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from cp_inductor.backend.gradients import with_all_gradients, with_plain_gradients
 from cp_inductor.backend.steps import with_steps_named
 from cp_inductor.backend.versions import with_versions_checked
 from cp_inductor.dtensor.permuted import refuse_permuted
+from cp_inductor.dtensor.rules.writes import note_copies, refuse_stale_copies
 from cp_inductor.graph.collectives import Collective
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.check_sequence import shards_of
@@ -44,6 +46,8 @@ class Captured:
         types: what checks calls of the graph, if they must be.
         collectives: what its lowered graphs start, by "forward", "backward" and "inference"; of
             graphs that come from a cache nothing is known.
+        sharing: places of outputs, and of inputs, that are one memory on one process.
+        written: places of the DTensors among the inputs that the graph writes to.
     """
 
     kept: tuple[int, ...]
@@ -51,6 +55,8 @@ class Captured:
     attentions: tuple[Planned, ...] = ()
     types: GraphTypes | AlikeLengths | None = None
     collectives: dict[str, Sequence[Collective]] = field(default_factory=dict)
+    sharing: Sequence[tuple[list[int], list[int]]] = ()
+    written: Sequence[int] = ()
 
     @staticmethod
     def of(gm: fx.GraphModule, settings: Settings) -> Captured:
@@ -80,7 +86,19 @@ class Captured:
                 shards=shards_of(gm),
                 batches=batches,
             )
-        return Captured(captured.kept, agree, planned, captured.types, collectives)
+        inputs = gm.graph.find_nodes(op="placeholder")
+        sharing = [
+            (outputs, [inputs.index(node) for node in of]) for outputs, of in captured.sharing
+        ]
+        values = [node.meta.get("example_value") for node in inputs]
+        written = [
+            place
+            for place, value in enumerate(values)
+            if isinstance(value, DTensor) and value._version > 0
+        ]
+        return Captured(
+            *(captured.kept, agree, planned, captured.types, collectives, sharing, written)
+        )
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         """Return the inputs that were kept."""
@@ -106,7 +124,12 @@ class Captured:
                 args = tuple(self.inputs(args))
             for name in group_names:
                 watch_gradients(name, args)
+            for place in self.written:
+                refuse_stale_copies(args[place], f"input {place} of a compiled graph")
             with self.agree(args):
-                return call(*args)
+                results = call(*args)
+            for outputs, inputs in self.sharing:
+                note_copies([results[i] for i in outputs] + [args[i] for i in inputs])
+            return results
 
         return run if self.types is None else self.types.typed(run, self.kept)

@@ -180,19 +180,19 @@ def test_autocast_numerics(is_distributed: bool) -> None:
 
 @on_ranks(2)
 def test_regions_that_are_compiled_once() -> None:
-    """Two calls of one attention are one subgraph, over plain shards; DTensors are refused."""
-    region = torch.compiler.nested_compile_region(attend_causal)
-
-    def twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return region(region(query, key, value), key, value) * 2
-
-    whole = make_qkv(10)
-    options = {"mesh": world_mesh()}
-    compiled = torch.compile(twice, backend="cp_aot_eager", options=options, fullgraph=True)
-    given = (shard(t, dist.get_rank(), 2).contiguous() for t in whole)
-    found = with_grads(compiled, given)
-    wide = [tensor.double() for tensor in whole]
-    assert_shards_close(found, with_grads(attend_twice, wide), torch.float32)
+    """Two layers are calls of one subgraph, over plain shards; DTensors are refused."""
+    region = torch.compiler.nested_compile_region(torch.nn.Module.__call__)
+    first, second = (AttentionBlock(8, 2).double() for _ in range(2))
+    whole = torch.randn(1, 10, 8, dtype=torch.float64)
+    compiled = torch.compile(
+        lambda x: region(second, region(first, x)),
+        **{"backend": "cp_aot_eager", "fullgraph": True, "options": {"mesh": world_mesh()}},
+    )
+    own = shard(whole, dist.get_rank(), 2, dim=1).contiguous().requires_grad_()
+    whole.requires_grad_()
+    for out in (second(first(whole)), compiled(own)):
+        out.square().sum().backward()
+    torch.testing.assert_close(own.grad, shard(whole.grad, dist.get_rank(), 2, dim=1))
 
 
 class CountingPass(CustomGraphPass):

@@ -20,7 +20,7 @@ until then, DTensor's table of handlers is unchanged.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -215,25 +215,39 @@ def _check(op: torch._ops.OpOverload, tensor: DTensor) -> None:
     base = _copied.get(tensor, tensor._base)
     if isinstance(base, DTensor) and (memory_of(local_of(base)) != memory_of(local_of(tensor))):
         raise _refusal(
-            op,
+            str(op),
             f"a view with the placements of its tensor, {base.placements}",
             f"one with {tensor.placements}, which DTensor has copied: the write would be lost",
         )
     if is_compiled(local_of(tensor)) and traces.is_ours:
         return  # graphs of this library read no view after a write
+    refuse_stale_copies(tensor, str(op))
+
+
+def refuse_stale_copies(tensor: DTensor, site: str) -> None:
+    """Refuse to write to a tensor while there are copies of it that are views on one process."""
     copies = [copy for copy in _copies.get(_root(tensor), ()) if copy() is not None]
     if copies:
         _copies[_root(tensor)] = copies
         raise _refusal(
-            op,
+            site,
             "a tensor without copies where one process has views of it",
             f"a view of shape {tuple(copies[0]().shape)} that is alive and would be stale",
         )
 
 
-def _refusal(op: torch._ops.OpOverload, expected: str, got: str) -> UnsupportedWrite:
+def note_copies(tensors: Sequence[Any]) -> None:
+    """Note tensors that are one memory on one process, and each its own here."""
+    for one in tensors:
+        if isinstance(one, DTensor):
+            others = (weakref.ref(other) for other in tensors if other is not one)
+            alive = (copy for copy in _copies.get(_root(one), ()) if copy() is not None)
+            _copies[_root(one)] = [*alive, *others]
+
+
+def _refusal(site: str, expected: str, got: str) -> UnsupportedWrite:
     return UnsupportedWrite(
-        site=f"{op} ({user_line()})",
+        site=f"{site} ({user_line()})",
         expected=expected,
         got=got,
         remedy="compile it with cp_inductor, or compute a new tensor (torch.where, torch.cat, a"

@@ -73,13 +73,15 @@ class Packed(nn.Module):
         return x
 
 
+call_region = torch.compiler.nested_compile_region(nn.Module.__call__)
+
+
 class Regions(nn.Sequential):
     """Layers that are compiled once, as they are alike."""
 
     def forward(self, x: Tensor) -> Tensor:
-        region = torch.compiler.nested_compile_region(nn.Module.__call__)
         for layer in self:
-            x = region(layer, x)
+            x = call_region(layer, x)
         return x
 
 

@@ -17,7 +17,7 @@ and each runs once what it compiled or loaded (nothing arrives from others). The
 (capture: find, plan and replace; lower; schedule), the C++ compiler, and all else (Dynamo,
 AOTAutograd, Inductor). CPU seconds are those of all processes and their compilers.
 
-With --regions, each layer is a `torch.compiler.nested_compile_region`, with both.
+With --regions, each layer is a `torch.compiler.nested_compile_region`, also of plain Inductor.
 
 With --target, code is generated for a GPU that need not exist, without its Triton compiler: of
 unmodified Llamas of transformers (--hidden), or of attention alone (--hidden 0), whose documents

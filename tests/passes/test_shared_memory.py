@@ -63,9 +63,16 @@ def test_right(name: str) -> None:
     torch.testing.assert_close(model.noise, alone.noise)
 
 
-@pytest.mark.parametrize("name", ["over a break", "in a checkpoint", "returned"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("over a break", r"input 0 of a compiled graph .* \(2, 6, 8\) that is alive"),
+        ("in a checkpoint", "got one in tag_activation_checkpoint, to what is read outside"),
+        ("returned", r"output 0 \(shape \(2, 9, 8\)\) of a compiled graph: expected version 0"),
+    ],
+)
 @on_ranks(2)
-def test_refused(name: str) -> None:
+def test_refused(name: str, said: str) -> None:
     model = parallelize(Model(name), world_mesh(), seq_dims={"x": 1})
 
     def step() -> None:
@@ -73,5 +80,5 @@ def test_refused(name: str) -> None:
         out.mul_(2)
         out.sum().backward()
 
-    with pytest.raises(CPError, match=r"in place|inplace|would be stale"):
+    with pytest.raises(CPError, match=said):
         step()

@@ -250,8 +250,8 @@ def _refusal(site: str, expected: str, got: str) -> UnsupportedWrite:
         site=f"{site} ({user_line()})",
         expected=expected,
         got=got,
-        remedy="compile it with cp_inductor, or compute a new tensor (torch.where, torch.cat, a"
-        " clone of the view)",
+        remedy="compile view and write in one graph with cp_inductor, or compute a new tensor"
+        " (torch.where, torch.cat, a clone of the view)",
     )
 
 

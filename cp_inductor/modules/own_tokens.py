@@ -49,6 +49,7 @@ from cp_inductor.modules.reading import (
     locally,
     read_locally,
     reads_locally,
+    scale_gradient,
 )
 from cp_inductor.modules.recurrences import namespaces_of, share_functions, share_wherever_known
 from cp_inductor.modules.whole import OnWhole
@@ -93,10 +94,7 @@ class OnOwnTokens(OnWhole):
         whole = result if isinstance(result, tuple) else (result,)
         outs = (
             _wrapped(whole[0], tokens, given, type(self).__name__),
-            *(
-                wrap_whole(part, tokens.device_mesh) if isinstance(part, Tensor) else part
-                for part in whole[1:]
-            ),
+            *(_state(part, tokens, sequence, type(self).__name__) for part in whole[1:]),
         )
         return outs if isinstance(result, tuple) else outs[0]
 
@@ -201,6 +199,29 @@ def _own(leaf: Any, tokens: DTensor) -> Any:
     if own.shape[TOKENS] == 0:
         own = F.pad(own, (0, 0) * (own.ndim - 2) + (0, 1))
     return own
+
+
+def _state(state: Any, tokens: DTensor, sequence: SharedSequence, site: str) -> Any:
+    """Wrap what a rank returns beside its tokens: a state, which all ranks of the sequence have.
+
+    Each of them differentiates it, and they sum their gradients of what it was made of. So each
+    takes its share.
+    """
+    if not isinstance(state, Tensor):
+        return state
+    mesh, places = tokens.device_mesh, list(tokens.placements)
+    is_of_tokens = state.ndim > 1 and any(state.shape[TOKENS] == n for n in sequence.lengths)
+    of_batch = state.ndim > 0 and state.shape[0] == tokens.to_local().shape[0]
+    if (is_of_tokens and of_batch) or (Shard(0) in places and not of_batch):
+        raise UnsupportedPlacement(
+            site=site,
+            expected="results beside the first that are states (B, ...), the same on all ranks",
+            got=f"{tuple(state.shape)}, which may be of this rank's tokens alone",
+            remedy="return it from another module, or name this one in parallelize(..., whole=)",
+        )
+    places = [p if p == Shard(0) else Replicate() for p in places]
+    shape = (tokens.shape[0], *state.shape[1:]) if of_batch else state.shape
+    return wrap_parts(scale_gradient(state, 1 / sequence.world_size), mesh, places, shape)
 
 
 def _wrapped(out: Any, tokens: DTensor, given: DTensor, site: str) -> Any:

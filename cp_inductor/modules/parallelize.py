@@ -35,7 +35,12 @@ from torch.nn.parameter import is_lazy
 
 from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.sequence_meshes import hold_sequences_along
-from cp_inductor.errors import InvalidArgument, UnsupportedPlacement, UnsupportedWrite
+from cp_inductor.errors import (
+    InvalidArgument,
+    UnsupportedAttention,
+    UnsupportedPlacement,
+    UnsupportedWrite,
+)
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.own_tokens import run_on_own_tokens
 from cp_inductor.modules.reading import (
@@ -279,7 +284,7 @@ def _entrance(cls: Any, batches: WholeBatches, options: Options) -> type[nn.Modu
         finally:
             here.is_running = None
             if not is_traced:  # a trace ends by itself
-                _replicating.end_with(output)
+                _replicating.end_with(self, output)
         return output
 
     @wraps(getattr(cls, "generate", forward))
@@ -318,12 +323,21 @@ class _Replicating(threading.local):
         if not self.num_askers:
             self.around.close()
 
-    def end_with(self, output: Any) -> None:
+    def end_with(self, model: nn.Module, output: Any) -> None:
         """End when the tensors of a result are gone that have gradients."""
         tensors = [one for one in pytree.tree_leaves(output) if isinstance(one, Tensor)]
+        site = type(model).__name__
 
         def ask(gradient: Tensor) -> None:
-            """Be a hook of a tensor, and live as long as it."""
+            """Be a hook of a tensor, live as long as it, and refuse second derivatives."""
+            if torch.is_grad_enabled():
+                raise UnsupportedAttention(
+                    site=site,
+                    expected="first derivatives, as of loss.backward()",
+                    got="create_graph=True, of which DTensor (torch 2.13-2.15) loses terms",
+                    remedy="train with a penalty on gradients, or on steps of an optimizer, on one"
+                    " process, or by finite differences of two losses",
+                )
 
         weakref.finalize(ask, self.end).atexit = False
         for tensor in tensors:

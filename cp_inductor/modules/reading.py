@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.kept import cache
-from cp_inductor.torch_private.checkpoint import is_recomputing
+from cp_inductor.torch_private.checkpoint import is_recomputing, rerun_within
 
 # What classes made here have beside their methods: how their tensors are read, and a mixin.
 READING, _MIXIN = "_cp_reading", "_cp_mixin"
@@ -118,6 +118,8 @@ class Computing:
             a `SharedSequence`.
         questions: how often anybody has asked for it.
         is_in_form: whether a function runs that a form calls to compute this rank's tokens.
+        num_alone: how many checkpoints recompute here whose forward was outside of a run.
+        left: attributes that were set to tensors in a module that computes on the whole sequence.
         weights: the parameters that modules have read since `reading_once`, by module and name.
     """
 
@@ -127,6 +129,8 @@ class Computing:
     sequence: Any = None
     questions: int = 0
     is_in_form: bool = False
+    num_alone: int = 0
+    left: list[tuple[nn.Module, str]] | None = None
     weights: dict[tuple[int, str], Tensor] | None = None
 
 
@@ -249,9 +253,30 @@ def reading_of(module: nn.Module) -> Reading | None:
 def reading_now(module: nn.Module) -> Reading | None:
     """Return how a module now reads its tensors; None if it reads them as on one process."""
     is_running = computing().is_running
-    # A checkpoint recomputes outside of the run.
-    is_running = is_recomputing() if is_running is None else is_running
-    return reading_of(module) if is_running else None
+    return reading_of(module) if (_is_rerun() if is_running is None else is_running) else None
+
+
+def _is_rerun() -> bool:
+    """Whether a checkpoint recomputes, outside of the run, what ran within."""
+    here = computing()
+    if is_recomputing():
+        return not here.num_alone
+    if here.is_running is None and not torch.compiler.is_compiling():
+        rerun_within(_alone)
+    return False
+
+
+class _Alone:
+    """Within this context a checkpoint recomputes what has run outside of a run."""
+
+    def __enter__(self) -> None:
+        computing().num_alone += 1
+
+    def __exit__(self, *error: object) -> None:
+        computing().num_alone -= 1
+
+
+_alone = _Alone()
 
 
 def reads_locally(module: nn.Module) -> bool:
@@ -272,6 +297,9 @@ def _subclass(
         # `self.count = self.count + 1`, of a buffer: it stays plain.
         if name in module._buffers and isinstance(value, DTensor) and reading_now(module):
             value = value.full_tensor()
+        left = computing().left if isinstance(value, Tensor) else None
+        if left is not None and not any(module is known and name == at for known, at in left):
+            left.append((module, name))
         cls.__setattr__(module, name, value)
 
     def named_parameters(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -336,9 +364,9 @@ def _reader(name: str, reading: Reading | None, is_mixed: bool) -> Callable[[nn.
             return tensor
         here = _threads.computing
         # It may recompute a function of a module without calling the module.
-        if is_mixed and (is_recomputing() if here.is_local is None else here.is_local):
+        if is_mixed and (_is_rerun() if here.is_local is None else here.is_local):
             return _local_part(module, name, tensor)
-        if not (is_recomputing() if here.is_running is None else here.is_running):
+        if not (_is_rerun() if here.is_running is None else here.is_running):
             return tensor
         # A class may have learned later of what its model is a part.
         now = reading_of(module) if reading is None else reading

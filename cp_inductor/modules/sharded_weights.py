@@ -59,7 +59,7 @@ class ShardedWeights:
         """Refuse parameters that are not plain.
 
         Raises:
-            UnsupportedPlacement: a parameter is of a subclass, such as a DTensor.
+            UnsupportedPlacement: a parameter is of a subclass, such as a DTensor, or has hooks.
             UntiedWeights: two share memory, which their shards would not.
         """
         for name, parameter in model.named_parameters():
@@ -70,6 +70,13 @@ class ShardedWeights:
                     got=f"a {type(parameter).__name__}",
                     remedy="leave out weights=, or pass a model that nothing has sharded or"
                     " quantized before",
+                )
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise UnsupportedPlacement(
+                    site=name,
+                    expected="a parameter without hooks, as its shard would not have them",
+                    got="hooks that somebody has registered",
+                    remedy="register them after parallelize(..., weights=), on the shards",
                 )
         together: dict[int, list[tuple[str, Tensor]]] = {}  # by the address of their memory
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -102,19 +109,20 @@ class ShardedWeights:
                     module._parameters[key] = shards[id(parameter)]
 
     def _sharded(self, old: nn.Parameter) -> nn.Parameter:
-        placements: list[Placement] = [Shard(0) if old.ndim else Replicate()]
-        whole: Tensor = old.detach()
-        if whole.is_meta:
-            whole = torch.empty_like(whole, device=self.mesh.device_type)
-        shard: Tensor = distribute_tensor(whole.contiguous(), self.mesh, placements)
-        if self.is_float32 and old.requires_grad and old.is_floating_point():
-            shard = shard.float()
-        if self.is_offloaded:
-            shard = shard.cpu()
-        new = nn.Parameter(shard, requires_grad=old.requires_grad)
+        new = nn.Parameter(self._shard_of(old.detach(), old), requires_grad=old.requires_grad)
+        new.grad = None if old.grad is None else self._shard_of(old.grad, old)
         for name, value in vars(old).items():
             setattr(new, name, value)
         return new
+
+    def _shard_of(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:
+        placements: list[Placement] = [Shard(0) if whole.ndim else Replicate()]
+        if whole.is_meta:
+            whole = torch.empty_like(whole, device=self.mesh.device_type)
+        shard: Tensor = distribute_tensor(whole.contiguous(), self.mesh, placements)
+        if self.is_float32 and parameter.requires_grad and whole.is_floating_point():
+            shard = shard.float()
+        return shard.cpu() if self.is_offloaded else shard
 
     def gather(self, weight: DTensor, sequence: DeviceMesh) -> DTensor:
         """Return a weight whole, over the ranks of a sequence; its gradient is their part."""

@@ -21,15 +21,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cp_inductor.dtensor.wrap import wrap_parts
+from cp_inductor.dtensor.wrap import wrap_parts, wrap_whole
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.reading import (
@@ -78,11 +80,8 @@ class _Routing(ReadsLocally):
     def _on_shards(self, method: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(tokens, DTensor):
             return method(tokens, *args, **kwargs)
-        mesh, given = tokens.device_mesh, tokens.placements
-        # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
-        dims = 2 if tokens.ndim > 2 else 1
-        placements = [p if type(p) is Shard and p.dim < dims else Shard(dims - 1) for p in given]
-        tokens = tokens.redistribute(mesh, placements)
+        given = tokens.placements
+        tokens = tokens.redistribute(placements=_own_tokens(tokens))
         local = tokens.to_local()
         here = computing()
         outer = here.tokens
@@ -92,9 +91,11 @@ class _Routing(ReadsLocally):
             if torch.compiler.is_compiling():  # one graph of all ranks
                 result = locally(method, local, *args, **kwargs)
             else:
-                with _calling_all_of_fsdp(self), reading_once(self):
+                with _calling_all_of_fsdp(self), _drawing_alike(self, tokens), reading_once(self):
                     result = locally(method, local, *args, **kwargs)
-                    first = locally(_with_all_gradients, self, local, result)
+                    leaves = pytree.tree_leaves((local, args, kwargs))
+                    parts = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+                    first = locally(_with_all_gradients, self, parts, result)
                     result = (first, *result[1:]) if isinstance(result, tuple) else first
         finally:
             here.tokens = outer
@@ -108,6 +109,9 @@ class _OnShards(_Routing):
     """Computes on this rank's tokens."""
 
     def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tokens, DTensor):
+            beside = partial(_beside, tokens=tokens)
+            args, kwargs = pytree.tree_map_only(Tensor, beside, (args, kwargs))
         return self._on_shards(super().forward, tokens, *args, **kwargs)
 
 
@@ -167,12 +171,63 @@ def _calling_all_of_fsdp(block: nn.Module) -> Iterator[None]:
         )
 
 
-def _with_all_gradients(module: nn.Module, tokens: Tensor, result: Any) -> Any:
-    """Return the first result, so that it depends on the tokens and on all weights of a module."""
+@contextmanager
+def _drawing_alike(block: nn.Module, tokens: DTensor) -> Iterator[None]:
+    """Refuse random numbers for unequally many tokens: the ranks would draw apart from then on."""
+    is_uneven = any(
+        tokens.shape[place.dim] % size
+        for place, size in zip(tokens.placements, tokens.device_mesh.shape, strict=True)
+        if isinstance(place, Shard)
+    )
+    before = _states_of_generators(tokens.device) if is_uneven else ()
+    yield
+    after = _states_of_generators(tokens.device) if is_uneven else ()
+    if not all(map(torch.equal, before, after)):
+        raise UnsupportedPlacement(
+            site=type(block).__name__,
+            expected="a tokenwise module that draws as many numbers on every rank",
+            got=f"random numbers for this rank's part of {tuple(tokens.shape)}, which the ranks do"
+            " not divide",
+            remedy="pad the sequence to a multiple of the ranks, or draw outside of the module",
+        )
+
+
+def _states_of_generators(device: torch.device) -> tuple[Tensor, Tensor]:
+    of_device = getattr(torch.get_device_module(device), "get_rng_state", torch.get_rng_state)
+    return torch.get_rng_state(), of_device()
+
+
+def _own_tokens(tokens: DTensor) -> list[Placement]:
+    """Return placements of tokens of which each rank computes its own."""
+    # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
+    dims = 2 if tokens.ndim > 2 else 1
+    return [p if type(p) is Shard and p.dim < dims else Shard(dims - 1) for p in tokens.placements]
+
+
+def _beside(other: Tensor, tokens: DTensor) -> Tensor:
+    """Return what this rank's tokens meet of another argument: their part of it, or all of it."""
+    mesh, dims = tokens.device_mesh, 2 if tokens.ndim > 2 else 1
+    if not isinstance(other, DTensor):
+        other = wrap_whole(other, mesh)
+    places: list[Placement] = [Replicate()] * mesh.ndim
+    for axis, place in enumerate(_own_tokens(tokens)):
+        assert isinstance(place, Shard)
+        has_batch = other.ndim > 0 and other.shape[0] == tokens.shape[0]
+        is_of_tokens = other.ndim >= dims and other.shape[dims - 1] == tokens.shape[dims - 1]
+        is_of_tokens &= dims == 1 or has_batch or other.shape[:1] == (1,)
+        if is_of_tokens if place.dim == dims - 1 else has_batch:
+            places[axis] = place
+    parts = [Partial() if place.is_replicate() else place for place in places]
+    own: Tensor = other.redistribute(mesh, places).to_local(grad_placements=parts)
+    return own
+
+
+def _with_all_gradients(module: nn.Module, given: Sequence[Tensor], result: Any) -> Any:
+    """Return the first result, so that it depends on what a module is given and all its weights."""
     outs = result if isinstance(result, tuple) else (result,)
     if not isinstance(outs[0], Tensor) or not torch.is_grad_enabled():
         return outs[0]
-    nodes = _nodes_behind(outs, tokens)
+    nodes = _nodes_behind(outs, given)
     found = {id(getattr(node, "variable", None)) for node in nodes}  # of leaves
     for inner in module.modules():
         if isinstance(inner, FSDPModule) and inner is not module:
@@ -183,20 +238,24 @@ def _with_all_gradients(module: nn.Module, tokens: Tensor, result: Any) -> Any:
         for name, weight in inner._parameters.items()
         if weight is not None and weight.requires_grad and id(weight) not in found
     ]
-    if tokens.requires_grad and id(tokens) not in found and tokens.grad_fn not in nodes:
-        missing.append(tokens)
+    missing += [
+        part
+        for part in given
+        if part.requires_grad and id(part) not in found and part.grad_fn not in nodes
+    ]
     return _WithZeros.apply(outs[0], *missing) if missing else outs[0]
 
 
-def _nodes_behind(outs: Sequence[Any], tokens: Tensor) -> set[Node]:
-    """Return the nodes from which autograd computed tensors, as far back as the tokens."""
+def _nodes_behind(outs: Sequence[Any], given: Sequence[Tensor]) -> set[Node]:
+    """Return the nodes from which autograd computed tensors, as far back as what was given."""
+    ends = {part.grad_fn for part in given}
     pending = [out.grad_fn for out in outs if isinstance(out, Tensor)]
     seen: set[Node] = set()
     while pending:
         node = pending.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            if node is not tokens.grad_fn:
+            if node not in ends:
                 pending += [behind for behind, _ in node.next_functions]
     return seen
 

@@ -25,6 +25,7 @@ gradients, of its own draw.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cp_inductor.dtensor.axis import is_first_rank
-from cp_inductor.dtensor.wrap import wrap_parts
+from cp_inductor.dtensor.wrap import wrap_parts, wrap_whole
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.along_sequence import sharing
 from cp_inductor.modules.libraries import libraries
@@ -47,6 +48,7 @@ from cp_inductor.modules.reading import (
     read_locally,
     reading_of,
     reads_locally,
+    scale_gradient,
 )
 from cp_inductor.plan.grid import shard_lengths
 
@@ -108,11 +110,42 @@ class OnWhole(ReadsLocally):
         placements = _placements_of_result(given, mesh, type(self).__name__)
         args, kwargs = pytree.tree_map(gathered, (args, kwargs))
         # A checkpoint may recompute this together with modules that share the sequence.
-        with sharing(None):
-            result = locally(super().forward, *args, **kwargs)
+        here = computing()
+        outer, here.left = here.left, []
+        try:
+            with sharing(None):
+                result = locally(super().forward, *args, **kwargs)
+        finally:
+            left, here.left = here.left, outer
+        _share_what_is_left(left, mesh, placements)
         of_batch = (tensor for tensor in given if Shard(0) in tensor.placements)
         batch = next(((one.to_local().shape[0], one.shape[0]) for one in of_batch), None)
         return pytree.tree_map(lambda leaf: own_part(leaf, mesh, placements, batch), result)
+
+
+def _share_what_is_left(
+    left: Sequence[tuple[nn.Module, str]], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> None:
+    """Give each rank its share of the gradient of a loss that all have left in an attribute.
+
+    Every rank differentiates it, and they sum their gradients of what it was made of.
+    """
+    sizes = zip(mesh.shape, placements, strict=True)
+    num_alike = math.prod([size for size, place in sizes if place != Shard(0)])
+    for module, name in left:
+        loss = getattr(module, name, None)
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            continue
+        if num_alike < mesh.size():
+            raise UnsupportedPlacement(
+                site=f"{type(module).__name__}.{name}",
+                expected="a module that leaves no loss, as the batch is sharded",
+                got="one of this rank's part of the batch",
+                remedy="compute it from what the module returns",
+            )
+        # Whoever adds it to what is of all tokens has a DTensor's gradient for it.
+        whole = loss if isinstance(loss, DTensor) else wrap_whole(loss, mesh)
+        setattr(module, name, scale_gradient(whole, 1 / num_alike))
 
 
 def _placements_of_result(given: Sequence[DTensor], mesh: DeviceMesh, site: str) -> list[Placement]:

@@ -198,8 +198,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         for item in value:
             yield from _leaves(name, item)
     elif _is_record(value):
-        for part in dataclasses.fields(value):
-            yield from _leaves(part.name, getattr(value, part.name))
+        for field_name, item in _attributes(value):
+            yield from _leaves(field_name, item)
 
 
 def _mapped(function: Callable[[str, Tensor], Any], name: str, value: Any, *, is_ours: bool) -> Any:
@@ -230,17 +230,24 @@ def _mapped(function: Callable[[str, Tensor], Any], name: str, value: Any, *, is
         parts = [mapped(name, item) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if _is_record(value):
-        fields = {
-            part.name: mapped(part.name, getattr(value, part.name))
-            for part in dataclasses.fields(value)
-            if part.init
-        }
-        return dataclasses.replace(value, **fields)
+        # Not `replace`: it would call `__post_init__`, and lose what that has set.
+        made = object.__new__(type(value))
+        for field_name, item in _attributes(value):
+            object.__setattr__(made, field_name, mapped(field_name, item))
+        return made
     return value
 
 
 def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _attributes(record: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a dataclass has, in slots or not, also what only its `__post_init__` knows."""
+    fields = [part.name for part in dataclasses.fields(record)]
+    for name in dict.fromkeys((*fields, *getattr(record, "__dict__", ()))):
+        if hasattr(record, name):
+            yield name, getattr(record, name)
 
 
 # Dynamo calls it while it traces.

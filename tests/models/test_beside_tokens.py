@@ -1,0 +1,217 @@
+"""What parts of a model are given and leave beside their tokens, as on one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import cp_inductor
+from cp_inductor import UnsupportedAttention, UnsupportedPlacement, pass_states
+from tests.support.combinations import AOT, EAGER, assert_beside, compiled
+from tests.support.ranks import on_ranks, world_mesh
+
+TOLERANCE = 1e-12
+GENERATOR = torch.Generator().manual_seed(5)
+X, OF_TOKENS = torch.randn(2, 2, 9, 8, dtype=torch.float64, generator=GENERATOR).unbind()
+CONDITION = OF_TOKENS[:, 4]
+
+
+class Decaying(nn.Module):
+    """Returns its outputs and the state after the last token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.rate = nn.Linear(8, 8), nn.Parameter(torch.rand(8))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        keep, tokens = self.rate.sigmoid(), self.project(tokens)
+        powers = keep ** torch.arange(1, tokens.shape[1] + 1)[:, None]
+        states = (tokens / powers).cumsum(1) * powers
+        before, after = pass_states(states[:, -1], decay=powers[-1].expand_as(states[:, -1]))
+        return states + powers * before[:, None], after
+
+
+class OfState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.head = Decaying(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, state = self.mixer(x)
+        return tokens.square().mean() + self.head(state).square().sum()
+
+
+class Summing(nn.Module):
+    """Leaves a loss in an attribute, or in a buffer."""
+
+    def __init__(self, has_buffer: bool) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+        if has_buffer:
+            self.register_buffer("loss", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        sums = self.project(tokens).cumsum(1)
+        self.loss = sums.square().mean()
+        return sums
+
+
+class OfSums(nn.Module):
+    def __init__(self, has_buffer: bool = False) -> None:
+        super().__init__()
+        self.mixer = Summing(has_buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixer(x).sin().mean() + self.mixer.loss
+
+
+class Modulated(nn.Module):
+    """Of tokens and a condition (B, C), (B, 1, C), or (B, S, C) of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.modulate = nn.Linear(8, 8), nn.Linear(8, 16)
+
+    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        if condition.ndim < 3:
+            condition = condition[:, None]
+        scale, shift = self.modulate(condition).chunk(2, -1)
+        return self.project(tokens) * scale + shift
+
+
+class OfCondition(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Linear(8, 8), Modulated()
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        return self.block(x, self.embed(condition)).square().mean()
+
+
+@dataclass
+class Batch:
+    """Whose `__post_init__` may run once, and sets what no field names."""
+
+    tokens: Tensor
+    factor: float = 1.0
+    length: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.factor, self.length, self.shifted = 2 * self.factor, 9, self.tokens + 1
+
+
+class OfBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor | Batch) -> Batch:
+        batch = Batch(x) if isinstance(x, Tensor) else x
+        tokens = self.project(batch.tokens) * batch.factor + batch.shifted
+        return Batch(tokens.square().mean() / batch.length)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]] = {
+    "a state": (OfState, (X,), {"recurrent": (Decaying,)}),
+    "a loss left behind": (OfSums, (X,), {"whole": (Summing,)}),
+    "one in a buffer": (lambda: OfSums(True), (X,), {"whole": (Summing,)}),
+    "a condition": (OfCondition, (X, CONDITION), {"tokenwise": (Modulated,)}),
+    "one token's": (OfCondition, (X, CONDITION[:, None]), {"tokenwise": (Modulated,)}),
+    "each token's": (OfCondition, (X, OF_TOKENS), {"tokenwise": (Modulated,)}),
+    "each token's, whole": (
+        OfCondition,
+        (X, OF_TOKENS),
+        {"tokenwise": (Modulated,), "seq_dims": {"condition": None}},
+    ),
+    "a dataclass": (OfBatch, (Batch(X),), {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [EAGER, AOT])
+@on_ranks(2)
+def test_what_stands_beside_tokens(form: str) -> None:
+    for name, (make, given, how) in CASES.items():
+        reference = make().double()
+        how = dict(how)
+        seq_dims = {"x": 1, "tokens": 1} | how.pop("seq_dims", {})
+        model = copy.deepcopy(reference)
+        cp_inductor.parallelize(model, world_mesh(), seq_dims=seq_dims, **how)
+        run = compiled(model, form, fullgraph=True)
+        for _ in range(2):
+            results = []
+            for step in (reference, run):
+                result = step(*given)
+                results.append(result if isinstance(result, Tensor) else result.tokens)
+                results[-1].backward()
+        assert_beside(model, reference, (results[1], results[0]), tolerance=TOLERANCE)
+        assert name != "a dataclass" or (result.factor, result.length) == (2.0, 9)
+
+
+class InParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x).square().mean()
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_part_that_a_checkpoint_calls_by_itself() -> None:
+    """Its backward computes it again as the forward did: on plain weights, beside a run or not."""
+    x = X.clone().requires_grad_()
+    for how in ({}, {"tokenwise": (nn.Sequential,)}, {"whole": (nn.Sequential,)}):
+        for is_reentrant in (True, False):
+            reference = InParts().double()
+            model = copy.deepcopy(reference)
+            cp_inductor.parallelize(model, world_mesh(), seq_dims={"x": 1}, **how)
+            for step in (model, reference):
+                checkpoint(step.part, x, use_reentrant=is_reentrant).square().mean().backward()
+                checkpoint(
+                    lambda x, step=step: step.part(x).square().mean() + step(x),
+                    x,
+                    use_reentrant=is_reentrant,
+                ).backward()
+            assert_beside(model, reference, tolerance=TOLERANCE)
+
+
+class Jittered(nn.Module):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens * torch.empty_like(tokens).uniform_(0.9, 1.1)
+
+
+@on_ranks(2)
+def test_what_would_part_ranks_or_lose_terms_is_refused() -> None:
+    mesh = world_mesh()
+    model = nn.Sequential(nn.Linear(8, 8), Jittered()).double()
+    seq_dims = {"input": 1}
+    cp_inductor.parallelize(model, mesh, tokenwise=(Jittered,), outputs="whole", seq_dims=seq_dims)
+    with pytest.raises(UnsupportedPlacement, match=r"draws as many numbers.*\(2, 9, 8\)"):
+        model(X)
+    out = model(X[:, :8]).mean()
+    with pytest.raises(UnsupportedAttention, match=r"first derivatives.*create_graph=True"):
+        torch.autograd.grad(out, list(model.parameters()), create_graph=True)
+
+
+@on_ranks(2)
+def test_shards_of_weights_have_their_gradients() -> None:
+    model = nn.Linear(8, 8).double()
+    model(X).mean().backward()
+    reference = copy.deepcopy(model)
+    reference.weight.grad = model.weight.grad.clone()
+    reference.bias.grad = model.bias.grad.clone()
+    hook = model.weight.register_hook(torch.zeros_like)
+    with pytest.raises(UnsupportedPlacement, match="weight: expected a parameter without hooks"):
+        cp_inductor.parallelize(model, world_mesh(), weights=world_mesh())
+    hook.remove()
+    cp_inductor.parallelize(model, world_mesh(), weights=world_mesh())
+    assert_beside(model, reference, tolerance=0)

@@ -33,7 +33,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_inductor.dtensor.wrap import held_by_rank, is_whole, wrap_parts, wrap_whole
+from cp_inductor.dtensor.wrap import is_whole, wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.along_sequence import (
     SharedSequence,
@@ -52,7 +52,7 @@ from cp_inductor.modules.reading import (
     scale_gradient,
 )
 from cp_inductor.modules.recurrences import namespaces_of, share_functions, share_wherever_known
-from cp_inductor.modules.whole import OnWhole
+from cp_inductor.modules.whole import OnWhole, gathered, part_beside, shared_out
 
 # The dim of the sequence.
 TOKENS = 1
@@ -73,8 +73,7 @@ class OnOwnTokens(OnWhole):
             _warn_of_whole(type(self).__name__, other.ndim)
             return super().forward(*args, **kwargs)
         given = tokens
-        # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
-        places = [p if p == Shard(0) else Shard(TOKENS) for p in given.placements]
+        places = shared_out(given)
         tokens = given.redistribute(given.device_mesh, places)
         axes = tuple(axis for axis, place in enumerate(places) if place == Shard(TOKENS))
         sequence = SharedSequence(tokens.device_mesh, axes, tokens.shape[TOKENS])
@@ -181,24 +180,11 @@ def _is_part(leaf: Any, tokens: DTensor) -> bool:
 
 
 def _own(leaf: Any, tokens: DTensor) -> Any:
-    """Return this rank's part of a tensor of tokens, and any other as it is."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    mesh = tokens.device_mesh
-    if leaf.ndim < 2:
-        return held_by_rank(leaf)
-    if not isinstance(leaf, DTensor):
-        leaf = wrap_whole(leaf, mesh)
-    places = [
-        place
-        if place == Shard(TOKENS) or (place == Shard(0) and leaf.shape[0] > 1)
-        else Replicate()
-        for place in tokens.placements
-    ]
-    own: Tensor = leaf.redistribute(mesh, places).to_local()
-    if own.shape[TOKENS] == 0:
-        own = F.pad(own, (0, 0) * (own.ndim - 2) + (0, 1))
-    return own
+    """Return this rank's part of a tensor of tokens, and all of any other."""
+    if not isinstance(leaf, Tensor) or leaf.ndim < 2:
+        return gathered(leaf)
+    own = part_beside(leaf, tokens)
+    return own if own.shape[TOKENS] else F.pad(own, (0, 0) * (own.ndim - 2) + (0, 1))
 
 
 def _state(state: Any, tokens: DTensor, sequence: SharedSequence, site: str) -> Any:

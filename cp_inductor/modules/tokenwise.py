@@ -29,9 +29,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from cp_inductor.dtensor.wrap import wrap_parts, wrap_whole
+from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.reading import (
@@ -42,6 +42,7 @@ from cp_inductor.modules.reading import (
     reading_once,
     reads_locally,
 )
+from cp_inductor.modules.whole import part_beside, shared_out
 
 
 def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> None:
@@ -81,7 +82,7 @@ class _Routing(ReadsLocally):
         if not isinstance(tokens, DTensor):
             return method(tokens, *args, **kwargs)
         given = tokens.placements
-        tokens = tokens.redistribute(placements=_own_tokens(tokens))
+        tokens = tokens.redistribute(placements=shared_out(tokens))
         local = tokens.to_local()
         here = computing()
         outer = here.tokens
@@ -110,8 +111,8 @@ class _OnShards(_Routing):
 
     def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tokens, DTensor):
-            beside = partial(_beside, tokens=tokens)
-            args, kwargs = pytree.tree_map_only(Tensor, beside, (args, kwargs))
+            of_rank = partial(part_beside, tokens=tokens)
+            args, kwargs = pytree.tree_map_only(Tensor, of_rank, (args, kwargs))
         return self._on_shards(super().forward, tokens, *args, **kwargs)
 
 
@@ -195,31 +196,6 @@ def _drawing_alike(block: nn.Module, tokens: DTensor) -> Iterator[None]:
 def _states_of_generators(device: torch.device) -> tuple[Tensor, Tensor]:
     of_device = getattr(torch.get_device_module(device), "get_rng_state", torch.get_rng_state)
     return torch.get_rng_state(), of_device()
-
-
-def _own_tokens(tokens: DTensor) -> list[Placement]:
-    """Return placements of tokens of which each rank computes its own."""
-    # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
-    dims = 2 if tokens.ndim > 2 else 1
-    return [p if type(p) is Shard and p.dim < dims else Shard(dims - 1) for p in tokens.placements]
-
-
-def _beside(other: Tensor, tokens: DTensor) -> Tensor:
-    """Return what this rank's tokens meet of another argument: their part of it, or all of it."""
-    mesh, dims = tokens.device_mesh, 2 if tokens.ndim > 2 else 1
-    if not isinstance(other, DTensor):
-        other = wrap_whole(other, mesh)
-    places: list[Placement] = [Replicate()] * mesh.ndim
-    for axis, place in enumerate(_own_tokens(tokens)):
-        assert isinstance(place, Shard)
-        has_batch = other.ndim > 0 and other.shape[0] == tokens.shape[0]
-        is_of_tokens = other.ndim >= dims and other.shape[dims - 1] == tokens.shape[dims - 1]
-        is_of_tokens &= dims == 1 or has_batch or other.shape[:1] == (1,)
-        if is_of_tokens if place.dim == dims - 1 else has_batch:
-            places[axis] = place
-    parts = [Partial() if place.is_replicate() else place for place in places]
-    own: Tensor = other.redistribute(mesh, places).to_local(grad_placements=parts)
-    return own
 
 
 def _with_all_gradients(module: nn.Module, given: Sequence[Tensor], result: Any) -> Any:

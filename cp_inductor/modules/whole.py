@@ -182,6 +182,36 @@ def gathered(leaf: Any) -> Any:
     return leaf.redistribute(mesh, places).to_local(grad_placements=parts)
 
 
+def shared_out(tokens: DTensor) -> list[Placement]:
+    """Return placements of (B, S, ...) or (T, ...), of which each rank computes its own tokens."""
+    # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
+    dims = 2 if tokens.ndim > 2 else 1
+    return [p if type(p) is Shard and p.dim < dims else Shard(dims - 1) for p in tokens.placements]
+
+
+def part_beside(other: Tensor, tokens: DTensor) -> Tensor:
+    """Return what a rank's own tokens meet of another tensor, whose gradient is a part.
+
+    Args:
+        other: (B, S, ...) or (1, S, ...) of all tokens, of which the rank takes those of its own;
+            (B, ...), of which it takes those of its batch entries; or anything, all of it.
+        tokens: (B, S, ...), or (T, ...).
+    """
+    mesh, dims = tokens.device_mesh, 2 if tokens.ndim > 2 else 1
+    if not isinstance(other, DTensor):
+        other = wrap_whole(other, mesh)
+    has_batch = other.ndim > 0 and other.shape[0] == tokens.shape[0]
+    is_of_tokens = other.ndim >= dims and other.shape[dims - 1] == tokens.shape[dims - 1]
+    is_of_tokens = is_of_tokens and (has_batch or (dims == 2 and other.shape[0] == 1))
+    places = [
+        place if (is_of_tokens if place == Shard(dims - 1) else has_batch) else Replicate()
+        for place in shared_out(tokens)
+    ]
+    parts = [Partial() if place.is_replicate() else place for place in places]
+    own: Tensor = other.redistribute(mesh, places).to_local(grad_placements=parts)
+    return own
+
+
 def own_part(
     leaf: Any, mesh: DeviceMesh, placements: Sequence[Placement], batch: tuple[int, int] | None
 ) -> Any:

@@ -24,14 +24,14 @@ CONDITION = OF_TOKENS[:, 4]
 
 
 class Decaying(nn.Module):
-    """Returns its outputs and the state after the last token."""
+    """Is given a rate, and returns its outputs and the state after the last token."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.project, self.rate = nn.Linear(8, 8), nn.Parameter(torch.rand(8))
+        self.project = nn.Linear(8, 8)
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        keep, tokens = self.rate.sigmoid(), self.project(tokens)
+    def forward(self, tokens: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+        keep, tokens = rate.sigmoid(), self.project(tokens)
         powers = keep ** torch.arange(1, tokens.shape[1] + 1)[:, None]
         states = (tokens / powers).cumsum(1) * powers
         before, after = pass_states(states[:, -1], decay=powers[-1].expand_as(states[:, -1]))
@@ -42,9 +42,10 @@ class OfState(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.mixer, self.head = Decaying(), nn.Linear(8, 8)
+        self.rate = nn.Parameter(torch.rand(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens, state = self.mixer(x)
+        tokens, state = self.mixer(x, self.rate.exp())
         return tokens.square().mean() + self.head(state).square().sum()
 
 

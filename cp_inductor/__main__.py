@@ -104,45 +104,27 @@ def _add_plan(commands: Any) -> None:
         "plan --world-size 64 --seq-len 1M --rank 17",
     )
     plan.set_defaults(run=_plan)
-    sizes = plan.add_argument_group("the attention")
-    sizes.add_argument(
-        "--world-size", type=size, required=True, help="number of ranks that share the sequence"
-    )
-    sizes.add_argument(
-        "--seq-len", type=size, required=True, help="tokens of it, such as 64k or 1M"
-    )
-    sizes.add_argument(
-        "--kv-len", type=size, help="keys of the whole sequence; by default --seq-len"
-    )
-    sizes.add_argument("--heads", type=int, default=32)
-    sizes.add_argument("--kv-heads", type=int, help="by default, as many as --heads")
-    sizes.add_argument("--head-dim", type=int, default=128)
-    sizes.add_argument("--itemsize", type=int, default=2, help="bytes per element")
-    sizes.add_argument(
-        "--mask",
-        default="causal",
-        help="causal, full, or an expression such as '(k-q<=0)&(q-k-127<=0)'",
-    )
-    choice = plan.add_argument_group("the plan")
-    choice.add_argument(
-        "--strategy", default="auto", help=f"{', '.join(STRATEGIES)}, heads2+blocks"
-    )
-    choice.add_argument(
-        "--stages", type=int, default=0, help="number of exchanges; 0 chooses by cost"
-    )
-    choice.add_argument(
-        "--keep",
-        type=int,
-        default=0,
-        help="number of stages whose fetched data is kept for the backward",
-    )
+    add = plan.add_argument_group("the attention").add_argument
+    add("--world-size", type=size, required=True, help="ranks that share the sequence")
+    add("--seq-len", type=size, required=True, help="tokens of it, such as 64k or 1M")
+    add("--kv-len", type=size, help="keys of the whole sequence; by default --seq-len")
+    add("--heads", type=int, default=32)
+    add("--kv-heads", type=int, help="by default, as many as --heads")
+    add("--head-dim", type=int, default=128)
+    add("--itemsize", type=int, default=2, help="bytes per element")
+    masks = "causal, full, or an expression such as '(k-q<=0)&(q-k-127<=0)'"
+    add("--mask", default="causal", help=masks)
+    add = plan.add_argument_group("the plan").add_argument
+    add("--strategy", default="auto", help=f"{', '.join(STRATEGIES)}, heads2+blocks")
+    add("--stages", type=int, default=0, help="number of exchanges; 0 chooses by cost")
+    kept = "number of stages whose fetched data is kept for the backward"
+    add("--keep", type=int, default=0, help=kept)
     _add_machine(plan)
-    output = plan.add_argument_group("what to print")
-    output.add_argument("--verbose", action="store_true", help="print every line of the plan")
-    output.add_argument("--rank", type=int, help="print every line of this rank's part")
-    output.add_argument(
-        "--draw", type=Path, help="draw who computes what, for all heads, to this .png or .svg"
-    )
+    add = plan.add_argument_group("what to print").add_argument
+    add("--verbose", action="store_true", help="print every line of the plan")
+    add("--rank", type=int, help="print every line of this rank's part")
+    picture = "draw who computes what, for all heads, to this .png or .svg"
+    add("--draw", type=Path, help=picture)
 
 
 def _add_machine(parser: Any) -> None:
@@ -163,10 +145,9 @@ def _add_explain(commands: Any) -> None:
     )
     explain.set_defaults(run=_explain)
     _add_world(explain)
-    explain.add_argument("--html", type=Path, help="write one page, with pictures, to this file")
-    explain.add_argument(
-        "--compiled", action="store_true", help="show the graphs and the generated code, too"
-    )
+    add = explain.add_argument
+    add("--html", type=Path, help="write one page, with pictures, to this file")
+    add("--compiled", action="store_true", help="show the graphs and the generated code, too")
 
 
 def _add_code(commands: Any) -> None:
@@ -180,15 +161,11 @@ def _add_code(commands: Any) -> None:
     )
     code.set_defaults(run=_code)
     _add_world(code)
-    code.add_argument(
-        "--graph", choices=("forward", "backward", "inference"), help="print only this graph"
-    )
-    code.add_argument("--output", type=Path, help="write one file per graph to this folder")
-    code.add_argument(
-        "--kernels",
-        action="store_true",
-        help="compile the kernels; print the registers and memory they use",
-    )
+    add, kinds = code.add_argument, ("forward", "backward", "inference")
+    add("--graph", choices=kinds, help="print only this graph")
+    add("--output", type=Path, help="write one file per graph to this folder")
+    numbers = "compile the kernels; print the registers and memory they use"
+    add("--kernels", action="store_true", help=numbers)
 
 
 def _add_estimate(commands: Any) -> None:
@@ -202,46 +179,40 @@ def _add_estimate(commands: Any) -> None:
     estimate.set_defaults(run=_estimate)
     _add_world(estimate)
     estimate.set_defaults(target="h100", rank=None)
-    estimate.add_argument(
-        "--checkpoint",
-        choices=("none", "layers", "offload"),
-        default="none",
-        help="compute each layer again in the backward, from inputs on the device or the host",
-    )
-    estimate.add_argument(
-        "--sharding", choices=("none", "fsdp"), default="none", help="of weights and states"
-    )
-    estimate.add_argument(
-        "--held-dtype",
-        choices=("float32", "bfloat16"),
-        help="of weights, gradients and states between steps; by default the model's",
-    )
-    estimate.add_argument(
-        "--optimizer-states", type=int, default=2, help="numbers per parameter: 2 for Adam"
-    )
+    add, ways = estimate.add_argument, ("none", "layers", "offload")
+    again = "compute each layer again in the backward, from inputs on the device or the host"
+    add("--checkpoint", choices=ways, default="none", help=again)
+    add("--sharding", choices=("none", "fsdp"), default="none", help="of weights and states")
+    held = "of weights, gradients and states between steps; by default the model's"
+    add("--held-dtype", choices=("float32", "bfloat16"), help=held)
+    states = "numbers per parameter: 2 for Adam"
+    add("--optimizer-states", type=int, default=2, help=states)
 
 
 def _add_world(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument(
-        "model",
-        help="module:function or file.py:function, where function(mesh) or function() returns"
-        " (model, args), optionally followed by kwargs and options",
+    add = parser.add_argument
+    add("--rank", type=int, default=0)
+    model = (
+        "module:function or file.py:function, where function(mesh) or function() returns"
+        " (model, args), optionally followed by kwargs and options"
     )
-    parser.add_argument("--world-size", type=size, required=True, help="number of ranks")
-    parser.add_argument("--target", default="cuda:sm_90", help="cpu, h200, cuda:sm_90, ...")
-    parser.add_argument(
-        "--mesh-shape",
-        type=lambda text: tuple(map(int, text.split(","))),
-        help="such as 2,4; by default one axis",
-    )
-    parser.add_argument(
-        "--mesh-names", type=lambda text: tuple(text.split(",")), help="such as dp,cp"
-    )
-    parser.add_argument("--inference", action="store_true", help="compile without gradients")
-    parser.add_argument("--strategy", help="as for the command plan")
-    parser.add_argument("--stages", type=int)
+    add("model", help=model)
+    add("--world-size", type=size, required=True, help="number of ranks")
+    add("--target", default="cuda:sm_90", help="cpu, h200, cuda:sm_90, ...")
+    add("--mesh-shape", type=_numbers, help="such as 2,4; by default one axis")
+    add("--mesh-names", type=_names, help="such as dp,cp")
+    add("--inference", action="store_true", help="compile without gradients")
+    add("--strategy", help="as for the command plan")
+    add("--stages", type=int)
     _add_machine(parser)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, _names(text)))
 
 
 def _doctor(args: argparse.Namespace) -> tuple[str, bool]:
@@ -365,7 +336,7 @@ def _estimate(args: argparse.Namespace) -> tuple[str, bool]:
     dtype = None if args.held_dtype is None else getattr(torch, args.held_dtype)
     states = States(args.sharding, dtype, args.optimizer_states)
     with _example(args) as (example, options), torch.set_grad_enabled(not args.inference):
-        found = estimate_here(
+        estimate = estimate_here(
             example.model,
             example.args,
             example.kwargs or {},
@@ -374,7 +345,7 @@ def _estimate(args: argparse.Namespace) -> tuple[str, bool]:
             states=states,
             options=options,
         )
-    return json.dumps(found.to_dict()) if args.json else str(found), found.is_fine
+    return json.dumps(estimate.to_dict()) if args.json else str(estimate), estimate.is_fine
 
 
 def _check_rank(args: argparse.Namespace) -> None:

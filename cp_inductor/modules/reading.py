@@ -313,11 +313,11 @@ def _subclass(
             yield parameter
 
     def reduce(module: nn.Module, protocol: int) -> Any:
-        return _new, (class_of(module),), module.__dict__
+        return _new, (class_of(module),), _state_of(module)
 
     def copy_deeply(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         copied: nn.Module = memo.setdefault(id(module), _new(type(module)))
-        copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
+        cast("Any", copied).__setstate__(copy.deepcopy(_state_of(module), memo))
         return copied
 
     mixed = mixin or getattr(cls, _MIXIN, None)
@@ -348,6 +348,11 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return next(
         cls for cls in classes if READING not in vars(cls) and not issubclass(cls, ReadsLocally)
     )
+
+
+def _state_of(module: nn.Module) -> Any:
+    """Return what a module is pickled by: its attributes, or what its class says."""
+    return object.__reduce_ex__(module, 2)[2]
 
 
 def _new(cls: type[nn.Module]) -> nn.Module:

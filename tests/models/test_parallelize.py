@@ -452,6 +452,13 @@ def test_pickles_and_models_on_meta() -> None:
     for other in (cp_inductor.parallelize(pickle.loads(pickle.dumps(model)), mesh), empty):
         other(*batch).backward()
         assert_same_gradients(other, reference)
+    # It keeps its weights in a list as well, as it has read them.
+    gru, x = nn.GRU(8, 8, batch_first=True), torch.randn(2, 9, 8)
+    expected = gru(x)[0]
+    cp_inductor.parallelize(gru, mesh, seq_dims={"input": 1}, outputs="whole", whole=[nn.GRU])
+    gru(x)[0].mean().backward()
+    for other in (copy.deepcopy(gru), pickle.loads(pickle.dumps(gru))):
+        torch.testing.assert_close(other(x)[0], expected)
 
 
 @pytest.mark.slow

@@ -118,6 +118,8 @@ def _replace(site: Site, old: fx.Node, result: fx.Node, is_written: bool) -> fx.
     if place == LSE and not has_natural_lse(site.node):
         local = insert_call(site.node, mul, local, 1 / math.log(2))
     local = _copied(site, local, is_written)
+    # What a region (`nested_compile_region`) returns has gradients if this says so.
+    local.meta["example_value"].requires_grad_(old.meta["example_value"].requires_grad)
     local_users = _local_users(site, old)
     for user in local_users:
         user.replace_all_uses_with(local)

@@ -184,15 +184,19 @@ def test_regions_that_are_compiled_once() -> None:
     region = torch.compiler.nested_compile_region(torch.nn.Module.__call__)
     first, second = (AttentionBlock(8, 2).double() for _ in range(2))
     whole = torch.randn(1, 10, 8, dtype=torch.float64)
-    compiled = torch.compile(
-        lambda x: region(second, region(first, x)),
-        **{"backend": "cp_aot_eager", "fullgraph": True, "options": {"mesh": world_mesh()}},
-    )
+    how: Any = {"backend": "cp_aot_eager", "fullgraph": True, "options": {"mesh": world_mesh()}}
+    compiled = torch.compile(lambda x: region(second, region(first, x)), **how)
     own = shard(whole, dist.get_rank(), 2, dim=1).contiguous().requires_grad_()
     whole.requires_grad_()
     for out in (second(first(whole)), compiled(own)):
         out.square().sum().backward()
     torch.testing.assert_close(own.grad, shard(whole.grad, dist.get_rank(), 2, dim=1))
+    # A region that is an attention and nothing else has gradients as well.
+    bare = torch.compiler.nested_compile_region(attend_causal)
+    attend = torch.compile(lambda *qkv: bare(*qkv) + bare(*qkv), **how)
+    qkv = [torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3)]
+    attend(*qkv).sum().backward()
+    assert all(one.grad is not None for one in qkv)
 
 
 class CountingPass(CustomGraphPass):

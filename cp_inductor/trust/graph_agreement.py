@@ -25,12 +25,11 @@ from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.trust.agreement import (
     Agreed,
-    Draw,
     agreed_of,
     beginning_of,
     graph_called,
     note_batch,
-    running,
+    note_in_graph,
     tell_refusal,
 )
 from cp_inductor.trust.claims import describe_attention, digest, kind_of
@@ -121,7 +120,7 @@ class AgreedGraph:
         """Run the graph inside, once all ranks are about to run the same; raises RanksDisagree."""
         for place, name in self.batches.items():
             note_batch(name, args[place])
-        with graph_called() as draws, ExitStack() as around:
+        with graph_called(), ExitStack() as around:
             for name in self.group_names:
                 group = agreed_of(name)
                 if group is not None:
@@ -133,15 +132,6 @@ class AgreedGraph:
                 for name in self.group_names:
                     tell_refusal(name, error)
                 raise
-        for draw in sorted(draws, key=lambda draw: draw.number):
-            group = agreed_of(draw.group_name)
-            if group is not None:
-                kind, numbers = f"draw {draw.number} at {draw.site}", {"its numbers": draw.drawn}
-                group.note(DRAWN, numbers, kind, draw.site, SEED_ALIKE)
-        for name in dict.fromkeys((*self.group_names, *(draw.group_name for draw in draws))):
-            group = agreed_of(name)
-            if group is not None:
-                group.compare_tables()
 
     def _agree(self, group: Agreed, name: str, args: Sequence[Any]) -> None:
         has_grad = torch.is_grad_enabled()
@@ -219,11 +209,11 @@ def note_tables(
         has_seed: the last table is the seed of a dropout.
         group_name: of the ranks.
     """
-    is_captured = token.is_cuda and torch.cuda.is_current_stream_capturing()
-    is_compared = running.draws is not None and not is_captured
-    group = agreed_of(group_name) if is_compared else None
-    if group is not None:
-        group.note_tables(tables, kind, site, has_seed=has_seed)
+    note_in_graph(
+        token,
+        group_name,
+        lambda group: group.describe_tables(tables, kind, site, has_seed=has_seed),
+    )
 
 
 @note_tables.register_fake
@@ -242,10 +232,13 @@ def note_draw(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
         group_name: of the ranks.
     """
     noted = drawn.clone()
-    is_captured = drawn.is_cuda and torch.cuda.is_current_stream_capturing()
-    # In a backward it is computed again, and was compared.
-    if running.draws is not None and not is_captured:
-        running.draws.append(Draw(number, beginning_of(noted).clone(), site, group_name))
+    numbers, kind = {"its numbers": beginning_of(noted)}, f"draw {number} at {site}"
+    note_in_graph(
+        drawn,
+        group_name,
+        lambda group: group.describe(DRAWN, numbers, kind, site, SEED_ALIKE),
+        number,
+    )
     return noted
 
 

@@ -170,11 +170,12 @@ class Log:
         return [entry for entry in told if entry is not None]
 
     def refuse(self, reason: str) -> None:
-        """Let the others know that this rank refuses what may be their next attention."""
+        """Let the others know that this rank refuses what may be next for them."""
         self.rejoin("a refusal")
         with self.lock:
             refusal = Entry(reason, {"what": REFUSAL}, kind=REFUSAL)
-            self.record.trails[ATTENTIONS].add(refusal)
+            for name in (ATTENTIONS, TABLES):  # others may wait for either
+                self.record.trails[name].add(refusal)
         self.has_refused = True
         with suppress(DistError, RuntimeError):  # the refusal is raised in any case
             self.ask(self.exchange)

@@ -90,7 +90,9 @@ class Agreed(Log):
         self.rejoin(entries[0].site)
         kinds = [(entry.kind, SPEAKS_FOR_GRAPH in entry.fields) for entry in entries]
         pairs = [(entry, self.last.get(kind)) for entry, kind in zip(entries, kinds, strict=True)]
-        changed = [(entry, last) for entry, last in pairs if last is None or last.is_other(entry)]
+        changed = [
+            (entry, last) for entry, last in pairs if last is None or last.fields != entry.fields
+        ]
         is_new = any(last is None or last.causes != entry.causes for entry, last in changed)
         is_early = self.record.trails[ATTENTIONS].count < FIRST_EVENTS
         waiting = self.others if changed or entries[0].begins else self.next * is_early

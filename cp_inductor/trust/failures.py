@@ -31,20 +31,14 @@ from cp_inductor.run.attention import Attention
 from cp_inductor.run.messages import StepFailed
 from cp_inductor.trust.agreement import log_of, waiting_in
 from cp_inductor.trust.log import Log, rounds
-from cp_inductor.trust.processes import Fate
 from cp_inductor.trust.profiler_ranges import count_ops, named_ranges
-from cp_inductor.trust.record import name_ranks
+from cp_inductor.trust.record import Fate, name_ranks
 
 # How long a rank looks for what has become of the others, which notice a failure at their next
 # exchange.
 PATIENCE_S = 3.0
 # The same, once a rank is known that has ended or stopped.
 PATIENCE_ONCE_KNOWN_S = 1.0
-
-
-def name_step(direction: str, number: int, num_steps: int) -> str:
-    """Return which exchange it was, counted from 1."""
-    return f"exchange {number} of {num_steps} of its {direction}"
 
 
 @contextmanager
@@ -67,7 +61,7 @@ def named_steps(attention: Attention, direction: str, site: str) -> Iterator[Non
             yield
     except StepFailed as error:
         plan = (forward_plan if direction == "forward" else backward_plan)(attention.recipe)
-        step = name_step(direction, error.number, len(plan.exchanges))
+        step = f"exchange {error.number} of {len(plan.exchanges)} of its {direction}"
         reason, waited_s = error.__cause__ or error, time.monotonic() - started
         raise failure(attention.group_name, site, step, reason, waited_s) from reason
 

@@ -27,14 +27,12 @@ Assumes: ranks that run the same program come to the same events in the same ord
 
 from __future__ import annotations
 
-import json
 import pickle
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -42,15 +40,19 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from cp_inductor.errors import CPError, ProcessGroupError, RanksDisagree
 from cp_inductor.trust.asking import LOOK_EVERY_S, Asking
-from cp_inductor.trust.cause import REMEDY, WHY_ABSENT, Cause, name_difference
-from cp_inductor.trust.processes import Fate, Process
 from cp_inductor.trust.record import (
     ATTENTIONS,
     REFUSAL,
+    REMEDY,
     TABLES,
+    WHY_ABSENT,
+    Cause,
     Entry,
+    Fate,
+    Process,
     Record,
     fate_of,
+    name_difference,
     name_ranks,
     new_trails,
 )
@@ -382,11 +384,11 @@ class Log:
     def _read_cause(self, epoch: int) -> None:
         key = f"cause/{epoch}"
         if epoch not in self.causes and self.store.check([key]):
-            self.causes = {epoch: Cause(**json.loads(self.store.get(key)))}
+            self.causes = {epoch: pickle.loads(self.store.get(key))}
 
     def _decide(self, cause: Cause, epoch: int) -> None:
         """Leave a cause for all ranks, unless one of them has left another."""
-        self.store.compare_set(f"cause/{epoch}", "", json.dumps(asdict(cause)))
+        self.store.compare_set(f"cause/{epoch}", "", pickle.dumps(cause))  # type: ignore[arg-type]
         self._read_cause(epoch)
 
     def compare(self) -> None:
@@ -397,6 +399,22 @@ class Log:
         difference = self._difference(records.values())
         if difference is not None:
             self._decide(self._cause_of_difference(*difference, self.read(self.others)), epoch)
+
+    def swap(self, name: str, value: object, limit_s: float) -> list[Any]:
+        """Leave a value for the others, and return theirs; nothing if some leave none in time."""
+        keys, told = [f"{name}/{at}" for at in self.others], list[bytes]()
+
+        def read() -> list[bytes]:
+            return self.store.multi_get(keys) if self.store.check(keys) else []
+
+        with suppress(DistError):
+            own: Any = pickle.dumps(value)
+            self.ask(lambda: self.store.set(f"{name}/{self.rank}", own), limit_s)
+            for waited_s in rounds():
+                told = self.ask(read, limit_s)
+                if told or waited_s > limit_s:
+                    break
+        return [pickle.loads(text) for text in told]
 
     # --- The other ranks ---------------------------------------------------------------------
 

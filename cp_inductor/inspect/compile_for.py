@@ -1,6 +1,6 @@
 """Compile a Dynamo graph for a target that need not exist, up to its generated code.
 
-    compile_for(target, gm, inputs, settings, mode, load=load)
+    compile_for(target, gm, inputs, settings, mode, inner_compile=generates(target, load))
       =>  load("forward", graph, code, constants), load("backward", ...)      what runs the graphs
 
 AOTAutograd traces on the CPU, and its joint graph is moved to the target by `Retarget`. What `load`
@@ -24,11 +24,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 
 from cp_inductor.backend.compile import compile_through_inductor, kind_of
 from cp_inductor.errors import MissingTriton, UnsupportedTarget
-from cp_inductor.inspect.pretend import (
-    code_loaded_by,
-    fakes_without_devices,
-    pretend_gpu,
-)
+from cp_inductor.inspect.pretend import code_loaded_by, fakes_without_devices, pretend_gpu
 from cp_inductor.inspect.retarget import Retarget
 from cp_inductor.inspect.targets import Target
 from cp_inductor.passes.settings import Settings
@@ -47,7 +43,7 @@ def compile_for(
     settings: Settings,
     mode: str | None,
     *,
-    load: Load,
+    inner_compile: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph for a target.
 
@@ -57,25 +53,11 @@ def compile_for(
         example_inputs: its inputs, on the CPU.
         settings: from `settings_for`.
         mode: as torch.compile's.
-        load: called for each graph, where the target is pretended.
+        inner_compile: what compiles the lowered graphs, such as `generates(target, load)`.
 
     Returns:
         The compiled function.
     """
-    generate = partial(_generate, target=target, load=load)
-    return lower_for(target, gm, example_inputs, settings, mode, inner_compile=generate)
-
-
-def lower_for(
-    target: Target,
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    settings: Settings,
-    mode: str | None,
-    *,
-    inner_compile: Callable[..., Any],
-) -> Callable[..., Any]:
-    """Do as `compile_for`, up to the lowered graphs, which `inner_compile` is called with."""
     compile_graph = partial(compile_through_inductor, inner_compile=inner_compile)
     if target.gpu is None:
         return compile_graph(gm, example_inputs, settings, mode)
@@ -85,18 +67,20 @@ def lower_for(
         return compile_graph(gm, example_inputs, settings, mode, decompositions={})
 
 
-def _generate(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, target: Target, load: Load, **kwargs: Any
-) -> Any:
-    kind = kind_of(kwargs)
-    graph = fx.GraphModule(gm, _copy(gm.graph))
-    device: Any = nullcontext()
-    if target.gpu is not None:
-        device = pretend_gpu(target.gpu)
-        inputs = gm.graph.find_nodes(op="placeholder")
-        example_inputs = [node.meta["val"] for node in inputs]
-    with device, code_loaded_by(partial(load, kind, graph)):
-        return compile_fx_inner(gm, example_inputs, **kwargs)
+def generates(target: Target, load: Load) -> Callable[..., Any]:
+    """Return what generates the code of lowered graphs, and has `load` make functions of it."""
+
+    def generate(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        graph = fx.GraphModule(gm, _copy(gm.graph))
+        device: Any = nullcontext()
+        if target.gpu is not None:
+            device = pretend_gpu(target.gpu)
+            inputs = gm.graph.find_nodes(op="placeholder")
+            example_inputs = [node.meta["val"] for node in inputs]
+        with device, code_loaded_by(partial(load, kind_of(kwargs), graph)):
+            return compile_fx_inner(gm, example_inputs, **kwargs)
+
+    return generate
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
@@ -116,6 +100,7 @@ def settings_for(target: Target, settings: Settings, mode: str | None) -> Settin
     """
     if target.gpu is None:
         return settings
+    settings = planned_for(target, settings)
     options = dict(settings.inductor_options)
     tuned = [name for name in options if name.startswith("max_autotune") and options[name]]
     if tuned or "max-autotune" in (mode or ""):
@@ -130,9 +115,13 @@ def settings_for(target: Target, settings: Settings, mode: str | None) -> Settin
     # CUDA graphs and the padding of odd matrix sizes need a real device.
     unmeasured = {"shape_padding": False, "triton.cudagraphs": False}
     options |= {name: append_custom_pass(existing, Retarget(target)), **unmeasured}
+    return replace(settings, inductor_options=options)
+
+
+def planned_for(target: Target, settings: Settings) -> Settings:
+    """Return settings whose plans choose kernels for a target."""
     there: dict[str, Any] = {"device": target.device_type, "capability": target.capability}
-    plan_options = replace(settings.plan_options, **there)
-    return replace(settings, plan_options=plan_options, inductor_options=options)
+    return replace(settings, plan_options=replace(settings.plan_options, **there))
 
 
 def _check_autocast(gm: fx.GraphModule) -> None:

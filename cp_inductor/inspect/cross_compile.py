@@ -29,12 +29,13 @@ from cp_inductor.errors import UnsupportedTarget
 from cp_inductor.inspect.compile_for import (
     check_triton,
     compile_for,
+    generates,
     settings_for,
     target_for_code,
 )
 from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.triton_kernels import CompiledKernel, compile_kernels
-from cp_inductor.inspect.world import Placer, pretended_world
+from cp_inductor.inspect.world import Example, place, pretended_world
 from cp_inductor.passes.settings import read_settings
 from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.dynamo import compile_state_kept
@@ -139,33 +140,15 @@ def cross_compile(
     chip = target_for_code(target)
     with pretended_world(rank, world_size, mesh_shape, mesh_dim_names) as mesh:
         given = args(mesh) if callable(args) else args
-        placer = Placer(mesh)
-        tensors, like = placer.call(given, kwargs or {}, placements)
-        return cross_compile_here(
-            placer.model(model, like),
-            *tensors,
-            target=chip,
-            dynamic=dynamic,
-            mode=mode,
-            options=placer.options(options or {}, model, like),
-        )
+        example = place(Example(model, given, kwargs or {}, options or {}), mesh, placements)
+        return cross_compile_here(example, target=chip, dynamic=dynamic, mode=mode)
 
 
 def cross_compile_here(
-    model: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    target: Target,
-    dynamic: bool | None = None,
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    example: Example, *, target: Target, dynamic: bool | None = None, mode: str | None = None
 ) -> CrossCompiled:
-    """Generate the code of this rank in the current process group.
-
-    Args, Returns and Raises are as in `cross_compile`; arguments are used as they are.
-    """
-    settings = settings_for(target, read_settings(options), mode)
+    """Do as `cross_compile`, for this rank in the current group, with tensors as they are."""
+    settings = settings_for(target, read_settings(example.options), mode)
     graphs: dict[str, fx.GraphModule] = {}
     code: dict[str, str] = {}
 
@@ -174,9 +157,10 @@ def cross_compile_here(
         return stop
 
     def generate(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        compile_for(target, gm, example_inputs, settings, mode, load=keep)
+        inner_compile = generates(target, keep)
+        compile_for(target, gm, example_inputs, settings, mode, inner_compile=inner_compile)
 
-    trace_and_stop(model, generate, args, kwargs, dynamic=dynamic)
+    trace_and_stop(example, generate, dynamic=dynamic)
     return CrossCompiled(dist.get_rank(), dist.get_world_size(), target.name, graphs, code)
 
 
@@ -197,20 +181,23 @@ def stop(*args: Any) -> None:
 
 
 def trace_and_stop(
-    model: Callable[..., Any],
+    example: Example,
     take: Callable[[fx.GraphModule, Sequence[Any]], None],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
     *,
     dynamic: bool | None = None,
 ) -> None:
     """Have Dynamo trace a call of a model whole, give the graph to `take`, and run nothing."""
+    model = example.model
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    # Dynamo caches compiled code by code object, and remembers the sizes of earlier calls by name.
+    run.__code__ = run.__code__.replace(co_name=f"run_{uuid4().hex}")
     backend = partial(_give_and_stop, take)
-    compiled = torch.compile(
-        _fresh_function(model), backend=backend, fullgraph=True, dynamic=dynamic
-    )
+    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)
     with compile_state_kept(), suppress(Done):
-        compiled(*args, **kwargs)
+        compiled(*example.args, **example.kwargs)
 
 
 def _give_and_stop(
@@ -224,16 +211,3 @@ def _give_and_stop(
 
 
 trace_for(_give_and_stop, is_run=False)
-
-
-def _fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a new function that calls a model, so that Dynamo has no state about it.
-
-    Dynamo caches compiled code by code object, and remembers the sizes of earlier calls by name.
-    """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
-    run.__code__ = run.__code__.replace(co_name=f"run_{uuid4().hex}")
-    return run

@@ -21,6 +21,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -234,8 +235,10 @@ class _Measurement:
             )
             both = [loads_of(make(recipe)) for make in (forward_plan, backward_plan)]
             moved = (stage for one in both for way in (one.fetch, one.home) for stage in way[0])
-            calls = self.shared(sum(one.calls.sum(0) for one in both), machine.device)
-            rows.append([1.0, calls, float(sum(stage.any() for stage in moved))])
+            calls = sum(one.calls.sum(0) for one in both)
+            # How many follow each other on a core.
+            num_calls = max(calls.max(), calls.sum() / (machine.device.at_once or self.size))
+            rows.append([1.0, float(num_calls), float(sum(stage.any() for stage in moved))])
             seconds.append(self.median(self.least(self.step(recipe))))
         (_, launch_s, latency_s), *_ = np.linalg.lstsq(np.array(rows), np.array(seconds))
         launch_s = max(machine.device.launch_s, float(launch_s))
@@ -243,21 +246,12 @@ class _Measurement:
         levels = (replace(one, latency_s=one.latency_s + more) for one in machine.levels)
         return Machine(tuple(levels), replace(machine.device, launch_s=launch_s))
 
-    def shared(self, calls: np.ndarray, device: Device) -> float:
-        """Return how many calls follow each other on a core."""
-        return max(float(calls.max()), float(calls.sum()) / (device.at_once or self.size))
-
     def step(self, recipe: Recipe) -> Callable[[], object]:
         """Return what runs an attention forward and backward."""
         shape = (1, recipe.num_heads, STEP_TOKENS, HEAD_DIM)
         inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
         how = (recipe.format(), self.rank, None, "flash_cpu", self.group.group_name, 0.0, False)
-
-        def run() -> None:
-            out = attention(*inputs, [], *how)[0]
-            torch.autograd.grad(out, inputs, torch.ones_like(out))
-
-        return run
+        return _both_ways(lambda *qkv: attention(*qkv, [], *how)[0], inputs)
 
     def of_first(self, seconds: float) -> float:
         """Return the median over the first ranks of nodes."""
@@ -266,15 +260,9 @@ class _Measurement:
     def tile(self, tokens: int, *, is_causal: bool = False) -> tuple[Callable[[], object], float]:
         """Return what runs a tile, and its flops without a mask."""
         shape = (1, HEADS, tokens, HEAD_DIM)
-        inputs = [torch.randn(shape, device=self.device, dtype=DTYPES[self.kind]) for _ in range(3)]
-        for one in inputs:
-            one.requires_grad_()
-
-        def run() -> None:
-            query, key, value = inputs
-            out = scaled_dot_product_attention(query, key, value, is_causal=is_causal)
-            torch.autograd.grad(out, inputs, torch.ones_like(out))
-
+        how: dict[str, Any] = {"device": self.device, "dtype": DTYPES[self.kind]}
+        inputs = [torch.randn(shape, requires_grad=True, **how) for _ in range(3)]
+        run = _both_ways(partial(scaled_dot_product_attention, is_causal=is_causal), inputs)
         return run, 2 * sum(NUM_MATMULS.values()) * HEADS * HEAD_DIM * float(tokens) ** 2
 
     def matmul_flops_per_s(self) -> float:
@@ -312,18 +300,22 @@ class _Measurement:
         return min(1.0, max(0.0, saved / min(alone_s, times * tile_s)))
 
 
+def _both_ways(attend: Callable[..., torch.Tensor], inputs: Sequence[Any]) -> Callable[[], object]:
+    """Return what runs an attention forward and backward."""
+
+    def run() -> None:
+        out = attend(*inputs)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    return run
+
+
 def _fit(flops: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Return flops per second, and seconds at no flops, by least squares; neither is negative.
 
     Errors are relative: otherwise the longest tile alone would say what a launch takes.
     """
-    weights = [1 / each**2 for each in seconds]
-    mean_flops, mean_s = (
-        sum(w * each for w, each in zip(weights, values, strict=True)) / sum(weights)
-        for values in (flops, seconds)
-    )
-    points = [*zip(weights, flops, seconds, strict=True)]
-    covariance = sum(w * (f - mean_flops) * (s - mean_s) for w, f, s in points)
-    slope = covariance / sum(w * (f - mean_flops) ** 2 for w, f, _ in points)
-    slope = max(slope, 1e-18)
-    return 1 / slope, max(0.0, mean_s - slope * mean_flops)
+    times, weights = np.array(seconds), 1 / np.array(seconds)
+    slope = max(1e-18, float(np.polyfit(flops, times, 1, w=weights)[0]))
+    rest = np.average(times - slope * np.array(flops), weights=weights**2)
+    return 1 / slope, max(0.0, float(rest))

@@ -64,15 +64,12 @@ def examine() -> tuple[Check, ...]:
 
 def _torch() -> Check:
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    span = ".".join(map(str, OLDEST)), ".".join(map(str, NEWEST))
     if OLDEST <= release <= NEWEST:
         return Check("torch", "ok", torch.__version__)
-    return Check(
-        "torch",
-        "problem" if release < OLDEST else "warning",
-        f"{torch.__version__}; supported are {span[0]} to {span[1]}",
-        f"pip install 'torch>={span[0]},<={span[1]}.*'",
-    )
+    oldest, newest = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
+    found = f"{torch.__version__}; supported are {oldest} to {newest}"
+    state = "problem" if release < OLDEST else "warning"
+    return Check("torch", state, found, f"pip install 'torch>={oldest},<={newest}.*'")
 
 
 def _private() -> Iterator[Check]:
@@ -111,24 +108,17 @@ def _generated_code() -> Check:
         remedy = "install a supported torch, or report the error"
         return Check(name, "problem", f"an attention does not compile: {error}", remedy)
     if not labels or None in labels:
-        return Check(
-            name,
-            "warning",
-            f"its exchanges have the labels {labels}: one that fails is not named",
-            "install a supported torch, or report it: cp_inductor/backend/steps.py",
-        )
+        found = f"its exchanges have the labels {labels}: one that fails is not named"
+        remedy = "install a supported torch, or report it: cp_inductor/backend/steps.py"
+        return Check(name, "warning", found, remedy)
     return Check(name, "ok", f"an attention of two ranks, {len(labels)} labelled collectives")
 
 
 def _triton() -> Check:
     found, wanted = _installed("triton"), triton_for_this_torch()
     if found is None:
-        return Check(
-            "triton",
-            "warning",
-            "not installed: cannot generate code for GPUs",
-            f"pip install 'cp-inductor[triton]' triton=={wanted}",
-        )
+        remedy = f"pip install 'cp-inductor[triton]' triton=={wanted}"
+        return Check("triton", "warning", "not installed: cannot generate code for GPUs", remedy)
     if wanted != "any" and found.split(".")[:2] != wanted.split(".")[:2]:
         remedy = f"pip install triton=={wanted}"
         return Check("triton", "warning", f"{found}; this torch needs {wanted}", remedy)
@@ -164,12 +154,8 @@ def _cache() -> Check:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        return Check(
-            "cache",
-            "problem",
-            f"{folder} cannot be written: {error.strerror}",
-            "set TORCHINDUCTOR_CACHE_DIR to a folder that you can write to",
-        )
+        remedy = "set TORCHINDUCTOR_CACHE_DIR to a folder that you can write to"
+        return Check("cache", "problem", f"{folder} cannot be written: {error.strerror}", remedy)
     free = shutil.disk_usage(parent).free
     if free < 2**30:
         remedy = "set TORCHINDUCTOR_CACHE_DIR to a disk with more room"
@@ -180,12 +166,8 @@ def _cache() -> Check:
 def _compiler() -> Check:
     compiler = cpp_compiler()
     if compiler is None:
-        return Check(
-            "C++ compiler",
-            "warning",
-            "none: models on the CPU will not compile",
-            "install g++ or clang++, or set CXX to a compiler",
-        )
+        found, remedy = "none: models on the CPU will not compile", "install g++ or clang++"
+        return Check("C++ compiler", "warning", found, f"{remedy}, or set CXX to a compiler")
     return Check("C++ compiler", "ok", compiler)
 
 

@@ -40,11 +40,6 @@ class GPU:
     max_threads_per_block: int = 1024
     warp_size: int = 32
 
-    @property
-    def architecture(self) -> str:
-        """Such as ``sm_90``."""
-        return f"sm_{self.major}{self.minor}"
-
 
 # fmt: off
 GPUS = {

@@ -81,7 +81,7 @@ def compile_kernels(code: str, graph: str, gpu: GPU) -> Iterator[CompiledKernel]
                     name=name,
                     graph=graph,
                     config=config,
-                    architecture=gpu.architecture,
+                    architecture=f"sm_{gpu.major}{gpu.minor}",
                     shared_bytes=binary.metadata.shared,
                     cubin=cubin,
                     **_usage(cubin, Path(folder) / f"{name}.cubin"),

@@ -52,9 +52,6 @@ FIRST_RUNS = 128
 # A rank waits for others at this many first events: about the attentions of a model's first step.
 FIRST_EVENTS = 128
 
-# A field that the first attention of a compiled graph has: it speaks for the graph.
-SPEAKS_FOR_GRAPH = "enabled"
-
 # About so many numbers of a batch are compared: all, unless it is a mask of many tokens.
 MOST_OF_BATCH = 1 << 22
 
@@ -88,7 +85,8 @@ class Agreed(Log):
             What the other ranks have said of the first, as far as they were waited for.
         """
         self.rejoin(entries[0].site)
-        kinds = [(entry.kind, SPEAKS_FOR_GRAPH in entry.fields) for entry in entries]
+        # The first attention of a compiled graph speaks for the graph, of which it has this field.
+        kinds = [(entry.kind, "enabled" in entry.fields) for entry in entries]
         pairs = [(entry, self.last.get(kind)) for entry, kind in zip(entries, kinds, strict=True)]
         changed = [
             (entry, last) for entry, last in pairs if last is None or last.fields != entry.fields
@@ -325,8 +323,7 @@ def agreed(
 
     Args:
         attention: which.
-        query, key: (B, H, S, D), (B, G, T, D), this rank's shards.
-        extras: what it reads beside them.
+        query, key, extras: what it reads: (B, H, S, D), (B, G, T, D), of this rank, and tables.
         site: for errors.
         has_grad: whether gradients are on; None in an op, which does not know it.
 

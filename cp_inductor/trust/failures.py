@@ -43,12 +43,7 @@ PATIENCE_ONCE_KNOWN_S = 1.0
 
 @contextmanager
 def named_steps(attention: Attention, direction: str, site: str) -> Iterator[None]:
-    """Name an exchange that fails inside, in eager.
-
-    Args:
-        attention: that exchanges.
-        direction: "forward" or "backward".
-        site: of the attention.
+    """Name an exchange that fails inside the "forward" or "backward" of an eager attention.
 
     Raises:
         ExchangeFailed: an exchange has failed.
@@ -74,9 +69,8 @@ def failure(
     If ranks are known to have gone different ways, the error says that.
 
     Args:
-        group_name: of the ranks that share the sequence.
-        site: the attention.
-        step: which exchange it was, in words, as in "exchange 2 of 4 of its backward".
+        group_name, site: of the attention.
+        step: which exchange it was, as in "exchange 2 of 4 of its backward".
         reason: what the backend raised.
         waited_s: for how long this rank was in the forward or backward.
     """

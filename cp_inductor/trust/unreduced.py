@@ -94,12 +94,7 @@ _watches: dict[str, _GradientWatch] = {}
 
 
 def watch_gradients(group_name: str, tensors: Sequence[Any]) -> None:
-    """Note parameters that are used with shards, so that ranks compare their gradients once.
-
-    Args:
-        group_name: c10d name of the group of the ranks that share the sequence.
-        tensors: arguments of an operation, or of a compiled graph.
-    """
+    """Note parameters among the arguments of an op, or of a graph, that are used with shards."""
     watch = _watches.get(group_name)
     if watch is not None and watch.is_over:
         watch.handle.remove()  # not from within the hook: an optimizer is iterating over all hooks
@@ -135,21 +130,18 @@ def _sample(tensor: Tensor | None) -> list[float]:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     some = flat[:: max(1, flat.numel() // NUM_SAMPLES)][:NUM_SAMPLES]
-    found: list[float] = [float(torch.linalg.vector_norm(flat, dtype=torch.float64))]
-    return found + some.tolist()
+    return [float(torch.linalg.vector_norm(flat, dtype=torch.float64)), *some.tolist()]
 
 
 def _apart(own: Sequence[Any], other: Sequence[Any]) -> list[int]:
     """Return which parameters are the same on two ranks, but have gradients of different tokens."""
     if len(own) != len(other):
         return []
-    found = []
-    for number, (one, another) in enumerate(zip(own, other, strict=True)):
-        if one[:2] == another[:2]:
-            difference = math.dist(one[2], another[2])
-            if difference > LEAST_DIFFERENCE * max(one[2][0], another[2][0]):
-                found.append(number)
-    return found
+    return [
+        number
+        for number, ((*here, grad), (*there, their)) in enumerate(zip(own, other, strict=True))
+        if here == there and math.dist(grad, their) > LEAST_DIFFERENCE * max(grad[0], their[0])
+    ]
 
 
 def _warn(parameters: Sequence[Tensor]) -> None:

@@ -45,18 +45,13 @@ def compile_for(
     *,
     inner_compile: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph for a target.
+    """Compile a graph of Dynamo, whose inputs are on the CPU, for a target.
 
     Args:
         target: to generate code for.
-        gm: from Dynamo.
-        example_inputs: its inputs, on the CPU.
+        gm, example_inputs, mode: as a backend of torch.compile has them.
         settings: from `settings_for`.
-        mode: as torch.compile's.
         inner_compile: what compiles the lowered graphs, such as `generates(target, load)`.
-
-    Returns:
-        The compiled function.
     """
     compile_graph = partial(compile_through_inductor, inner_compile=inner_compile)
     if target.gpu is None:
@@ -152,11 +147,7 @@ def target_for_code(name: str) -> Target:
 
 
 def check_triton() -> None:
-    """Check that triton is installed.
-
-    Raises:
-        MissingTriton: it is not installed.
-    """
+    """Raise MissingTriton if triton is not installed."""
     if find_spec("triton") is None:
         version = triton_for_this_torch()
         raise MissingTriton(

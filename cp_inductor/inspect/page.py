@@ -56,15 +56,9 @@ def page_of(
     title: str,
     facts: Mapping[str, str],
     attentions: Sequence[Any],
-    compiled: CrossCompiled | None = None,
+    compiled: CrossCompiled | None,
 ) -> str:
-    """Return the page of a report.
-
-    Args:
-        title: of the page.
-        facts: what the report is about, by name.
-        attentions: the `AttentionReport` of each.
-        compiled: what to show of the compiled program, if anything.
+    """Return the page of a report about some facts, with the `AttentionReport` of each attention.
 
     Raises:
         InvalidArgument: matplotlib is not installed.
@@ -99,11 +93,7 @@ def page_of(
 
 
 def check_matplotlib() -> None:
-    """Check that matplotlib is installed; ask before anything takes time.
-
-    Raises:
-        InvalidArgument: it is not.
-    """
+    """Raise InvalidArgument if matplotlib is not installed; ask before anything takes time."""
     if find_spec("matplotlib") is None:
         raise InvalidArgument(
             site="html",

@@ -37,19 +37,15 @@ AXIS_NAMES = {1: ("cp",), 2: ("dp", "cp"), 3: ("dp", "cp", "tp")}
 def pretended_world(
     rank: int,
     world_size: int,
-    mesh_shape: Sequence[int] | None = None,
-    mesh_dim_names: Sequence[str] | None = None,
+    mesh_shape: Sequence[int] | None,
+    mesh_dim_names: Sequence[str] | None,
 ) -> Iterator[DeviceMesh]:
-    """Within this context, be one rank of a world whose collectives send nothing.
+    """Within this context, be one rank of a world whose collectives send nothing; yield its mesh.
 
     Args:
-        rank: the global rank to be.
-        world_size: number of ranks.
-        mesh_shape: of the mesh over all ranks; by default ``(world_size,)``.
-        mesh_dim_names: names of its axes; by default ("cp",), ("dp", "cp") or ("dp", "cp", "tp").
-
-    Yields:
-        The mesh.
+        rank, world_size: the global rank to be, and how many there are.
+        mesh_shape: of the mesh over all ranks; ``(world_size,)`` if None.
+        mesh_dim_names: names of its axes; ("cp",), ("dp", "cp") or ("dp", "cp", "tp") if None.
 
     Raises:
         ProcessGroupError: the world has no such rank.

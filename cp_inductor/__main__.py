@@ -254,7 +254,7 @@ def _doctor(args: argparse.Namespace) -> tuple[str, bool]:
     checks = examine()
     is_fine = all(check.state != "problem" for check in checks)
     if args.json:
-        return json.dumps([check.to_dict() for check in checks]), is_fine
+        return json.dumps([asdict(check) for check in checks]), is_fine
     patches = ["", "patches of torch", as_text()] if args.patches else []
     return "\n".join([*map(str, checks), *patches]), is_fine
 

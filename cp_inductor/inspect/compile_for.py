@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -66,7 +67,7 @@ def generates(target: Target, load: Load) -> Callable[..., Any]:
     """Return what generates the code of lowered graphs, and has `load` make functions of it."""
 
     def generate(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        graph = fx.GraphModule(gm, _copy(gm.graph))
+        graph = fx.GraphModule(gm, deepcopy(gm.graph))
         device: Any = nullcontext()
         if target.gpu is not None:
             device = pretend_gpu(target.gpu)
@@ -76,15 +77,6 @@ def generates(target: Target, load: Load) -> Callable[..., Any]:
             return compile_fx_inner(gm, example_inputs, **kwargs)
 
     return generate
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph with its nodes' meta."""
-    copy = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    output = copy.graph_copy(graph, copies)
-    copy.output(output)
-    return copy
 
 
 def settings_for(target: Target, settings: Settings, mode: str | None) -> Settings:

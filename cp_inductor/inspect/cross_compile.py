@@ -185,7 +185,6 @@ def cross_compile_here(
     example: Example, *, target: Target, dynamic: bool | None = None, mode: str | None = None
 ) -> CrossCompiled:
     """Do as `cross_compile`, for this rank in the current group, with tensors as they are."""
-    settings = settings_for(target, read_settings(example.options), mode)
     graphs: dict[str, fx.GraphModule] = {}
     code: dict[str, str] = {}
 
@@ -193,11 +192,7 @@ def cross_compile_here(
         graphs[kind], code[kind] = gm, text
         return stop
 
-    def generate(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        inner_compile = generates(target, keep)
-        compile_for(target, gm, example_inputs, settings, mode, inner_compile=inner_compile)
-
-    trace_and_stop(example, generate, dynamic=dynamic)
+    compile_and_stop(example, target, generates(target, keep), dynamic=dynamic, mode=mode)
     return CrossCompiled(dist.get_rank(), dist.get_world_size(), target.name, graphs, code)
 
 
@@ -259,6 +254,23 @@ class Done(Exception):
 def stop(*args: Any) -> None:
     """Run nothing, in place of a compiled graph."""
     raise Done
+
+
+def compile_and_stop(
+    example: Example,
+    target: Target,
+    inner_compile: Callable[..., Any],
+    *,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+) -> None:
+    """Compile a call for a target, its lowered graphs by `inner_compile`, and run nothing."""
+    settings = settings_for(target, read_settings(example.options), mode)
+
+    def take(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        compile_for(target, gm, example_inputs, settings, mode, inner_compile=inner_compile)
+
+    trace_and_stop(example, take, dynamic=dynamic)
 
 
 def trace_and_stop(

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,10 +49,6 @@ class Check:
         """Return the result as one line, plus one for the remedy if there is one."""
         line = f"{self.name:<16}{self.state:<9}{self.found}"
         return f"{line}\n{'':<25}-> {self.remedy}" if self.remedy else line
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain data, for JSON."""
-        return asdict(self)
 
 
 def examine() -> tuple[Check, ...]:

@@ -32,8 +32,8 @@ from cp_inductor.backend.compile import kind_of
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import InvalidArgument, UnsupportedTarget
 from cp_inductor.flags import AUTO
-from cp_inductor.inspect.compile_for import compile_for, settings_for, target_for_code
-from cp_inductor.inspect.cross_compile import stop, trace_and_stop
+from cp_inductor.inspect.compile_for import target_for_code
+from cp_inductor.inspect.cross_compile import compile_and_stop, stop
 from cp_inductor.inspect.layers import (
     Layers,
     checkpoint_layers,
@@ -46,7 +46,6 @@ from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.world import Example, place, pretended_world
 from cp_inductor.mask.grammar import shortened
 from cp_inductor.passes.schedule_exchange import Scheduling
-from cp_inductor.passes.settings import read_settings
 from cp_inductor.plan import Machine
 from cp_inductor.plan.checks import check_count
 from cp_inductor.plan.machine import known_machine
@@ -294,20 +293,20 @@ def estimate_here(example: Example, *, target: Target, checkpoint: str, states: 
     world_size = torch.distributed.get_world_size()
     machine = machine_for(target, Scheduling.read(example.options)[0].machine, world_size)
     _check_choice("checkpoint", checkpoint, ("none", "layers", "offload"))
-    model = example.model
-    module = model if isinstance(model, nn.Module) else None
-    layers = None if module is None else find_layers(module)
-    weights = _Weights() if module is None else _Weights.of(module, layers)
+    model: Any = example.model
+    is_module = isinstance(model, nn.Module)
+    layers = find_layers(model) if is_module else None
+    weights = _Weights.of(model, layers) if is_module else _Weights()
     price = partial(_price, example, target, machine, sums_gradients=states.sharding == "none")
     counts: tuple[int, ...] = ()
     further = 0
-    if module is not None and layers is not None:
+    if layers is not None:
         counts = layers.fewest
-        keep_layers(module, layers, counts[1])
+        keep_layers(model, layers, counts[1])
         if checkpoint != "none":
-            checkpoint_layers(module, layers)
+            checkpoint_layers(model, layers)
         more = price()
-        keep_layers(module, layers, counts[0])
+        keep_layers(model, layers, counts[0])
         few = price()
         further = (layers.count - counts[1]) // layers.period
     elif checkpoint == "none":
@@ -364,17 +363,13 @@ def _price(
     example: Example, target: Target, machine: Machine, *, sums_gradients: bool
 ) -> dict[str, Price]:
     """Compile up to the lowered graphs, and price them."""
-    settings = settings_for(target, read_settings(example.options), None)
     graphs: dict[str, fx.GraphModule] = {}
 
     def keep(gm: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Callable[..., Any]:
         graphs[kind_of(how)] = gm
         return stop
 
-    def lower(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        compile_for(target, gm, inputs, settings, None, inner_compile=keep)
-
-    trace_and_stop(example, lower)
+    compile_and_stop(example, target, keep)
     free = shared_with_inputs(graphs["forward"]) if "forward" in graphs else frozenset[str]()
     pricing = Pricing(machine, torch.distributed.get_world_size(), free, sums_gradients)
     return {kind: price_graph(gm, kind, pricing) for kind, gm in graphs.items()}
@@ -408,7 +403,7 @@ class _Weights:
         if layers is not None:
             held = (one for layer in layers_of(model, layers) for one in layer.parameters())
             inside = sum(local[key].nbytes for key in {id(one) for one in held})
-        each = inside // layers.count if layers is not None else 0
+        each = 0 if layers is None else inside // layers.count
         return _Weights(count, total, each, total - inside)
 
     def held_bytes(self, states: States, world_size: int) -> int:

@@ -131,12 +131,7 @@ def _import(name: str) -> Any:
 
 
 def import_file(path: Path, *, is_registered: bool = False) -> Any:
-    """Import a file, from which Triton reads the source of a kernel.
-
-    Args:
-        path: of the file.
-        is_registered: whether dataclasses and pickle are to find its classes, in `sys.modules`.
-    """
+    """Import a file; if registered, dataclasses and pickle find its classes in `sys.modules`."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -209,27 +209,24 @@ class _Priced(Description):
         for index, one in enumerate(self.instructions):
             last |= dict.fromkeys((index, *one.reads), index)
         alive: dict[int, int] = {}
-        most, at_peak = 0, dict[int, int]()
+        most, at_peak = 0, list[tuple[str, int, int]]()
         for index, one in enumerate(self.instructions):
-            ends = [i for i in {index, *one.reads} if last[i] == index and i in {*alive, index}]
+            ends = [i for i in (index, *one.reads) if last[i] == index]
             ends = [i for i in ends if not self.instructions[i].is_kept]
             over = max((alive[i] for i in ends if i in alive), default=0)
             is_written_over = is_fusible(self.nodes[index]) and 0 < one.num_bytes <= over
             if one.num_bytes:
                 alive[index] = one.num_bytes
-            now = sum(alive.values()) + self.inside.get(index, 0)
-            now -= one.num_bytes if is_written_over else 0
+            inside = self.inside.get(index, 0)
+            now = sum(alive.values()) + inside - one.num_bytes * is_written_over
             if now > most:
-                most, at_peak = now, alive | {-1 - index: self.inside.get(index, 0)}
+                held = [("", i, size) for i, size in alive.items()]
+                most, at_peak = now, [*held, ("inside ", index, inside)]
             for i in ends:
                 alive.pop(i, None)
-        ranked = sorted(at_peak.items(), key=lambda pair: -pair[1])[:8]
-        largest = []
-        for index, size in ranked:
-            node = self.nodes[index if index >= 0 else -1 - index]
-            name = node.name if node.op == "placeholder" else str(node.target)
-            largest.append(("inside " * (index < 0) + name, size))
-        return most, tuple((name, size) for name, size in largest if size)
+        ranked = sorted(at_peak, key=lambda part: -part[2])[:8]
+        names = [n.name if n.op == "placeholder" else str(n.target) for n in self.nodes]
+        return most, tuple((what + names[i], size) for what, i, size in ranked if size)
 
     def _bytes_held(self, node: fx.Node) -> int:
         is_free = node.name in self.pricing.free or node.target is INVOKE_SUBGRAPH

@@ -180,7 +180,8 @@ def _place(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | N
     if isinstance(tensor, DTensor):
         mesh, placements = _corresponding(tensor.device_mesh, mesh), tensor.placements
     if placements is None:
-        placed = _empty(tensor.shape, tensor.stride(), tensor.dtype)
+        how: Any = {"dtype": tensor.dtype, "device": "cpu"}
+        placed = torch.empty_strided(tensor.shape, tensor.stride(), **how)
     else:
         placed = _empty_dtensor(tensor, mesh, placements)
     for name, value in vars(tensor).items():
@@ -204,17 +205,13 @@ def _corresponding(theirs: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
     )
 
 
-def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
-
-
 def _empty_dtensor(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     with FakeTensorMode():
         pieces = distributed_empty(whole.shape, device_mesh=mesh, placements=placements)
         shape = pieces.to_local().shape
     # Order the dims of the shard in memory as those of the whole tensor.
     stride = stride_of([max(size, 1) for size in shape], whole.stride())
-    local = _empty(shape, stride, whole.dtype)
+    local = torch.empty_strided(shape, stride, dtype=whole.dtype, device="cpu")
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )

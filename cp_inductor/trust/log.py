@@ -51,7 +51,6 @@ from cp_inductor.trust.record import (
     Fate,
     Process,
     Record,
-    fate_of,
     name_difference,
     name_ranks,
     new_trails,
@@ -420,7 +419,9 @@ class Log:
 
     def fates(self) -> dict[int, Fate]:
         """Say what has become of the others, by global rank, as far as it is known by now."""
-        return {self.ranks[at]: fate_of(self.records.get(at)) for at in self.others}
+        untold = Fate("it has not said what it is, nor that it failed")
+        known = {at: record.fate for at, record in self.records.items()}
+        return {self.ranks[at]: known.get(at, untold) for at in self.others}
 
     def gone(self) -> dict[int, str]:
         """Return what has become of others that are known not to run as usual, by global rank."""
@@ -438,12 +439,9 @@ class Log:
         self.look()
         told = {}
         for at in positions:
-            record = self.records.get(at)
-            fate = fate_of(record)
-            parts = [record.describe()] if record is not None else []
-            parts += [fate.text] if fate.is_known else []
-            if parts:
-                told[self.ranks[at]] = ", ".join(parts)
+            if at in self.records:
+                record, fate = self.records[at], self.records[at].fate
+                told[self.ranks[at]] = record.describe() + f", {fate.text}" * fate.is_known
         return told
 
     def _what_became_of(self, positions: Sequence[int]) -> str:

@@ -231,14 +231,12 @@ class Record:
         last = f", the last: {trail.entries[-1].site}" if trail.entries else ""
         return f"outside of any attention, since {waited:.0f} s, after {done}{last}"
 
-
-def fate_of(record: Record | None) -> Fate:
-    """Say what has become of a rank, given what it told last."""
-    if record is None:
-        return Fate("it has not said what it is, nor that it failed")
-    if record.failed:
-        return Fate(f"it failed as well, in {record.failed}", is_known=True, is_missing=False)
-    return record.process.look()
+    @property
+    def fate(self) -> Fate:
+        """What has become of the rank, as far as can be seen from here."""
+        if self.failed:
+            return Fate(f"it failed as well, in {self.failed}", is_known=True, is_missing=False)
+        return self.process.look()
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

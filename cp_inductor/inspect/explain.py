@@ -273,13 +273,8 @@ def _report(name: str, verdict: Site | CPError | None, chip: str) -> AttentionRe
     if verdict is None:
         return AttentionReport(name, "not sharded")
     if isinstance(verdict, CPError):
-        refusal = {
-            "error": type(verdict).__name__,
-            "expected": verdict.expected,
-            "got": verdict.got,
-            "remedy": verdict.remedy,
-        }
-        return AttentionReport(name, "refused", refusal)
+        said = {part: getattr(verdict, part) for part in ("expected", "got", "remedy")}
+        return AttentionReport(name, "refused", {"error": type(verdict).__name__, **said})
     facts, rate = _facts(verdict), _rate(verdict, chip)
     if rate is not None:
         facts |= {"flops_per_s": rate.forward, "rate_source": rate.source}

@@ -127,30 +127,17 @@ def place(
     args, kwargs = pytree.tree_map_only(
         Tensor, lambda tensor: _place(tensor, mesh, placements), tree
     )
-    placed = Example(example.model, args, kwargs)
-    like = placed.like
-    return replace(
-        placed,
-        model=_place_model(example.model, mesh, like),
-        options=_place_options(example.options, mesh, example.model, like),
-    )
-
-
-def _place_options(
-    options: Mapping[str, Any], mesh: DeviceMesh, model: Any, like: DTensor | None
-) -> dict[str, Any]:
-    rest = {name: value for name, value in options.items() if name != "mesh"}
-    named = options.get("mesh")
-    is_declared = like is not None or options_of(getattr(model, "_orig_mod", model)) is not None
-    if named is None and is_declared:
-        return rest
-    if isinstance(named, DeviceMesh):
-        named = (named.mesh_dim_names or ("cp",))[0]
-    return rest | {"mesh": mesh if mesh.ndim == 1 else mesh[named or "cp"]}
+    model: Any = getattr(example.model, "_orig_mod", example.model)  # what torch.compile wrapped
+    options = dict(example.options)
+    placed, named = Example(model, args, kwargs, options), options.pop("mesh", None)
+    if named is not None or (placed.like is None and options_of(model) is None):
+        if isinstance(named, DeviceMesh):
+            named = (named.mesh_dim_names or ("cp",))[0]
+        options["mesh"] = mesh if mesh.ndim == 1 else mesh[named or "cp"]
+    return replace(placed, model=_place_model(model, mesh, placed.like))
 
 
 def _place_model(model: Any, mesh: DeviceMesh, like: DTensor | None) -> Any:
-    model = getattr(model, "_orig_mod", model)  # the module that torch.compile has wrapped
     if not isinstance(model, nn.Module):
         return model
     options = options_of(model)

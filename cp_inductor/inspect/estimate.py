@@ -63,9 +63,8 @@ def machine_for(target: Target, text: str, world_size: int) -> Machine:
     """Return the machine that so many ranks see.
 
     Args:
-        target: for whose code it is.
+        target, world_size: for whose code it is, and how many ranks there are.
         text: of the machine that plans are made for; "" if they are made for none.
-        world_size: all ranks.
 
     Raises:
         UnsupportedTarget: it is a CPU, of whose speed nothing is known.
@@ -263,11 +262,7 @@ def estimate(
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """How weights, gradients and optimizer states are held.
-
-    Attributes:
-        sharding, held_dtype, optimizer_states: as in `estimate`.
-    """
+    """How weights, gradients and optimizer states are held, as in `estimate`."""
 
     sharding: str
     held_dtype: torch.dtype | None

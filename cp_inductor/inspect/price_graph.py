@@ -54,12 +54,8 @@ _KERNEL_OF = {
 # A backward has two multiplications for each of the forward, by which a model's use is counted.
 FORWARD_AND_BACKWARD = 3
 
-_SUMS = frozenset(
-    {
-        torch.ops._c10d_functional.all_reduce.default,
-        torch.ops._c10d_functional.all_reduce_.default,
-    }
-)
+_C10D = torch.ops._c10d_functional
+_SUMS = (_C10D.all_reduce.default, _C10D.all_reduce_.default)
 
 
 def _rate_of_tile(device: Device, node: fx.Node) -> float:

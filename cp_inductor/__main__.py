@@ -17,9 +17,9 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cp_inductor.errors import CPError, InvalidArgument, InvalidText
 from cp_inductor.plan import STRATEGIES, Machine, Plan, plan_attention
@@ -27,6 +27,9 @@ from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count
 from cp_inductor.plan.machine_file import CALIBRATED
 from cp_inductor.plan.text import format_program
 from cp_inductor.plan.timeline import loads_of
+
+if TYPE_CHECKING:
+    from cp_inductor.inspect.world import Example
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -222,7 +225,7 @@ def _doctor(args: argparse.Namespace) -> tuple[str, bool]:
     checks = examine()
     is_fine = all(check.state != "problem" for check in checks)
     if args.json:
-        return json.dumps([check.to_dict() for check in checks]), is_fine
+        return json.dumps([asdict(check) for check in checks]), is_fine
     patches = ["", "patches of torch", as_text()] if args.patches else []
     return "\n".join([*map(str, checks), *patches]), is_fine
 
@@ -266,16 +269,12 @@ def _explain(args: argparse.Namespace) -> tuple[str, bool]:
     if args.html is not None:
         check_matplotlib()
         target = target_for_code(args.target) if args.compiled else None
-    with _example(args) as (example, options), torch.set_grad_enabled(not args.inference):
-        kwargs = dict(example.kwargs or {})
-        report = explain(
-            example.model, *example.args, options=options, target=args.target, **kwargs
-        )
+    with _example(args) as example, torch.set_grad_enabled(not args.inference):
+        how = {"options": example.options, "target": args.target}
+        report = explain(example.model, *example.args, **how, **example.kwargs)
         compiled = None
         if target is not None and report.is_fine:
-            compiled = cross_compile_here(
-                example.model, example.args, kwargs, target=target, options=options
-            )
+            compiled = cross_compile_here(example, target=target)
     if args.html is not None:
         report.html(args.html, compiled)
     return json.dumps(report.to_dict()) if args.json else str(report), report.is_fine
@@ -289,10 +288,8 @@ def _code(args: argparse.Namespace) -> tuple[str, bool]:
 
     target = target_for_code(args.target)
     _check_rank(args)
-    with _example(args) as (example, options), torch.set_grad_enabled(not args.inference):
-        compiled = cross_compile_here(
-            example.model, example.args, example.kwargs or {}, target=target, options=options
-        )
+    with _example(args) as example, torch.set_grad_enabled(not args.inference):
+        compiled = cross_compile_here(example, target=target)
     if args.graph not in (None, *compiled.code):
         raise InvalidArgument(
             site="--graph",
@@ -335,16 +332,8 @@ def _estimate(args: argparse.Namespace) -> tuple[str, bool]:
     _check_rank(args)
     dtype = None if args.held_dtype is None else getattr(torch, args.held_dtype)
     states = States(args.sharding, dtype, args.optimizer_states)
-    with _example(args) as (example, options), torch.set_grad_enabled(not args.inference):
-        estimate = estimate_here(
-            example.model,
-            example.args,
-            example.kwargs or {},
-            target=target,
-            checkpoint=args.checkpoint,
-            states=states,
-            options=options,
-        )
+    with _example(args) as example, torch.set_grad_enabled(not args.inference):
+        estimate = estimate_here(example, target=target, checkpoint=args.checkpoint, states=states)
     return json.dumps(estimate.to_dict()) if args.json else str(estimate), estimate.is_fine
 
 
@@ -356,26 +345,23 @@ def _check_rank(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _example(args: argparse.Namespace) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _example(args: argparse.Namespace) -> Iterator[Example]:
     """Load the named model and its options, on a rank of a world that need not exist.
 
     Plain tensors beside DTensors, such as positions that a model makes itself, are replicated.
     """
     from torch.distributed.tensor.experimental import implicit_replication
 
-    from cp_inductor.inspect.load import Example, failures_named, load_example
-    from cp_inductor.inspect.world import Placer, pretended_world
+    from cp_inductor.inspect.load import failures_named, load_example
+    from cp_inductor.inspect.world import place, pretended_world
 
     with pretended_world(args.rank, args.world_size, args.mesh_shape, args.mesh_names) as mesh:
-        loaded = load_example(args.model, mesh)
-        placer = Placer(mesh)
-        tensors, like = placer.call(loaded.args, loaded.kwargs or {})
-        options = placer.options(dict(loaded.options or {}), loaded.model, like)
+        example = place(load_example(args.model, mesh), mesh)
         flags = {name: getattr(args, name) for name in ("strategy", "stages", "machine")}
-        options |= {name: value for name, value in flags.items() if value is not None}
-        within = nullcontext() if like is None else implicit_replication()
+        flags = {name: value for name, value in flags.items() if value is not None}
+        within = nullcontext() if example.like is None else implicit_replication()
         with within, failures_named(args.model):
-            yield Example(placer.model(loaded.model, like), *tensors), options
+            yield replace(example, options={**example.options, **flags})
 
 
 def _plan(args: argparse.Namespace) -> tuple[str, bool]:

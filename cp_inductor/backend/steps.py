@@ -30,7 +30,7 @@ from cp_inductor.torch_private.inductor import label_of
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import replace_backward
 from cp_inductor.trust.agreement import waiting_in
-from cp_inductor.trust.failures import failure, name_step
+from cp_inductor.trust.failures import failure
 from cp_inductor.trust.graph_agreement import Planned
 from cp_inductor.trust.profiler_ranges import named_ranges
 
@@ -114,7 +114,7 @@ def _find(
         group_name, site = one.attention.group_name, one.site
         if len({other.site for other in attentions}) < len(attentions):
             site = f"{site}, number {int(place) + 1} of the {len(attentions)} in the graph"
-    return group_name, site, name_step(direction, int(number), int(num_steps))
+    return group_name, site, f"exchange {number} of {num_steps} of its {direction}"
 
 
 def _name_of(attentions: Sequence[Planned], direction: str, func: Any) -> tuple[str, int] | None:

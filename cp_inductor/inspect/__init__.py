@@ -6,5 +6,5 @@
     load              imports the function that the command line names
 
 The others serve these: `world` and `pretend` (a process group and a device that do not exist),
-`compile_for`, `retarget`, `targets` and `triton_kernels` (code for a GPU that does not exist).
+`compile_for`, `retarget` and `targets` (code for a GPU that does not exist).
 """

@@ -21,6 +21,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -114,9 +115,6 @@ class _Measurement:
         dist.all_gather_object(found, value, self.group)
         return found
 
-    def median(self, seconds: float) -> float:
-        return float(median(self.gather(seconds)))
-
     def machine(self) -> Machine:
         levels = []
         num_nodes = self.size // self.node_size
@@ -134,13 +132,13 @@ class _Measurement:
         usual = LINKS["tcp" if self.kind == "cpu" else ("nvlink4" if is_inside else "ib400")]
         if self.size == 1:
             return replace(usual, ranks=ranks)
-        small, large = (self.median(self.exchange_s(size, is_inside)) for size in SIZES)
+        small, large = (self.exchange_s(size, is_inside) for size in SIZES)
         rate = (SIZES[1] - SIZES[0]) / max(large - small, 1e-9)
         return replace(usual, ranks=ranks, latency_s=small, bytes_per_s=rate)
 
     def exchange_s(self, num_bytes: int, is_inside: bool) -> float:
         exchange = self.exchange(num_bytes, is_inside)
-        return self.least(lambda: exchange()())
+        return self.seconds(lambda: exchange()())
 
     def exchange(self, num_bytes: int, is_inside: bool) -> Callable[[], Callable[[], object]]:
         """Return what starts an exchange, packed and unpacked, and returns what waits for it."""
@@ -170,8 +168,8 @@ class _Measurement:
 
         return start
 
-    def least(self, run: Callable[[], object], *, by_all: bool = True) -> float:
-        """Return the least seconds of some runs, which all ranks begin together.
+    def seconds(self, run: Callable[[], object], *, by_all: bool = True) -> float:
+        """Return the least seconds of some runs, which all ranks begin together: their median.
 
         With ``by_all=False`` only the first rank of each node runs.
         """
@@ -185,7 +183,8 @@ class _Measurement:
             self.synchronize()
             found.append(perf_counter() - start)
             dist.barrier(self.group)
-        return min(found[1:])
+        each = self.gather(min(found[1:]))
+        return float(median(each if by_all else each[:: self.node_size]))
 
     def synchronize(self) -> None:
         if self.kind == "cuda":
@@ -193,18 +192,18 @@ class _Measurement:
 
     def device_speed(self) -> Device:
         tiles = [self.tile(tokens) for tokens in TOKENS[self.kind]]
-        alone = [self.of_first(self.least(run, by_all=False)) for run, _ in tiles]
-        together = self.median(self.least(tiles[-1][0]))
+        alone = [self.seconds(run, by_all=False) for run, _ in tiles]
+        together = self.seconds(tiles[-1][0])
         flops_per_s, launch_s = _fit([flops for _, flops in tiles], alone)
         num_keys = 2 * TOKENS[self.kind][-1]
         causal, flops = self.tile(num_keys, is_causal=True)
-        causal_s = self.of_first(self.least(causal, by_all=False))
+        causal_s = self.seconds(causal, by_all=False)
         share = min(1.0, max(0.5, (causal_s - launch_s) * flops_per_s / flops))
         at_once = self.node_size * alone[-1] / max(together, 1e-9)
         if self.kind == "cpu":
             at_once = min(at_once, float(os.cpu_count() or at_once))
         source = torch.ones(1 << 22, device=self.device)
-        copy_s = self.of_first(self.least(lambda: torch.add(source, 1.0), by_all=False))
+        copy_s = self.seconds(lambda: torch.add(source, 1.0), by_all=False)
         usual = DEVICES["cpu" if self.kind == "cpu" else chip_of_this_process()]
         return replace(
             usual,
@@ -234,47 +233,30 @@ class _Measurement:
             )
             both = [loads_of(make(recipe)) for make in (forward_plan, backward_plan)]
             moved = (stage for one in both for way in (one.fetch, one.home) for stage in way[0])
-            calls = self.shared(sum(one.calls.sum(0) for one in both), machine.device)
-            rows.append([1.0, calls, float(sum(stage.any() for stage in moved))])
-            seconds.append(self.median(self.least(self.step(recipe))))
+            calls = sum(one.calls.sum(0) for one in both)
+            # How many follow each other on a core.
+            num_calls = max(calls.max(), calls.sum() / (machine.device.at_once or self.size))
+            rows.append([1.0, float(num_calls), float(sum(stage.any() for stage in moved))])
+            seconds.append(self.seconds(self.step(recipe)))
         (_, launch_s, latency_s), *_ = np.linalg.lstsq(np.array(rows), np.array(seconds))
         launch_s = max(machine.device.launch_s, float(launch_s))
         more = max(0.0, float(latency_s) - machine.levels[0].latency_s)
         levels = (replace(one, latency_s=one.latency_s + more) for one in machine.levels)
         return Machine(tuple(levels), replace(machine.device, launch_s=launch_s))
 
-    def shared(self, calls: np.ndarray, device: Device) -> float:
-        """Return how many calls follow each other on a core."""
-        return max(float(calls.max()), float(calls.sum()) / (device.at_once or self.size))
-
     def step(self, recipe: Recipe) -> Callable[[], object]:
         """Return what runs an attention forward and backward."""
         shape = (1, recipe.num_heads, STEP_TOKENS, HEAD_DIM)
         inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
         how = (recipe.format(), self.rank, None, "flash_cpu", self.group.group_name, 0.0, False)
-
-        def run() -> None:
-            out = attention(*inputs, [], *how)[0]
-            torch.autograd.grad(out, inputs, torch.ones_like(out))
-
-        return run
-
-    def of_first(self, seconds: float) -> float:
-        """Return the median over the first ranks of nodes."""
-        return float(median(self.gather(seconds)[:: self.node_size]))
+        return _both_ways(lambda *qkv: attention(*qkv, [], *how)[0], inputs)
 
     def tile(self, tokens: int, *, is_causal: bool = False) -> tuple[Callable[[], object], float]:
         """Return what runs a tile, and its flops without a mask."""
         shape = (1, HEADS, tokens, HEAD_DIM)
-        inputs = [torch.randn(shape, device=self.device, dtype=DTYPES[self.kind]) for _ in range(3)]
-        for one in inputs:
-            one.requires_grad_()
-
-        def run() -> None:
-            query, key, value = inputs
-            out = scaled_dot_product_attention(query, key, value, is_causal=is_causal)
-            torch.autograd.grad(out, inputs, torch.ones_like(out))
-
+        how: dict[str, Any] = {"device": self.device, "dtype": DTYPES[self.kind]}
+        inputs = [torch.randn(shape, requires_grad=True, **how) for _ in range(3)]
+        run = _both_ways(partial(scaled_dot_product_attention, is_causal=is_causal), inputs)
         return run, 2 * sum(NUM_MATMULS.values()) * HEADS * HEAD_DIM * float(tokens) ** 2
 
     def matmul_flops_per_s(self) -> float:
@@ -289,7 +271,7 @@ class _Measurement:
             y = x @ weight.t()
             _ = y @ weight, y.t() @ x
 
-        seconds = self.of_first(self.least(run, by_all=False))
+        seconds = self.seconds(run, by_all=False)
         return 3 * 2 * rows * dim**2 / max(seconds, 1e-9)
 
     def hidden(self, run: Callable[[], object], tile_s: float) -> float:
@@ -298,7 +280,7 @@ class _Measurement:
             return 1.0
         is_inside = self.node_size > 1
         exchange = self.exchange(SIZES[1], is_inside)
-        alone_s = self.median(self.exchange_s(SIZES[1], is_inside))
+        alone_s = self.exchange_s(SIZES[1], is_inside)
         times = max(1, round(alone_s / max(tile_s, 1e-9)))
 
         def both() -> None:
@@ -307,9 +289,18 @@ class _Measurement:
                 run()
             wait()
 
-        both_s = self.median(self.least(both))
-        saved = times * tile_s + alone_s - both_s
+        saved = times * tile_s + alone_s - self.seconds(both)
         return min(1.0, max(0.0, saved / min(alone_s, times * tile_s)))
+
+
+def _both_ways(attend: Callable[..., torch.Tensor], inputs: Sequence[Any]) -> Callable[[], object]:
+    """Return what runs an attention forward and backward."""
+
+    def run() -> None:
+        out = attend(*inputs)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    return run
 
 
 def _fit(flops: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -317,13 +308,7 @@ def _fit(flops: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
 
     Errors are relative: otherwise the longest tile alone would say what a launch takes.
     """
-    weights = [1 / each**2 for each in seconds]
-    mean_flops, mean_s = (
-        sum(w * each for w, each in zip(weights, values, strict=True)) / sum(weights)
-        for values in (flops, seconds)
-    )
-    points = [*zip(weights, flops, seconds, strict=True)]
-    covariance = sum(w * (f - mean_flops) * (s - mean_s) for w, f, s in points)
-    slope = covariance / sum(w * (f - mean_flops) ** 2 for w, f, _ in points)
-    slope = max(slope, 1e-18)
-    return 1 / slope, max(0.0, mean_s - slope * mean_flops)
+    times, weights = np.array(seconds), 1 / np.array(seconds)
+    slope = max(1e-18, float(np.polyfit(flops, times, 1, w=weights)[0]))
+    rest = np.average(times - slope * np.array(flops), weights=weights**2)
+    return 1 / slope, max(0.0, float(rest))

@@ -1,6 +1,6 @@
 """Compile a Dynamo graph for a target that need not exist, up to its generated code.
 
-    compile_for(target, gm, inputs, settings, mode, load=load)
+    compile_for(target, gm, inputs, settings, mode, inner_compile=generates(target, load))
       =>  load("forward", graph, code, constants), load("backward", ...)      what runs the graphs
 
 AOTAutograd traces on the CPU, and its joint graph is moved to the target by `Retarget`. What `load`
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -24,11 +25,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 
 from cp_inductor.backend.compile import compile_through_inductor, kind_of
 from cp_inductor.errors import MissingTriton, UnsupportedTarget
-from cp_inductor.inspect.pretend import (
-    code_loaded_by,
-    fakes_without_devices,
-    pretend_gpu,
-)
+from cp_inductor.inspect.pretend import code_loaded_by, fakes_without_devices, pretend_gpu
 from cp_inductor.inspect.retarget import Retarget
 from cp_inductor.inspect.targets import Target
 from cp_inductor.passes.settings import Settings
@@ -47,35 +44,16 @@ def compile_for(
     settings: Settings,
     mode: str | None,
     *,
-    load: Load,
+    inner_compile: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph for a target.
+    """Compile a graph of Dynamo, whose inputs are on the CPU, for a target.
 
     Args:
         target: to generate code for.
-        gm: from Dynamo.
-        example_inputs: its inputs, on the CPU.
+        gm, example_inputs, mode: as a backend of torch.compile has them.
         settings: from `settings_for`.
-        mode: as torch.compile's.
-        load: called for each graph, where the target is pretended.
-
-    Returns:
-        The compiled function.
+        inner_compile: what compiles the lowered graphs, such as `generates(target, load)`.
     """
-    generate = partial(_generate, target=target, load=load)
-    return lower_for(target, gm, example_inputs, settings, mode, inner_compile=generate)
-
-
-def lower_for(
-    target: Target,
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    settings: Settings,
-    mode: str | None,
-    *,
-    inner_compile: Callable[..., Any],
-) -> Callable[..., Any]:
-    """Do as `compile_for`, up to the lowered graphs, which `inner_compile` is called with."""
     compile_graph = partial(compile_through_inductor, inner_compile=inner_compile)
     if target.gpu is None:
         return compile_graph(gm, example_inputs, settings, mode)
@@ -85,27 +63,20 @@ def lower_for(
         return compile_graph(gm, example_inputs, settings, mode, decompositions={})
 
 
-def _generate(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, target: Target, load: Load, **kwargs: Any
-) -> Any:
-    kind = kind_of(kwargs)
-    graph = fx.GraphModule(gm, _copy(gm.graph))
-    device: Any = nullcontext()
-    if target.gpu is not None:
-        device = pretend_gpu(target.gpu)
-        inputs = gm.graph.find_nodes(op="placeholder")
-        example_inputs = [node.meta["val"] for node in inputs]
-    with device, code_loaded_by(partial(load, kind, graph)):
-        return compile_fx_inner(gm, example_inputs, **kwargs)
+def generates(target: Target, load: Load) -> Callable[..., Any]:
+    """Return what generates the code of lowered graphs, and has `load` make functions of it."""
 
+    def generate(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        graph = fx.GraphModule(gm, deepcopy(gm.graph))
+        device: Any = nullcontext()
+        if target.gpu is not None:
+            device = pretend_gpu(target.gpu)
+            inputs = gm.graph.find_nodes(op="placeholder")
+            example_inputs = [node.meta["val"] for node in inputs]
+        with device, code_loaded_by(partial(load, kind_of(kwargs), graph)):
+            return compile_fx_inner(gm, example_inputs, **kwargs)
 
-def _copy(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph with its nodes' meta."""
-    copy = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    output = copy.graph_copy(graph, copies)
-    copy.output(output)
-    return copy
+    return generate
 
 
 def settings_for(target: Target, settings: Settings, mode: str | None) -> Settings:
@@ -116,6 +87,7 @@ def settings_for(target: Target, settings: Settings, mode: str | None) -> Settin
     """
     if target.gpu is None:
         return settings
+    settings = planned_for(target, settings)
     options = dict(settings.inductor_options)
     tuned = [name for name in options if name.startswith("max_autotune") and options[name]]
     if tuned or "max-autotune" in (mode or ""):
@@ -130,9 +102,13 @@ def settings_for(target: Target, settings: Settings, mode: str | None) -> Settin
     # CUDA graphs and the padding of odd matrix sizes need a real device.
     unmeasured = {"shape_padding": False, "triton.cudagraphs": False}
     options |= {name: append_custom_pass(existing, Retarget(target)), **unmeasured}
+    return replace(settings, inductor_options=options)
+
+
+def planned_for(target: Target, settings: Settings) -> Settings:
+    """Return settings whose plans choose kernels for a target."""
     there: dict[str, Any] = {"device": target.device_type, "capability": target.capability}
-    plan_options = replace(settings.plan_options, **there)
-    return replace(settings, plan_options=plan_options, inductor_options=options)
+    return replace(settings, plan_options=replace(settings.plan_options, **there))
 
 
 def _check_autocast(gm: fx.GraphModule) -> None:
@@ -163,11 +139,7 @@ def target_for_code(name: str) -> Target:
 
 
 def check_triton() -> None:
-    """Check that triton is installed.
-
-    Raises:
-        MissingTriton: it is not installed.
-    """
+    """Raise MissingTriton if triton is not installed."""
     if find_spec("triton") is None:
         version = triton_for_this_torch()
         raise MissingTriton(

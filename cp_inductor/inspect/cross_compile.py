@@ -5,16 +5,22 @@
 
 This does what torch.compile would do on that rank, up to the generated source. Dynamo, AOTAutograd
 and Inductor run on tensors without data, in a fake process group, for a fake device. The model is
-not executed, and the state of torch is restored.
+not executed, and the state of torch is restored. Triton can compile the kernels for a GPU that does
+not exist; cuobjdump, a tool that comes with Triton, reads from the machine code what they use.
 """
 
 from __future__ import annotations
 
+import ast
+import re
+import subprocess
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -29,15 +35,47 @@ from cp_inductor.errors import UnsupportedTarget
 from cp_inductor.inspect.compile_for import (
     check_triton,
     compile_for,
+    generates,
     settings_for,
     target_for_code,
 )
-from cp_inductor.inspect.targets import Target
-from cp_inductor.inspect.triton_kernels import CompiledKernel, compile_kernels
-from cp_inductor.inspect.world import Placer, pretended_world
+from cp_inductor.inspect.load import import_file
+from cp_inductor.inspect.pretend import pretend_gpu
+from cp_inductor.inspect.targets import GPU, Target
+from cp_inductor.inspect.world import Example, place, pretended_world
 from cp_inductor.passes.settings import read_settings
 from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.dynamo import compile_state_kept
+from cp_inductor.torch_private.triton import compile_triton_kernel, cuobjdump_path
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """One kernel in one configuration, as machine code.
+
+    Attributes:
+        name: of the kernel.
+        graph: "forward", "backward" or "inference".
+        config: block sizes and warps, such as ``XBLOCK=1024 num_warps=4 num_stages=1``.
+        architecture: such as ``sm_90``.
+        registers: per thread.
+        spill_bytes: local memory per thread, for values that did not fit into registers.
+        shared_bytes: shared memory per block.
+        cubin: the machine code.
+    """
+
+    name: str
+    graph: str
+    config: str
+    architecture: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    cubin: bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as plain data, without the machine code."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "cubin"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,33 +177,14 @@ def cross_compile(
     chip = target_for_code(target)
     with pretended_world(rank, world_size, mesh_shape, mesh_dim_names) as mesh:
         given = args(mesh) if callable(args) else args
-        placer = Placer(mesh)
-        tensors, like = placer.call(given, kwargs or {}, placements)
-        return cross_compile_here(
-            placer.model(model, like),
-            *tensors,
-            target=chip,
-            dynamic=dynamic,
-            mode=mode,
-            options=placer.options(options or {}, model, like),
-        )
+        example = place(Example(model, given, kwargs or {}, options or {}), mesh, placements)
+        return cross_compile_here(example, target=chip, dynamic=dynamic, mode=mode)
 
 
 def cross_compile_here(
-    model: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    target: Target,
-    dynamic: bool | None = None,
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    example: Example, *, target: Target, dynamic: bool | None = None, mode: str | None = None
 ) -> CrossCompiled:
-    """Generate the code of this rank in the current process group.
-
-    Args, Returns and Raises are as in `cross_compile`; arguments are used as they are.
-    """
-    settings = settings_for(target, read_settings(options), mode)
+    """Do as `cross_compile`, for this rank in the current group, with tensors as they are."""
     graphs: dict[str, fx.GraphModule] = {}
     code: dict[str, str] = {}
 
@@ -173,11 +192,52 @@ def cross_compile_here(
         graphs[kind], code[kind] = gm, text
         return stop
 
-    def generate(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        compile_for(target, gm, example_inputs, settings, mode, load=keep)
-
-    trace_and_stop(model, generate, args, kwargs, dynamic=dynamic)
+    compile_and_stop(example, target, generates(target, keep), dynamic=dynamic, mode=mode)
     return CrossCompiled(dist.get_rank(), dist.get_world_size(), target.name, graphs, code)
+
+
+def kernel_sources(code: str) -> dict[str, str]:
+    """Return the source of every Triton kernel in generated code, by kernel name."""
+    sources = {}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "async_compile.triton":
+            name, source = (ast.literal_eval(argument) for argument in node.args[:2])
+            sources[name] = source
+    return sources
+
+
+def compile_kernels(code: str, graph: str, gpu: GPU) -> Iterator[CompiledKernel]:
+    """Compile every Triton kernel of generated code, in every configuration of the kernel.
+
+    Args:
+        code: that Inductor has generated for a graph.
+        graph: the kind of the graph, for the results: "forward", "backward" or "inference".
+        gpu: to compile for.
+    """
+    with tempfile.TemporaryDirectory() as folder, pretend_gpu(gpu):
+        for name, source in kernel_sources(code).items():
+            path = Path(folder) / f"{name}.py"
+            path.write_text(source)
+            for config, binary in compile_triton_kernel(getattr(import_file(path), name)):
+                cubin = binary.asm["cubin"]
+                yield CompiledKernel(
+                    name=name,
+                    graph=graph,
+                    config=config,
+                    architecture=f"sm_{gpu.major}{gpu.minor}",
+                    shared_bytes=binary.metadata.shared,
+                    cubin=cubin,
+                    **_usage(cubin, Path(folder) / f"{name}.cubin"),
+                )
+
+
+def _usage(cubin: bytes, path: Path) -> dict[str, int]:
+    """Return the registers and spilled bytes that a kernel uses, from its machine code."""
+    path.write_bytes(cubin)
+    command = [cuobjdump_path(), "--dump-resource-usage", str(path)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
+    return {"registers": int(used["REG"]), "spill_bytes": int(used["STACK"]) + int(used["LOCAL"])}
 
 
 def count_tiles(graph: fx.GraphModule) -> str:
@@ -196,21 +256,41 @@ def stop(*args: Any) -> None:
     raise Done
 
 
+def compile_and_stop(
+    example: Example,
+    target: Target,
+    inner_compile: Callable[..., Any],
+    *,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+) -> None:
+    """Compile a call for a target, its lowered graphs by `inner_compile`, and run nothing."""
+    settings = settings_for(target, read_settings(example.options), mode)
+
+    def take(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        compile_for(target, gm, example_inputs, settings, mode, inner_compile=inner_compile)
+
+    trace_and_stop(example, take, dynamic=dynamic)
+
+
 def trace_and_stop(
-    model: Callable[..., Any],
+    example: Example,
     take: Callable[[fx.GraphModule, Sequence[Any]], None],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
     *,
     dynamic: bool | None = None,
 ) -> None:
     """Have Dynamo trace a call of a model whole, give the graph to `take`, and run nothing."""
+    model = example.model
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    # Dynamo caches compiled code by code object, and remembers the sizes of earlier calls by name.
+    run.__code__ = run.__code__.replace(co_name=f"run_{uuid4().hex}")
     backend = partial(_give_and_stop, take)
-    compiled = torch.compile(
-        _fresh_function(model), backend=backend, fullgraph=True, dynamic=dynamic
-    )
+    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)
     with compile_state_kept(), suppress(Done):
-        compiled(*args, **kwargs)
+        compiled(*example.args, **example.kwargs)
 
 
 def _give_and_stop(
@@ -224,16 +304,3 @@ def _give_and_stop(
 
 
 trace_for(_give_and_stop, is_run=False)
-
-
-def _fresh_function(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a new function that calls a model, so that Dynamo has no state about it.
-
-    Dynamo caches compiled code by code object, and remembers the sizes of earlier calls by name.
-    """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
-    run.__code__ = run.__code__.replace(co_name=f"run_{uuid4().hex}")
-    return run

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,10 +50,6 @@ class Check:
         line = f"{self.name:<16}{self.state:<9}{self.found}"
         return f"{line}\n{'':<25}-> {self.remedy}" if self.remedy else line
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain data, for JSON."""
-        return asdict(self)
-
 
 def examine() -> tuple[Check, ...]:
     """Check torch, its inside, triton, the backends, code, caches, compilers and the group."""
@@ -64,15 +59,12 @@ def examine() -> tuple[Check, ...]:
 
 def _torch() -> Check:
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    span = ".".join(map(str, OLDEST)), ".".join(map(str, NEWEST))
     if OLDEST <= release <= NEWEST:
         return Check("torch", "ok", torch.__version__)
-    return Check(
-        "torch",
-        "problem" if release < OLDEST else "warning",
-        f"{torch.__version__}; supported are {span[0]} to {span[1]}",
-        f"pip install 'torch>={span[0]},<={span[1]}.*'",
-    )
+    oldest, newest = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
+    found = f"{torch.__version__}; supported are {oldest} to {newest}"
+    state = "problem" if release < OLDEST else "warning"
+    return Check("torch", state, found, f"pip install 'torch>={oldest},<={newest}.*'")
 
 
 def _private() -> Iterator[Check]:
@@ -111,24 +103,17 @@ def _generated_code() -> Check:
         remedy = "install a supported torch, or report the error"
         return Check(name, "problem", f"an attention does not compile: {error}", remedy)
     if not labels or None in labels:
-        return Check(
-            name,
-            "warning",
-            f"its exchanges have the labels {labels}: one that fails is not named",
-            "install a supported torch, or report it: cp_inductor/backend/steps.py",
-        )
+        found = f"its exchanges have the labels {labels}: one that fails is not named"
+        remedy = "install a supported torch, or report it: cp_inductor/backend/steps.py"
+        return Check(name, "warning", found, remedy)
     return Check(name, "ok", f"an attention of two ranks, {len(labels)} labelled collectives")
 
 
 def _triton() -> Check:
     found, wanted = _installed("triton"), triton_for_this_torch()
     if found is None:
-        return Check(
-            "triton",
-            "warning",
-            "not installed: cannot generate code for GPUs",
-            f"pip install 'cp-inductor[triton]' triton=={wanted}",
-        )
+        remedy = f"pip install 'cp-inductor[triton]' triton=={wanted}"
+        return Check("triton", "warning", "not installed: cannot generate code for GPUs", remedy)
     if wanted != "any" and found.split(".")[:2] != wanted.split(".")[:2]:
         remedy = f"pip install triton=={wanted}"
         return Check("triton", "warning", f"{found}; this torch needs {wanted}", remedy)
@@ -164,12 +149,8 @@ def _cache() -> Check:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        return Check(
-            "cache",
-            "problem",
-            f"{folder} cannot be written: {error.strerror}",
-            "set TORCHINDUCTOR_CACHE_DIR to a folder that you can write to",
-        )
+        remedy = "set TORCHINDUCTOR_CACHE_DIR to a folder that you can write to"
+        return Check("cache", "problem", f"{folder} cannot be written: {error.strerror}", remedy)
     free = shutil.disk_usage(parent).free
     if free < 2**30:
         remedy = "set TORCHINDUCTOR_CACHE_DIR to a disk with more room"
@@ -180,12 +161,8 @@ def _cache() -> Check:
 def _compiler() -> Check:
     compiler = cpp_compiler()
     if compiler is None:
-        return Check(
-            "C++ compiler",
-            "warning",
-            "none: models on the CPU will not compile",
-            "install g++ or clang++, or set CXX to a compiler",
-        )
+        found, remedy = "none: models on the CPU will not compile", "install g++ or clang++"
+        return Check("C++ compiler", "warning", found, f"{remedy}, or set CXX to a compiler")
     return Check("C++ compiler", "ok", compiler)
 
 

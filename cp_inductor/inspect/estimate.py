@@ -32,8 +32,8 @@ from cp_inductor.backend.compile import kind_of
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import InvalidArgument, UnsupportedTarget
 from cp_inductor.flags import AUTO
-from cp_inductor.inspect.compile_for import lower_for, settings_for, target_for_code
-from cp_inductor.inspect.cross_compile import stop, trace_and_stop
+from cp_inductor.inspect.compile_for import target_for_code
+from cp_inductor.inspect.cross_compile import compile_and_stop, stop
 from cp_inductor.inspect.layers import (
     Layers,
     checkpoint_layers,
@@ -41,12 +41,11 @@ from cp_inductor.inspect.layers import (
     keep_layers,
     layers_of,
 )
-from cp_inductor.inspect.price_graph import Price, price_graph, shared_with_inputs
+from cp_inductor.inspect.price_graph import Price, Pricing, price_graph, shared_with_inputs
 from cp_inductor.inspect.targets import Target
-from cp_inductor.inspect.world import Placer, pretended_world
+from cp_inductor.inspect.world import Example, place, pretended_world
 from cp_inductor.mask.grammar import shortened
 from cp_inductor.passes.schedule_exchange import Scheduling
-from cp_inductor.passes.settings import read_settings
 from cp_inductor.plan import Machine
 from cp_inductor.plan.checks import check_count
 from cp_inductor.plan.machine import known_machine
@@ -64,9 +63,8 @@ def machine_for(target: Target, text: str, world_size: int) -> Machine:
     """Return the machine that so many ranks see.
 
     Args:
-        target: for whose code it is.
+        target, world_size: for whose code it is, and how many ranks there are.
         text: of the machine that plans are made for; "" if they are made for none.
-        world_size: all ranks.
 
     Raises:
         UnsupportedTarget: it is a CPU, of whose speed nothing is known.
@@ -256,30 +254,19 @@ def estimate(
     rank = world_size // 2 if rank is None else rank
     with pretended_world(rank, world_size, mesh_shape, mesh_dim_names) as mesh:
         given = args(mesh) if callable(args) else args
-        placer = Placer(mesh)
-        tensors, like = placer.call(given, kwargs or {}, placements)
-        with nullcontext() if like is None else implicit_replication():
-            return estimate_here(
-                placer.model(model, like),
-                *tensors,
-                target=chip,
-                checkpoint=checkpoint,
-                states=States(sharding, held_dtype, optimizer_states),
-                options=placer.options(options or {}, model, like),
-            )
+        example = place(Example(model, given, kwargs or {}, options or {}), mesh, placements)
+        states = States(sharding, held_dtype, optimizer_states)
+        with nullcontext() if example.like is None else implicit_replication():
+            return estimate_here(example, target=chip, checkpoint=checkpoint, states=states)
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """How weights, gradients and optimizer states are held.
+    """How weights, gradients and optimizer states are held, as in `estimate`."""
 
-    Attributes:
-        sharding, held_dtype, optimizer_states: as in `estimate`.
-    """
-
-    sharding: str = "none"
-    held_dtype: torch.dtype | None = None
-    optimizer_states: int = 2
+    sharding: str
+    held_dtype: torch.dtype | None
+    optimizer_states: int
 
     def __post_init__(self) -> None:
         _check_choice("sharding", self.sharding, ("none", "fsdp"))
@@ -296,46 +283,29 @@ def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
         )
 
 
-def estimate_here(
-    model: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    target: Target,
-    checkpoint: str = "none",
-    states: States | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Estimate:
-    """Estimate for this rank in the current process group; `model` loses layers."""
+def estimate_here(example: Example, *, target: Target, checkpoint: str, states: States) -> Estimate:
+    """Estimate for this rank in the current process group; the model loses layers."""
     world_size = torch.distributed.get_world_size()
-    machine = machine_for(target, Scheduling.read(options or {})[0].machine, world_size)
-    states = states or States()
+    machine = machine_for(target, Scheduling.read(example.options)[0].machine, world_size)
     _check_choice("checkpoint", checkpoint, ("none", "layers", "offload"))
-    module = model if isinstance(model, nn.Module) else None
-    layers = None if module is None else find_layers(module)
-    weights = _Weights() if module is None else _Weights.of(module, layers)
-    price = partial(
-        _price,
-        args=args,
-        kwargs=kwargs,
-        target=target,
-        machine=machine,
-        options=options,
-        states=states,
-    )
+    model: Any = example.model
+    is_module = isinstance(model, nn.Module)
+    layers = find_layers(model) if is_module else None
+    weights = _Weights.of(model, layers) if is_module else _Weights()
+    price = partial(_price, example, target, machine, sums_gradients=states.sharding == "none")
     counts: tuple[int, ...] = ()
     further = 0
-    if module is not None and layers is not None:
+    if layers is not None:
         counts = layers.fewest
-        keep_layers(module, layers, counts[1])
+        keep_layers(model, layers, counts[1])
         if checkpoint != "none":
-            checkpoint_layers(module, layers)
-        more = price(module)
-        keep_layers(module, layers, counts[0])
-        few = price(module)
+            checkpoint_layers(model, layers)
+        more = price()
+        keep_layers(model, layers, counts[0])
+        few = price()
         further = (layers.count - counts[1]) // layers.period
     elif checkpoint == "none":
-        few = more = price(model)
+        few = more = price()
     else:
         raise InvalidArgument(
             site=f"estimate(checkpoint={checkpoint!r})",
@@ -371,7 +341,7 @@ def estimate_here(
         compiled_layers=counts,
         checkpoint=checkpoint,
         sharding=states.sharding,
-        num_tokens=_num_tokens((args, kwargs), options),
+        num_tokens=_num_tokens(example),
         memory=memory,
         exchange_bytes=max(one.exchange_bytes for one in more.values()),
         logits_bytes=max(one.chunk_bytes for one in more.values()),
@@ -385,32 +355,19 @@ def estimate_here(
 
 
 def _price(
-    model: Callable[..., Any],
-    *,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    target: Target,
-    machine: Machine,
-    options: Mapping[str, Any] | None,
-    states: States,
+    example: Example, target: Target, machine: Machine, *, sums_gradients: bool
 ) -> dict[str, Price]:
     """Compile up to the lowered graphs, and price them."""
-    settings = settings_for(target, read_settings(options), None)
     graphs: dict[str, fx.GraphModule] = {}
 
     def keep(gm: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Callable[..., Any]:
         graphs[kind_of(how)] = gm
         return stop
 
-    def lower(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        lower_for(target, gm, inputs, settings, None, inner_compile=keep)
-
-    trace_and_stop(model, lower, args, kwargs)
-    how: dict[str, Any] = {"sums_gradients": states.sharding == "none"}
-    if "forward" in graphs:
-        how["free"] = shared_with_inputs(graphs["forward"])
-    size = torch.distributed.get_world_size()
-    return {kind: price_graph(gm, kind, machine, size, **how) for kind, gm in graphs.items()}
+    compile_and_stop(example, target, keep)
+    free = shared_with_inputs(graphs["forward"]) if "forward" in graphs else frozenset[str]()
+    pricing = Pricing(machine, torch.distributed.get_world_size(), free, sums_gradients)
+    return {kind: price_graph(gm, kind, pricing) for kind, gm in graphs.items()}
 
 
 def _capacity(target: Target) -> int:
@@ -441,7 +398,7 @@ class _Weights:
         if layers is not None:
             held = (one for layer in layers_of(model, layers) for one in layer.parameters())
             inside = sum(local[key].nbytes for key in {id(one) for one in held})
-        each = inside // layers.count if layers is not None else 0
+        each = 0 if layers is None else inside // layers.count
         return _Weights(count, total, each, total - inside)
 
     def held_bytes(self, states: States, world_size: int) -> int:
@@ -475,15 +432,14 @@ def _memory(
     is_trained = "backward" in more
     is_fsdp = states.sharding == "fsdp"
     held = weights.held_bytes(states, world_size)
-    # At the loss all activations are there, and in the end all gradients: the layers between add
-    # the larger of both. FSDP sums and frees the gradients of a layer at once.
-    results = more["backward"].results_bytes - few["backward"].results_bytes if is_trained else 0
-    results = 0 if is_fsdp else results
     saved = more[first].saved_bytes + further * saved_by_layer
-    peaks = [more[first].peak_bytes + further * saved_by_layer]
+    peak = more[first].peak_bytes + further * saved_by_layer
     if is_trained:
-        peaks.append(more["backward"].peak_bytes + further * max(saved_by_layer, results))
-    peak = max(peaks)
+        # At the loss all activations are there, and in the end all gradients: the layers between
+        # add the larger of both. FSDP sums and frees the gradients of a layer at once.
+        results = 0 if is_fsdp else more["backward"].saved_bytes - few["backward"].saved_bytes
+        in_backward = more["backward"].peak_bytes + further * max(saved_by_layer, results)
+        peak = max(peak, in_backward)
     memory = {
         "weights": held,
         # The next layer is gathered while one runs; what is in no layer stays.
@@ -504,10 +460,11 @@ def _memory(
     return memory, next(fitting, 0)
 
 
-def _num_tokens(call: Any, options: Mapping[str, Any] | None) -> int:
+def _num_tokens(example: Example) -> int:
     """Return the numbers in the largest tensor of integers, or rows of the largest tensor."""
-    tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
-    mesh = (options or {}).get("mesh")
+    leaves = pytree.tree_leaves((example.args, example.kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    mesh = example.options.get("mesh")
     ids = [one.numel() for one in tensors if not one.is_floating_point()]
     rows = [one.numel() // one.shape[-1] for one in tensors if one.ndim > 1]
     return max(ids or rows, default=0) * (1 if mesh is None else mesh.size())

@@ -17,7 +17,7 @@ Only Dynamo runs, on tensors without data; nothing is computed and nothing is se
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_inductor.dtensor.recipe import lengths_at_run_time, make_recipe
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
+from cp_inductor.inspect.compile_for import planned_for
 from cp_inductor.inspect.cross_compile import CrossCompiled, trace_and_stop
 from cp_inductor.inspect.scans import ScanReport, find_scans
 from cp_inductor.inspect.targets import Target
+from cp_inductor.inspect.world import Example
 from cp_inductor.mask.describe import describe
 from cp_inductor.mask.language import CAUSAL, FULL
 from cp_inductor.mask.rule import Rule
@@ -241,9 +243,7 @@ def explain(
     settings = read_settings(options)
     chip = None if target is None else Target.parse(target)
     if chip is not None:
-        there: dict[str, Any] = {"device": chip.device_type, "capability": chip.capability}
-        plan_options = replace(settings.plan_options, **there)
-        settings = replace(settings, plan_options=plan_options)
+        settings = planned_for(chip, settings)
     found: list[AttentionReport] = []
     scans: list[ScanReport] = []
     named_chip = "" if chip is None else chip.chip
@@ -255,7 +255,7 @@ def explain(
     model = getattr(model, "_orig_mod", model)
     about = {"model": getattr(model, "__qualname__", type(model).__name__), "target": target or ""}
     try:
-        trace_and_stop(model, report, args, kwargs, dynamic=False)
+        trace_and_stop(Example(model, args, kwargs), report, dynamic=False)
     except Exception as error:
         # Dynamo adds the source line to an error's text, over several lines.
         named = str(error).partition("\n")[0] if isinstance(error, CPError) else None
@@ -273,13 +273,8 @@ def _report(name: str, verdict: Site | CPError | None, chip: str) -> AttentionRe
     if verdict is None:
         return AttentionReport(name, "not sharded")
     if isinstance(verdict, CPError):
-        refusal = {
-            "error": type(verdict).__name__,
-            "expected": verdict.expected,
-            "got": verdict.got,
-            "remedy": verdict.remedy,
-        }
-        return AttentionReport(name, "refused", refusal)
+        said = {part: getattr(verdict, part) for part in ("expected", "got", "remedy")}
+        return AttentionReport(name, "refused", {"error": type(verdict).__name__, **said})
     facts, rate = _facts(verdict), _rate(verdict, chip)
     if rate is not None:
         facts |= {"flops_per_s": rate.forward, "rate_source": rate.source}

@@ -75,10 +75,12 @@ def _repeats(layers: list[nn.Module], period: int) -> bool:
     """Whether layers that are a period apart differ in nothing but their places."""
     facts = [[*_facts(layer)] for layer in layers]
     return all(
-        len(facts[i]) == len(facts[j])
-        and all(a == b or (a[:2] == b[:2] and (a[2], b[2]) == (i, j)) for a, b in pairs)
-        for i, j in zip(range(len(layers)), range(period, len(layers)), strict=False)
-        for pairs in [[*zip(facts[i], facts[j], strict=False)]]
+        len(ones) == len(others)
+        and all(
+            a == b or (a[:2] == b[:2] and (a[2], b[2]) == (i, i + period))
+            for a, b in zip(ones, others, strict=True)
+        )
+        for i, (ones, others) in enumerate(zip(facts, facts[period:], strict=False))
     )
 
 

@@ -12,36 +12,19 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_inductor.errors import CPError
+from cp_inductor.inspect.world import Example
 from cp_inductor.torch_private.dynamo import graph_break_reason
 
 
 class CannotLoad(CPError):
     """The named function does not exist, or does not return a model and its arguments."""
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A model and the arguments of one call.
-
-    Attributes:
-        model: a module or function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        options: for torch.compile.
-    """
-
-    model: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
-    options: Mapping[str, Any] | None = None
 
 
 def load_example(name: str, mesh: DeviceMesh) -> Example:
@@ -55,14 +38,19 @@ def load_example(name: str, mesh: DeviceMesh) -> Example:
         CannotLoad: the function does not exist, or raises, or does not return a model and its
             arguments.
     """
-    with _named(
-        name,
-        lambda error: f"{type(error).__name__}: {error} ({_line_of(error)})",
-        expected="code that builds a model and its arguments",
-        remedy="call the function in a program of its own to see the whole traceback",
-    ):
+    try:
         function = _find(name)
         built = function(mesh) if inspect.signature(function).parameters else function()
+    except CPError:
+        raise
+    except Exception as error:
+        *_, place = traceback.extract_tb(error.__traceback__)
+        raise CannotLoad(
+            site=name,
+            expected="code that builds a model and its arguments",
+            got=f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})",
+            remedy="call the function in a program of its own to see the whole traceback",
+        ) from error
     parts = built if isinstance(built, tuple) else (built,)
     is_right = (
         2 <= len(parts) <= 4
@@ -78,43 +66,30 @@ def load_example(name: str, mesh: DeviceMesh) -> Example:
             got=f"{type(built).__name__} of {[type(part).__name__ for part in parts]}",
             remedy="return the model and a tuple of its arguments",
         )
-    model, args, *rest = parts
-    return Example(model, tuple(args), *rest)
+    return Example(*parts)
 
 
 @contextmanager
-def _named(
-    name: str, reason_of: Callable[[Exception], str | None], *, expected: str, remedy: str
-) -> Iterator[None]:
-    """Raise what the user's code raises as one line; what there is no reason for, as it is."""
-    try:
-        yield
-    except CPError:
-        raise
-    except Exception as error:
-        reason = reason_of(error)
-        if reason is None:
-            raise
-        raise CannotLoad(site=name, expected=expected, got=reason, remedy=remedy) from error
-
-
-def _line_of(error: Exception) -> str:
-    *_, place = traceback.extract_tb(error.__traceback__)
-    return f"{place.filename}:{place.lineno}"
-
-
-def failures_named(name: str) -> AbstractContextManager[None]:
+def failures_named(name: str) -> Iterator[None]:
     """Raise as one line why Dynamo did not capture the model that a user named.
 
     Raises:
         CannotLoad: it did not; what it calls or is called with is at fault, and not the library.
     """
-    return _named(
-        name,
-        graph_break_reason,
-        expected="a model that runs on its arguments and is captured whole",
-        remedy="call it on plain tensors first; then with torch.compile(fullgraph=True)",
-    )
+    try:
+        yield
+    except CPError:
+        raise
+    except Exception as error:
+        reason = graph_break_reason(error)
+        if reason is None:
+            raise
+        raise CannotLoad(
+            site=name,
+            expected="a model that runs on its arguments and is captured whole",
+            got=reason,
+            remedy="call it on plain tensors first; then with torch.compile(fullgraph=True)",
+        ) from error
 
 
 def _find(name: str) -> Callable[..., Any]:
@@ -156,12 +131,7 @@ def _import(name: str) -> Any:
 
 
 def import_file(path: Path, *, is_registered: bool = False) -> Any:
-    """Import a file, from which Triton reads the source of a kernel.
-
-    Args:
-        path: of the file.
-        is_registered: whether dataclasses and pickle are to find its classes, in `sys.modules`.
-    """
+    """Import a file; if registered, dataclasses and pickle find its classes in `sys.modules`."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from importlib.util import find_spec
@@ -56,15 +56,9 @@ def page_of(
     title: str,
     facts: Mapping[str, str],
     attentions: Sequence[Any],
-    compiled: CrossCompiled | None = None,
+    compiled: CrossCompiled | None,
 ) -> str:
-    """Return the page of a report.
-
-    Args:
-        title: of the page.
-        facts: what the report is about, by name.
-        attentions: the `AttentionReport` of each.
-        compiled: what to show of the compiled program, if anything.
+    """Return the page of a report about some facts, with the `AttentionReport` of each attention.
 
     Raises:
         InvalidArgument: matplotlib is not installed.
@@ -99,11 +93,7 @@ def page_of(
 
 
 def check_matplotlib() -> None:
-    """Check that matplotlib is installed; ask before anything takes time.
-
-    Raises:
-        InvalidArgument: it is not.
-    """
+    """Raise InvalidArgument if matplotlib is not installed; ask before anything takes time."""
     if find_spec("matplotlib") is None:
         raise InvalidArgument(
             site="html",
@@ -119,12 +109,17 @@ CALL = re.compile(r"_c10d_functional\.(\w+)\.default\(")
 
 def _marked(text: str) -> str:
     """Return a program with the lines marked that start exchanges, and that wait for them."""
-    lines = []
-    for line in escape(text).splitlines():
+
+    def marked(line: str) -> str:
         call = CALL.search(line)
         kind = "wait" if call and call[1] == "wait_tensor" else "start"
-        lines.append(f'<b class="{kind}">{line}</b>' if call else line)
-    return f"<p>Blue lines start exchanges, orange lines wait.</p><pre>{chr(10).join(lines)}</pre>"
+        return f'<b class="{kind}">{line}</b>' if call else line
+
+    return f"<p>Blue lines start exchanges, orange lines wait.</p>{_lines(text, marked)}"
+
+
+def _lines(text: str, mark: Callable[[str], str]) -> str:
+    return "<pre>" + "\n".join(map(mark, escape(text).splitlines())) + "</pre>"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], chosen: int = -1) -> str:
@@ -150,8 +145,13 @@ def _plan(text: str, rank: int, machine_text: str) -> list[str]:
     parts += [_course(one, rank, machine) for one in (plan, backward)]
     parts += ['<h3>What strategy="auto" weighs</h3>', _alternatives(recipe, machine)]
     for one in (plan, backward):
-        parts += [f"<h3>The {one.direction.value} of rank {rank}</h3>", _program(one, rank)]
+        parts += [f"<h3>The {one.direction.value} of rank {rank}</h3>"]
+        parts += [_lines(format_program(one, rank), _mark_exchange)]
     return parts
+
+
+def _mark_exchange(line: str) -> str:
+    return f"<b>{line}</b>" if line.strip().startswith(("fetch", "home")) else line
 
 
 def _image(png: bytes, what: str) -> str:
@@ -244,12 +244,3 @@ def _alternatives(recipe: Recipe, machine: Machine) -> str:
         f" of plans within {NEGLIGIBLE:.0%} of the fastest it takes the one that moves least."
     )
     return f"<p>{rule}</p>" + _table(head, rows, keys.index(this) if this in keys else -1)
-
-
-def _program(plan: Plan, rank: int) -> str:
-    """Return the program of a rank, with its exchanges marked."""
-    lines = [
-        f"<b>{line}</b>" if line.strip().startswith(("fetch", "home")) else line
-        for line in escape(format_program(plan, rank)).splitlines()
-    ]
-    return f"<pre>{chr(10).join(lines)}</pre>"

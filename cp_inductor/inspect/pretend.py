@@ -221,16 +221,16 @@ def pretend_gpu(properties: Any) -> Iterator[None]:
     capability = (properties.major, properties.minor)
     arch = 10 * properties.major + properties.minor
     target = GPUTarget("cuda", arch, properties.warp_size)
-    pretended = _device_interface(properties)
     # Make torch register its own interfaces first.
     dict(device_interface.get_registered_device_interfaces())
-    interfaces = {"cuda": pretended, "cuda:0": pretended}
     answers: dict[str, Callable[..., Any]] = {
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: capability,
         "current_device": lambda: 0,
         "device_count": lambda: 1,
     }
+    pretended = _device_interface(answers, arch)
+    interfaces = {"cuda": pretended, "cuda:0": pretended}
     compiler = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
     with ExitStack() as stack:
         stack.callback(_clear_device_caches)
@@ -245,25 +245,19 @@ def pretend_gpu(properties: Any) -> Iterator[None]:
         yield
 
 
-def _device_interface(properties: Any) -> type:
+def _device_interface(answers: Mapping[str, Callable[..., Any]], arch: int) -> type:
     from torch._dynamo.device_interface import DeviceInterface
 
-    def stand_in(base: type, answers: dict[str, Callable[..., Any]], **members: Any) -> type:
-        methods = {name: staticmethod(answer) for name, answer in answers.items()}
+    def stand_in(base: type, more: Mapping[str, Callable[..., Any]], **members: Any) -> type:
+        methods = {name: staticmethod(answer) for name, answer in {**answers, **more}.items()}
         return type("Pretended", (base,), {**methods, **members})
 
-    worker: dict[str, Callable[..., Any]] = {
-        "set_device": lambda device: None,
-        "current_device": lambda: 0,
-        "get_device_properties": lambda device=None: properties,
-    }
     interface: dict[str, Callable[..., Any]] = {
-        "current_device": lambda: 0,
-        "device_count": lambda: 1,
         "is_available": lambda: True,
         "get_raw_stream": lambda device_idx: 0,
-        "get_compute_capability": lambda device=None: 10 * properties.major + properties.minor,
-        "is_bf16_supported": lambda including_emulation=False: properties.major >= 8,
+        "get_compute_capability": lambda device=None: arch,
+        "is_bf16_supported": lambda including_emulation=False: arch >= 80,
         "is_triton_capable": lambda device=None: True,
     }
-    return stand_in(DeviceInterface, interface, Worker=stand_in(DeviceInterface.Worker, worker))
+    worker = stand_in(DeviceInterface.Worker, {"set_device": lambda device: None})
+    return stand_in(DeviceInterface, interface, Worker=worker)

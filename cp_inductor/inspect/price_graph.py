@@ -54,12 +54,8 @@ _KERNEL_OF = {
 # A backward has two multiplications for each of the forward, by which a model's use is counted.
 FORWARD_AND_BACKWARD = 3
 
-_SUMS = frozenset(
-    {
-        torch.ops._c10d_functional.all_reduce.default,
-        torch.ops._c10d_functional.all_reduce_.default,
-    }
-)
+_C10D = torch.ops._c10d_functional
+_SUMS = (_C10D.all_reduce.default, _C10D.all_reduce_.default)
 
 
 def _rate_of_tile(device: Device, node: fx.Node) -> float:
@@ -95,8 +91,7 @@ class Price:
         model_flops: of attention and matrix multiplications, forward and backward, as a forward
             has them: what is computed again does not count.
         peak_bytes: most bytes alive at once, besides what the caller passed in.
-        saved_bytes: of what the forward leaves to the backward.
-        results_bytes: of what a backward returns.
+        saved_bytes: of what a forward leaves to the backward, and of what a backward returns.
         exchange_bytes: most bytes of received buffers at once.
         chunk_bytes: the most that a chunk of logits holds; 0 without chunks.
         largest: the largest buffers at the peak, as (op, bytes), the largest first.
@@ -106,46 +101,42 @@ class Price:
     model_flops: float
     peak_bytes: int
     saved_bytes: int
-    results_bytes: int
     exchange_bytes: int
     chunk_bytes: int
     largest: tuple[tuple[str, int], ...]
 
 
-def price_graph(
-    gm: fx.GraphModule,
-    kind: str,
-    machine: Machine,
-    world_size: int,
-    *,
-    free: frozenset[str] = frozenset(),
-    sums_gradients: bool = True,
-) -> Price:
-    """Price a lowered and scheduled graph.
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """What graphs are priced by.
 
-    Args:
-        gm: the graph.
-        kind: "forward", "backward" or "inference".
+    Attributes:
         machine: whose outermost link joins the ranks.
         world_size: of the group that sums gradients.
         free: names of inputs that take no memory of their own, as `shared_with_inputs` has them.
         sums_gradients: whether the graph's own sums of gradients take time.
     """
-    this = _Priced(gm, gm.graph, kind, machine, world_size, free, sums_gradients)
+
+    machine: Machine
+    world_size: int
+    free: frozenset[str] = frozenset()
+    sums_gradients: bool = True
+
+
+def price_graph(gm: fx.GraphModule, kind: str, pricing: Pricing) -> Price:
+    """Price a lowered and scheduled graph, a "forward", "backward" or "inference"."""
+    this = _Priced(gm, kind, pricing)
     instructions = this.instructions
-    order = range(len(instructions))
-    measured = measure(instructions, order)
+    measured = measure(instructions, range(len(instructions)))
     # What the cores that compute must move is not hidden by what they compute.
     moving_s = sum(one.seconds for one in instructions if one.is_start)
-    hidden_s = machine.device.hidden * (moving_s - measured.exposed_s)
+    hidden_s = pricing.machine.device.hidden * (moving_s - measured.exposed_s)
     peak, largest = this.peak()
-    saved = sum(i.num_bytes for i in instructions if i.is_kept)
     return Price(
         this.seconds | {"exposed exchanges": moving_s - hidden_s},
         this.model_flops,
         peak,
-        saved,
-        saved,
+        sum(one.num_bytes for one in instructions if one.is_kept),
         measured.exchange_bytes,
         this.chunk_bytes,
         largest,
@@ -171,25 +162,14 @@ def shared_with_inputs(gm: fx.GraphModule) -> frozenset[str]:
 class _Priced(Description):
     """A graph as instructions, whose seconds and bytes are a device's."""
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        graph: fx.Graph,
-        kind: str,
-        machine: Machine,
-        world_size: int,
-        free: frozenset[str],
-        sums_gradients: bool,
-    ) -> None:
-        self.gm, self.machine, self.world_size = gm, machine, world_size
-        self.free, self.sums_gradients = free, sums_gradients
-        self.kind = kind
+    def __init__(self, gm: fx.GraphModule, kind: str, pricing: Pricing) -> None:
+        self.gm, self.kind, self.pricing = gm, kind, pricing
         self.seconds: dict[str, float] = defaultdict(float)
         self.model_flops = 0.0
         # What called subgraphs hold, by their calls.
         self.inside: dict[int, int] = {}
         self.chunk_bytes = 0
-        nodes = [node for node in graph.nodes if node.op != "output"]
+        nodes = [node for node in gm.graph.nodes if node.op != "output"]
         # How many calls that no generated kernel computes are at most on a way to a node.
         self.depth: dict[fx.Node, int] = {}
         for node in nodes:
@@ -198,7 +178,7 @@ class _Priced(Description):
             self.depth[node] = before + (not passes)
         super().__init__(nodes, kind, Scheduling.read({})[0])
         # What is received is kept as well, if a wait for it is returned.
-        results = graph.output_node().all_input_nodes
+        results = gm.graph.output_node().all_input_nodes
         kept = {self.index[source] for result in results for source in self.sources[result]}
         self.instructions = [
             replace(one, is_kept=index in kept) for index, one in enumerate(self.instructions)
@@ -225,36 +205,33 @@ class _Priced(Description):
         for index, one in enumerate(self.instructions):
             last |= dict.fromkeys((index, *one.reads), index)
         alive: dict[int, int] = {}
-        most, at_peak = 0, dict[int, int]()
+        most, at_peak = 0, list[tuple[str, int, int]]()
         for index, one in enumerate(self.instructions):
-            ends = [i for i in {index, *one.reads} if last[i] == index and i in {*alive, index}]
+            ends = [i for i in (index, *one.reads) if last[i] == index]
             ends = [i for i in ends if not self.instructions[i].is_kept]
             over = max((alive[i] for i in ends if i in alive), default=0)
             is_written_over = is_fusible(self.nodes[index]) and 0 < one.num_bytes <= over
             if one.num_bytes:
                 alive[index] = one.num_bytes
-            now = sum(alive.values()) + self.inside.get(index, 0)
-            now -= one.num_bytes if is_written_over else 0
+            inside = self.inside.get(index, 0)
+            now = sum(alive.values()) + inside - one.num_bytes * is_written_over
             if now > most:
-                most, at_peak = now, alive | {-1 - index: self.inside.get(index, 0)}
+                held = [("", i, size) for i, size in alive.items()]
+                most, at_peak = now, [*held, ("inside ", index, inside)]
             for i in ends:
                 alive.pop(i, None)
-        ranked = sorted(at_peak.items(), key=lambda pair: -pair[1])[:8]
-        largest = []
-        for index, size in ranked:
-            node = self.nodes[index if index >= 0 else -1 - index]
-            name = node.name if node.op == "placeholder" else str(node.target)
-            largest.append(("inside " * (index < 0) + name, size))
-        return most, tuple((name, size) for name, size in largest if size)
+        ranked = sorted(at_peak, key=lambda part: -part[2])[:8]
+        names = [n.name if n.op == "placeholder" else str(n.target) for n in self.nodes]
+        return most, tuple((what + names[i], size) for what, i, size in ranked if size)
 
     def _bytes_held(self, node: fx.Node) -> int:
-        is_free = node.name in self.free or node.target is INVOKE_SUBGRAPH
+        is_free = node.name in self.pricing.free or node.target is INVOKE_SUBGRAPH
         return 0 if is_free else super()._bytes_held(node)
 
     def _seconds(self, node: fx.Node, read: frozenset[fx.Node]) -> float:
         if node.op != "call_function" or "val" not in node.meta or node.target in (WAIT, getitem):
             return 0.0
-        own, device = num_bytes_of(node), self.machine.device
+        own, device = num_bytes_of(node), self.pricing.machine.device
         if is_start(node):
             return self._seconds_of_exchange(node, own)
         if node.target is INVOKE_SUBGRAPH:
@@ -275,24 +252,23 @@ class _Priced(Description):
         return seconds
 
     def _seconds_of_exchange(self, node: fx.Node, own: int) -> float:
-        link = self.machine.levels[-1]
+        link = self.pricing.machine.levels[-1]
         moved = node.meta.get(BYTES_KEY, own)
         if node.target in _SUMS:
             is_of_gradients = all(
                 user.op == "output" for wait in node.users for user in self.users[wait]
             )
-            if is_of_gradients and not self.sums_gradients:
+            if is_of_gradients and not self.pricing.sums_gradients:
                 return 0.0
-            moved = 2 * own * (self.world_size - 1) / self.world_size
+            moved = 2 * own * (self.pricing.world_size - 1) / self.pricing.world_size
         return float(link.latency_s + moved / link.bytes_per_s)
 
     def _seconds_of_subgraph(self, node: fx.Node) -> float:
         called = node.args[0]
         assert isinstance(called, fx.Node)
         inner = getattr(self.gm, str(called.target))
-        this = _Priced(
-            inner, inner.graph, "forward", self.machine, self.world_size, frozenset(), True
-        )
+        pricing = replace(self.pricing, free=frozenset(), sums_gradients=True)
+        this = _Priced(inner, "forward", pricing)
         for name, value in this.seconds.items():
             self.seconds[name] += value
         is_chunk = not isinstance(inner, Piece)

@@ -16,7 +16,6 @@ Assumes: runs as Inductor's custom pass before its other passes over the joint (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,8 +32,10 @@ from cp_inductor.tiles.kernels import Partial, TileCall
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.tracing import fake_on, retrace
 
-aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
+# What SDPA computes an unsharded attention by on the CPU.
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class Retarget(CustomGraphPass):
@@ -56,7 +57,14 @@ class Retarget(CustomGraphPass):
         """
         gm = graph.owning_module
         assert gm is not None
-        _check(graph)
+        for node in graph.nodes:
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                raise UnsupportedTarget(
+                    site=f"{node.name} in the graph from AOTAutograd",
+                    expected="a graph without subgraphs, because it is traced again for the GPU",
+                    got=str(node.target),
+                    remedy="generate the code on a machine with a GPU, or use target='cpu'",
+                )
         placeholders = graph.find_nodes(op="placeholder")
         for node in placeholders:
             node.meta["val"] = fake_on(node.meta["val"], CUDA)
@@ -69,17 +77,6 @@ class Retarget(CustomGraphPass):
     def uuid(self) -> object | None:
         """Return None, so that code for a pretended device is not cached."""
         return None
-
-
-def _check(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise UnsupportedTarget(
-                site=f"{node.name} in the graph from AOTAutograd",
-                expected="a graph without subgraphs, because it is traced again for the GPU",
-                got=str(node.target),
-                remedy="generate the code on a machine with a GPU, or use target='cpu'",
-            )
 
 
 class _OnGPU(fx.Interpreter):
@@ -100,30 +97,19 @@ class _OnGPU(fx.Interpreter):
         args, kwargs = pytree.tree_map_only(
             torch.device, lambda device: CUDA if device.type == "cpu" else device, (args, kwargs)
         )
-        kernel = _LOCAL_ATTENTION.get(target)
-        return (
-            super().call_function(target, args, kwargs)
-            if kernel is None
-            else kernel(self.target, target, args, kwargs)
-        )
-
-
-def _attend(gpu: Target, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-    """Compute an unsharded attention by the kernel that SDPA would choose on the GPU."""
-    kernel, tile, _ = _bind(gpu, op, args, kwargs)
-    partial = kernel.forward(tile)
-    return partial.out, partial.lse
-
-
-def _attend_backward(gpu: Target, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-    kernel, tile, call = _bind(gpu, op, args, kwargs)
-    return kernel.backward(tile, call["grad_out"], Partial(call["out"], call["logsumexp"]))
+        if target not in (FLASH, FLASH_BACKWARD):
+            return super().call_function(target, args, kwargs)
+        kernel, tile, call = _bind(self.target, target, args, kwargs)
+        if target is FLASH_BACKWARD:
+            return kernel.backward(tile, call["grad_out"], Partial(call["out"], call["logsumexp"]))
+        partial = kernel.forward(tile)
+        return partial.out, partial.lse
 
 
 def _bind(
     gpu: Target, op: torch._ops.OpOverload, args: Any, kwargs: Any
 ) -> tuple[Any, TileCall, dict[str, Any]]:
-    """Return the GPU's kernel for a call, the call as a tile, and its arguments by name."""
+    """Return the kernel that SDPA chooses on the GPU, the call as a tile, and its arguments."""
     call = bind_arguments(op, args, kwargs)
     if call["attn_mask"] is not None or call["dropout_p"]:
         raise UnsupportedTarget(
@@ -137,12 +123,6 @@ def _bind(
     how: dict[str, Any] = {"dtype": query.dtype, "site": op.name(), "capability": gpu.capability}
     kernel = get_kernel(choose_kernel(query, key, value, **how))
     return kernel, TileCall(query, key, value, call["is_causal"], call["scale"]), call
-
-
-_LOCAL_ATTENTION: Mapping[object, Callable[..., Any]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attend,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attend_backward,
-}
 
 
 def _replace(graph: fx.Graph, traced: fx.GraphModule) -> None:

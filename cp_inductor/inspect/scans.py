@@ -54,20 +54,17 @@ class ScanReport:
 
 def find_scans(gm: fx.GraphModule) -> list[ScanReport]:
     """Return the recurrences that ranks share, in the order of the graph."""
-    found: dict[tuple[str, str], list[int]] = {}
-    ranks: dict[tuple[str, str], int] = {}
+    reports: dict[tuple[str, str], ScanReport] = {}
     for node, world_size, share in _exchanges(gm):
         arrives: Any = node.meta["example_value"]
         num_bytes = round(share * arrives.numel() * arrives.element_size())
         stack = list(node.meta.get("nn_module_stack", {}).values())
         path, cls = stack[-1] if stack else ("the model", "a function")
         site = path, getattr(cls, "__name__", str(cls))
-        found.setdefault(site, []).append(num_bytes)
-        ranks[site] = world_size
-    return [
-        ScanReport(*site, ranks[site], len(received), sum(received))
-        for site, received in found.items()
-    ]
+        last = reports.get(site, ScanReport(*site, world_size, 0, 0))
+        gathers, received = last.gathers + 1, last.received_bytes + num_bytes
+        reports[site] = ScanReport(*site, world_size, gathers, received)
+    return list(reports.values())
 
 
 def _exchanges(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, int, float]]:

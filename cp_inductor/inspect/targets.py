@@ -40,11 +40,6 @@ class GPU:
     max_threads_per_block: int = 1024
     warp_size: int = 32
 
-    @property
-    def architecture(self) -> str:
-        """Such as ``sm_90``."""
-        return f"sm_{self.major}{self.minor}"
-
 
 # fmt: off
 GPUS = {
@@ -67,11 +62,11 @@ class Target:
 
     Attributes:
         name: one of `TARGETS`.
-        gpu: None for the CPU of this machine.
+        chip: the key of the GPU in `GPUS`; "" for the CPU of this machine.
     """
 
     name: str
-    gpu: GPU | None
+    chip: str
 
     @staticmethod
     def parse(name: str) -> Target:
@@ -90,12 +85,12 @@ class Target:
                 remedy="name the architecture or the chip, as in 'cuda:sm_90' or 'cuda:h200'",
             )
         chip = lower.removeprefix("cuda:")
-        return Target(lower, None if lower == "cpu" else GPUS[ARCHITECTURES.get(chip, chip)])
+        return Target(lower, "" if lower == "cpu" else ARCHITECTURES.get(chip, chip))
 
     @property
-    def chip(self) -> str:
-        """The key of the GPU in `GPUS`; "" for a CPU."""
-        return next((name for name, gpu in GPUS.items() if gpu == self.gpu), "")
+    def gpu(self) -> GPU | None:
+        """The GPU; None for a CPU."""
+        return GPUS.get(self.chip)
 
     @property
     def capability(self) -> tuple[int, int] | None:

@@ -1,8 +1,7 @@
 """Pretend to be one rank of a world that does not exist, with tensors without data.
 
     with pretended_world(rank=517, world_size=1024) as mesh:
-        (args, kwargs), like = Placer(mesh).call(args, kwargs)      # only shapes and placements
-        model = Placer(mesh).model(model, like)
+        example = place(Example(model, args, kwargs, options), mesh)    # only shapes and placements
 
 Existing process groups are hidden and restored. Tensors are CPU memory that is allocated but never
 touched, so the operating system never backs it: a model of any size needs no memory.
@@ -12,9 +11,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,19 +37,15 @@ AXIS_NAMES = {1: ("cp",), 2: ("dp", "cp"), 3: ("dp", "cp", "tp")}
 def pretended_world(
     rank: int,
     world_size: int,
-    mesh_shape: Sequence[int] | None = None,
-    mesh_dim_names: Sequence[str] | None = None,
+    mesh_shape: Sequence[int] | None,
+    mesh_dim_names: Sequence[str] | None,
 ) -> Iterator[DeviceMesh]:
-    """Within this context, be one rank of a world whose collectives send nothing.
+    """Within this context, be one rank of a world whose collectives send nothing; yield its mesh.
 
     Args:
-        rank: the global rank to be.
-        world_size: number of ranks.
-        mesh_shape: of the mesh over all ranks; by default ``(world_size,)``.
-        mesh_dim_names: names of its axes; by default ("cp",), ("dp", "cp") or ("dp", "cp", "tp").
-
-    Yields:
-        The mesh.
+        rank, world_size: the global rank to be, and how many there are.
+        mesh_shape: of the mesh over all ranks; ``(world_size,)`` if None.
+        mesh_dim_names: names of its axes; ("cp",), ("dp", "cp") or ("dp", "cp", "tp") if None.
 
     Raises:
         ProcessGroupError: the world has no such rank.
@@ -89,122 +84,112 @@ def pretended_world(
 
 
 @dataclass(frozen=True, slots=True)
-class Placer:
-    """Replaces tensors by uninitialized ones with the same shape, dtype and placements on a mesh.
+class Example:
+    """A call of a model.
 
     Attributes:
-        mesh: of the pretended world.
+        model: a module or function.
+        args, kwargs: its arguments.
+        options: for torch.compile.
     """
 
-    mesh: DeviceMesh
+    model: Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-    def call(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        placements: Sequence[Placement] | None = None,
-    ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], DTensor | None]:
-        """Replace every tensor of a call's arguments.
+    @property
+    def like(self) -> DTensor | None:
+        """The first DTensor among the arguments, which says how tensors are sharded."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return next((leaf for leaf in leaves if type(leaf) is DTensor), None)
 
-        Args:
-            args, kwargs: trees of plain tensors and of DTensors on any mesh, on any device, also
-                "meta".
-            placements: if given, plain tensors are whole tensors, and become DTensors with these
-                placements. If None, they stay plain.
 
-        Returns:
-            The new arguments, and the first DTensor among them, or None.
-        """
-        tree = (tuple(args), dict(kwargs))
-        placed = pytree.tree_map_only(Tensor, lambda tensor: self.place(tensor, placements), tree)
-        leaves = pytree.tree_leaves(placed)
-        return placed, next((leaf for leaf in leaves if type(leaf) is DTensor), None)
+def place(
+    example: Example, mesh: DeviceMesh, placements: Sequence[Placement] | None = None
+) -> Example:
+    """Replace the tensors of a call by uninitialized ones of the same shape, dtype and placements.
 
-    def options(
-        self, options: Mapping[str, Any], model: Any, like: DTensor | None
-    ) -> dict[str, Any]:
-        """Return torch.compile's options, with "mesh" replaced by the same axis of this mesh.
+    Args:
+        example: with trees of plain tensors, and of DTensors on any mesh, on any device, also
+            "meta". A module is not changed: a copy has no data. The ``"mesh"`` of the options is
+            the name of an axis, or a mesh whose axis has that name; if it is missing, it is "cp",
+            unless DTensors or the model say how tensors are sharded.
+        mesh: of the pretended world.
+        placements: if given, plain arguments are whole tensors, and become DTensors with these
+            placements. If None, they stay plain.
 
-        Args:
-            options: ``"mesh"`` is the name of an axis, or a mesh whose axis has that name. If it is
-                missing, it is "cp", unless something else says how tensors are sharded.
-            model: of the call; if it is parallelized, it says how tensors are sharded.
-            like: some DTensor among the arguments, which say so as well; or None.
-        """
-        rest = {name: value for name, value in options.items() if name != "mesh"}
-        named = options.get("mesh")
-        is_declared = like is not None or options_of(getattr(model, "_orig_mod", model)) is not None
-        if named is None and is_declared:
-            return rest
+    Returns:
+        The call. If an argument is a DTensor, plain parameters and buffers are DTensors, too,
+        replicated on its mesh, and modules compute as `parallelize` would have them.
+    """
+    tree = (tuple(example.args), dict(example.kwargs))
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda tensor: _place(tensor, mesh, placements), tree
+    )
+    model: Any = getattr(example.model, "_orig_mod", example.model)  # what torch.compile wrapped
+    options = dict(example.options)
+    placed, named = Example(model, args, kwargs, options), options.pop("mesh", None)
+    if named is not None or (placed.like is None and options_of(model) is None):
         if isinstance(named, DeviceMesh):
             named = (named.mesh_dim_names or ("cp",))[0]
-        return rest | {"mesh": self.mesh if self.mesh.ndim == 1 else self.mesh[named or "cp"]}
-
-    def model(self, model: Any, like: DTensor | None) -> Any:
-        """Return a copy of a module whose parameters and buffers have no data.
-
-        Args:
-            model: a module, which is not changed, or a function, which is returned.
-            like: if given, plain parameters and buffers become DTensors, replicated on its mesh,
-                and modules compute as `parallelize` would have them.
-        """
-        model = getattr(model, "_orig_mod", model)  # the module that torch.compile has wrapped
-        if not isinstance(model, nn.Module):
-            return model
-        if options_of(model) is not None:
-            like = None
-        mesh = self.mesh if like is None else like.device_mesh
-        everywhere = None if like is None else [Replicate()] * mesh.ndim
-        memo: dict[int, Any] = {}
-        for tensor in (*model.parameters(), *model.buffers()):
-            new = Placer(mesh).place(tensor, everywhere)
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            memo[id(tensor)] = new
-        # copy.deepcopy treats what the memo holds as copies that are made already.
-        placed = copy.deepcopy(model, memo)
-        if (options := options_of(model)) is not None:
-            weights = options.weights
-            if weights is not None:
-                weights = replace(weights, mesh=self._corresponding(weights.mesh))
-            here = self._corresponding(options.mesh)
-            parallelize_copy(placed, replace(options, mesh=here, weights=weights))
-            return placed
-        if like is not None and not all(isinstance(one, DTensor) for one in model.parameters()):
-            adapt(placed, Options(mesh))
-        return placed
-
-    def place(self, tensor: Tensor, placements: Sequence[Placement] | None) -> Tensor:
-        """Replace one tensor; placements as in `call`."""
-        if isinstance(tensor, DTensor):
-            mesh = self._corresponding(tensor.device_mesh)
-            placed: Tensor = _empty_dtensor(tensor, mesh, tensor.placements)
-        elif placements is not None:
-            placed = _empty_dtensor(tensor, self.mesh, placements)
-        else:
-            placed = _empty(tensor.shape, tensor.stride(), tensor.dtype)
-        for name, value in vars(tensor).items():
-            if name.startswith("_dynamo_"):  # set by torch._dynamo.mark_dynamic and the like
-                setattr(placed, name, value)
-        return placed.requires_grad_(tensor.requires_grad)
-
-    def _corresponding(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the part of this mesh that has the axes of a user's mesh."""
-        names = mesh.mesh_dim_names
-        if names is not None and set(names) <= set(self.mesh.mesh_dim_names or ()):
-            return self.mesh if names == self.mesh.mesh_dim_names else self.mesh[names]
-        if mesh.ndim == self.mesh.ndim:
-            return self.mesh
-        raise UnsupportedPlacement(
-            site="a DTensor among model, args and kwargs",
-            expected=f"a mesh with axes of {self.mesh.mesh_dim_names}",
-            got=f"a {mesh.ndim}-D mesh with axes {names}",
-            remedy="pass the mesh_shape= and mesh_dim_names= of the mesh that holds the DTensors",
-        )
+        options["mesh"] = mesh if mesh.ndim == 1 else mesh[named or "cp"]
+    return replace(placed, model=_place_model(model, mesh, placed.like))
 
 
-def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+def _place_model(model: Any, mesh: DeviceMesh, like: DTensor | None) -> Any:
+    if not isinstance(model, nn.Module):
+        return model
+    options = options_of(model)
+    if options is not None:
+        like = None
+    everywhere = None if like is None else [Replicate()] * like.device_mesh.ndim
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        new = _place(tensor, mesh if like is None else like.device_mesh, everywhere)
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = new
+    # copy.deepcopy treats what the memo holds as copies that are made already.
+    placed = copy.deepcopy(model, memo)
+    if options is not None:
+        weights = options.weights
+        if weights is not None:
+            weights = replace(weights, mesh=_corresponding(weights.mesh, mesh))
+        here = _corresponding(options.mesh, mesh)
+        parallelize_copy(placed, replace(options, mesh=here, weights=weights))
+    elif like is not None and not all(isinstance(one, DTensor) for one in model.parameters()):
+        adapt(placed, Options(like.device_mesh))
+    return placed
+
+
+def _place(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None) -> Tensor:
+    if isinstance(tensor, DTensor):
+        mesh, placements = _corresponding(tensor.device_mesh, mesh), tensor.placements
+    if placements is None:
+        how: Any = {"dtype": tensor.dtype, "device": "cpu"}
+        placed = torch.empty_strided(tensor.shape, tensor.stride(), **how)
+    else:
+        placed = _empty_dtensor(tensor, mesh, placements)
+    for name, value in vars(tensor).items():
+        if name.startswith("_dynamo_"):  # set by torch._dynamo.mark_dynamic and the like
+            setattr(placed, name, value)
+    return placed.requires_grad_(tensor.requires_grad)
+
+
+def _corresponding(theirs: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of a mesh that has the axes of a user's mesh."""
+    names = theirs.mesh_dim_names
+    if names is not None and set(names) <= set(mesh.mesh_dim_names or ()):
+        return mesh if names == mesh.mesh_dim_names else mesh[names]
+    if theirs.ndim == mesh.ndim:
+        return mesh
+    raise UnsupportedPlacement(
+        site="a DTensor among model, args and kwargs",
+        expected=f"a mesh with axes of {mesh.mesh_dim_names}",
+        got=f"a {theirs.ndim}-D mesh with axes {names}",
+        remedy="pass the mesh_shape= and mesh_dim_names= of the mesh that holds the DTensors",
+    )
 
 
 def _empty_dtensor(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
@@ -213,7 +198,7 @@ def _empty_dtensor(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
         shape = pieces.to_local().shape
     # Order the dims of the shard in memory as those of the whole tensor.
     stride = stride_of([max(size, 1) for size in shape], whole.stride())
-    local = _empty(shape, stride, whole.dtype)
+    local = torch.empty_strided(shape, stride, dtype=whole.dtype, device="cpu")
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )

@@ -1,12 +1,12 @@
 """Ranks compare what they are about to run, and say what failed.
 
-log, record                 the one comparison: what a rank tells, and who waits for whom
+log, record                 the one comparison: what a rank tells, who waits for whom, and why
+                            ranks give up
 asking                      the thread that asks the store, and compares beside the program
-cause                       why ranks give up
 claims                      what a rank says about an attention
 agreement, graph_agreement  what is compared, in eager code and around a compiled graph
 graph_fields                what a graph says of itself
-failures, processes         which exchange failed, whose fault it was, and which process that is
+failures                    which exchange failed, and whose fault it was
 unreduced                   gradients of shards that nobody sums
 profiler_ranges             exchanges and tiles in a profile
 """

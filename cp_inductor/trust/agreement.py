@@ -52,9 +52,6 @@ FIRST_RUNS = 128
 # A rank waits for others at this many first events: about the attentions of a model's first step.
 FIRST_EVENTS = 128
 
-# A field that the first attention of a compiled graph has: it speaks for the graph.
-SPEAKS_FOR_GRAPH = "enabled"
-
 # About so many numbers of a batch are compared: all, unless it is a mask of many tokens.
 MOST_OF_BATCH = 1 << 22
 
@@ -73,14 +70,12 @@ class Agreed(Log):
     """What a rank tells the others of a group, and what it has agreed on with them.
 
     Attributes:
-        noted: tables that were read, and are not compared yet.
         num_runs: how often attentions with tables have run, by kind.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout_s: float) -> None:
         ranks = dist.get_process_group_ranks(group)
         super().__init__(store, dist.get_rank(group), ranks, timeout_s)
-        self.noted: list[Entry] = []
         self.num_runs: Counter[str] = Counter()
 
     def agree(self, entries: Sequence[Entry]) -> list[Entry]:
@@ -90,9 +85,12 @@ class Agreed(Log):
             What the other ranks have said of the first, as far as they were waited for.
         """
         self.rejoin(entries[0].site)
-        kinds = [(entry.kind, SPEAKS_FOR_GRAPH in entry.fields) for entry in entries]
+        # The first attention of a compiled graph speaks for the graph, of which it has this field.
+        kinds = [(entry.kind, "enabled" in entry.fields) for entry in entries]
         pairs = [(entry, self.last.get(kind)) for entry, kind in zip(entries, kinds, strict=True)]
-        changed = [(entry, last) for entry, last in pairs if last is None or last.is_other(entry)]
+        changed = [
+            (entry, last) for entry, last in pairs if last is None or last.fields != entry.fields
+        ]
         is_new = any(last is None or last.causes != entry.causes for entry, last in changed)
         is_early = self.record.trails[ATTENTIONS].count < FIRST_EVENTS
         waiting = self.others if changed or entries[0].begins else self.next * is_early
@@ -100,74 +98,84 @@ class Agreed(Log):
         self.last.update(zip(kinds, entries, strict=True))
         return others
 
-    def note_tables(
+    def describe_tables(
         self, tables: Sequence[Tensor], kind: str, site: str, *, has_seed: bool
-    ) -> None:
-        """Note what the tables of an attention are, if they are to be compared in this run.
-
-        Args:
-            tables: what must be alike on all ranks.
-            kind: of the attention, see `kind_of`.
-            site: for errors.
-            has_seed: whether the last table is the seed of a dropout.
-        """
+    ) -> list[Entry]:
+        """Describe the tables of an attention of a kind, of which the last may be a seed."""
         names = [f"table {number}" for number in range(len(tables) - has_seed)]
         named = dict(zip(names + ["dropout's seed"] * has_seed, tables, strict=True))
-        self.note("tables of an attention", named, kind, site)
+        return self.describe("tables of an attention", named, kind, site)
 
-    def note(
+    def describe(
         self, what: str, tensors: Mapping[str, Tensor], kind: str, site: str, remedy: str = ""
-    ) -> None:
-        """Note what tensors hold that must be alike on all ranks, in the first runs of a kind."""
+    ) -> list[Entry]:
+        """Describe what must be alike on all ranks; nothing if it is not compared in this run."""
         self.num_runs[kind] += 1
         every = config.check_tables_every
-        if self.num_runs[kind] <= FIRST_RUNS or (every and self.num_runs[kind] % every == 0):
-            numbers = {name: describe_table(tensor) for name, tensor in tensors.items()}
-            fields = {"what": what, "check_tables_every": str(every), **numbers}
-            self.noted.append(Entry(site, fields, remedy=remedy))
+        if self.num_runs[kind] > FIRST_RUNS and not (every and self.num_runs[kind] % every == 0):
+            return []
+        numbers = {name: describe_table(tensor) for name, tensor in tensors.items()}
+        fields = {"what": what, "check_tables_every": str(every), **numbers}
+        return [Entry(site, fields, remedy=remedy)]
 
-    def compare_tables(self) -> None:
-        """Compare what was noted."""
-        noted, self.noted = self.noted, []
-        if noted:
-            self.come(noted, self.others, TABLES)
+    def compare_tables(self, entries: Sequence[Entry]) -> None:
+        """Compare tables, if there are any."""
+        if entries:
+            self.come(entries, self.others, TABLES)
 
 
 # What ranks have said outlives every compile. None stands for a group with nothing to compare.
 _agreed_in: WeakKeyDictionary[dist.ProcessGroup, Agreed | None] = WeakKeyDictionary()
 
 
-class Draw(NamedTuple):
-    """What a graph has drawn for all ranks of a group: as which of its draws, and how it begins."""
+class Note(NamedTuple):
+    """What a graph has read or drawn, as which of its draws, and with whom it is compared."""
 
     number: int
-    drawn: Tensor
-    site: str
-    group_name: str
+    group: Agreed
+    entries: Sequence[Entry]
 
 
 class _Running(threading.local):
-    """What the compiled graph has drawn that this thread is in.
+    """What the compiled graph has noted that this thread is in.
 
-    It is None in eager code, and in a backward. The attentions of a graph were compared before it
-    runs, so that ops in it need not be.
+    It is None in eager code, and in a backward, which computes again what was compared. The
+    attentions of a graph were compared before it runs, so that ops in it need not be.
     """
 
-    draws: list[Draw] | None = None
+    notes: list[Note] | None = None
 
 
 running = _Running()
 
 
 @contextmanager
-def graph_called() -> Iterator[list[Draw]]:
-    """Run a compiled graph inside, whose attentions were compared; yield what it draws."""
-    before, draws = running.draws, list[Draw]()
-    running.draws = draws
+def graph_called() -> Iterator[None]:
+    """Run a compiled graph inside, whose attentions were compared; then compare what it noted.
+
+    Nothing is left of the notes of a graph that raises.
+    """
+    before, notes = running.notes, list[Note]()
+    running.notes = notes
     try:
-        yield draws
+        yield
     finally:
-        running.draws = before
+        running.notes = before
+    entries: dict[Agreed, list[Entry]] = {}
+    for note in sorted(notes, key=lambda note: note.number):  # draws may come in any order
+        entries.setdefault(note.group, []).extend(note.entries)
+    for group, noted in entries.items():
+        group.compare_tables(noted)
+
+
+def note_in_graph(
+    tensor: Tensor, group_name: str, describe: Callable[[Agreed], list[Entry]], number: int = -1
+) -> None:
+    """Note what an op reads or draws in the compiled graph that this thread is in, if in any."""
+    is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    group = None if running.notes is None or is_captured else agreed_of(group_name)
+    if running.notes is not None and group is not None:
+        running.notes.append(Note(number, group, describe(group)))
 
 
 # The default group of the process that forked this one, if any. Its groups do not work here.
@@ -315,8 +323,7 @@ def agreed(
 
     Args:
         attention: which.
-        query, key: (B, H, S, D), (B, G, T, D), this rank's shards.
-        extras: what it reads beside them.
+        query, key, extras: what it reads: (B, H, S, D), (B, G, T, D), of this rank, and tables.
         site: for errors.
         has_grad: whether gradients are on; None in an op, which does not know it.
 
@@ -331,15 +338,15 @@ def agreed(
         yield
         return
     sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
-    if has_grad is not None or running.draws is None:
+    if has_grad is not None or running.notes is None:
         entry = describe_attention(attention, query.dtype, sizes, has_grad=has_grad)
         group.agree([replace(entry, site=site)])
-    tables = [extras[place] for place in tables_to_note(attention)]
+    tables, noted = [extras[place] for place in tables_to_note(attention)], list[Entry]()
     if tables:
         kind, has_seed = kind_of(attention, query.dtype), attention.dropout_p > 0
-        group.note_tables(tables, kind, site, has_seed=has_seed)
+        noted = group.describe_tables(tables, kind, site, has_seed=has_seed)
     yield
-    group.compare_tables()
+    group.compare_tables(noted)
 
 
 def agree_on_tables(group_name: str, tables: Sequence[Tensor], rule: str) -> None:
@@ -352,8 +359,7 @@ def agree_on_tables(group_name: str, tables: Sequence[Tensor], rule: str) -> Non
     if group is None:
         return
     kind, site = f"batches under {rule}", f"the plan of a batch under {rule}"
-    group.note_tables(tables, kind, site, has_seed=False)
-    group.compare_tables()
+    group.compare_tables(group.describe_tables(tables, kind, site, has_seed=False))
 
 
 def beginning_of(tensor: Tensor) -> Tensor:

@@ -31,9 +31,8 @@ from cp_inductor.run.attention import Attention
 from cp_inductor.run.messages import StepFailed
 from cp_inductor.trust.agreement import log_of, waiting_in
 from cp_inductor.trust.log import Log, rounds
-from cp_inductor.trust.processes import Fate
 from cp_inductor.trust.profiler_ranges import count_ops, named_ranges
-from cp_inductor.trust.record import name_ranks
+from cp_inductor.trust.record import Fate, name_ranks
 
 # How long a rank looks for what has become of the others, which notice a failure at their next
 # exchange.
@@ -42,19 +41,9 @@ PATIENCE_S = 3.0
 PATIENCE_ONCE_KNOWN_S = 1.0
 
 
-def name_step(direction: str, number: int, num_steps: int) -> str:
-    """Return which exchange it was, counted from 1."""
-    return f"exchange {number} of {num_steps} of its {direction}"
-
-
 @contextmanager
 def named_steps(attention: Attention, direction: str, site: str) -> Iterator[None]:
-    """Name an exchange that fails inside, in eager.
-
-    Args:
-        attention: that exchanges.
-        direction: "forward" or "backward".
-        site: of the attention.
+    """Name an exchange that fails inside the "forward" or "backward" of an eager attention.
 
     Raises:
         ExchangeFailed: an exchange has failed.
@@ -67,7 +56,7 @@ def named_steps(attention: Attention, direction: str, site: str) -> Iterator[Non
             yield
     except StepFailed as error:
         plan = (forward_plan if direction == "forward" else backward_plan)(attention.recipe)
-        step = name_step(direction, error.number, len(plan.exchanges))
+        step = f"exchange {error.number} of {len(plan.exchanges)} of its {direction}"
         reason, waited_s = error.__cause__ or error, time.monotonic() - started
         raise failure(attention.group_name, site, step, reason, waited_s) from reason
 
@@ -80,9 +69,8 @@ def failure(
     If ranks are known to have gone different ways, the error says that.
 
     Args:
-        group_name: of the ranks that share the sequence.
-        site: the attention.
-        step: which exchange it was, in words, as in "exchange 2 of 4 of its backward".
+        group_name, site: of the attention.
+        step: which exchange it was, as in "exchange 2 of 4 of its backward".
         reason: what the backend raised.
         waited_s: for how long this rank was in the forward or backward.
     """

@@ -25,12 +25,11 @@ from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.trust.agreement import (
     Agreed,
-    Draw,
     agreed_of,
     beginning_of,
     graph_called,
     note_batch,
-    running,
+    note_in_graph,
     tell_refusal,
 )
 from cp_inductor.trust.claims import describe_attention, digest, kind_of
@@ -121,10 +120,9 @@ class AgreedGraph:
         """Run the graph inside, once all ranks are about to run the same; raises RanksDisagree."""
         for place, name in self.batches.items():
             note_batch(name, args[place])
-        with graph_called() as draws, ExitStack() as around:
+        with graph_called(), ExitStack() as around:
             for name in self.group_names:
-                group = agreed_of(name)
-                if group is not None:
+                if (group := agreed_of(name)) is not None:
                     self._agree(group, name, args)
                     around.enter_context(group.waiting(self.name))
             try:
@@ -133,15 +131,6 @@ class AgreedGraph:
                 for name in self.group_names:
                     tell_refusal(name, error)
                 raise
-        for draw in sorted(draws, key=lambda draw: draw.number):
-            group = agreed_of(draw.group_name)
-            if group is not None:
-                kind, numbers = f"draw {draw.number} at {draw.site}", {"its numbers": draw.drawn}
-                group.note(DRAWN, numbers, kind, draw.site, SEED_ALIKE)
-        for name in dict.fromkeys((*self.group_names, *(draw.group_name for draw in draws))):
-            group = agreed_of(name)
-            if group is not None:
-                group.compare_tables()
 
     def _agree(self, group: Agreed, name: str, args: Sequence[Any]) -> None:
         has_grad = torch.is_grad_enabled()
@@ -171,11 +160,10 @@ class AgreedGraph:
         claims = []
         for one, expressions in zip(self.planned, self.sizes, strict=True):
             if one.attention.group_name == group_name:
-                sizes = tuple(_value(expression, values) for expression in expressions)
-                heads = tuple(map(int, one.heads))
-                entry = describe_attention(
-                    one.attention, one.dtype, sizes, heads, has_grad=has_grad
-                )
+                known = (expression.xreplace(values) for expression in expressions)
+                sizes = tuple(int(size) if size.is_Integer else None for size in known)
+                what = (one.attention, one.dtype, sizes, tuple(map(int, one.heads)))
+                entry = describe_attention(*what, has_grad=has_grad)
                 claims.append(replace(entry, site=one.site))
         # The first speaks for the graph. Where its attention differs, too, that says more.
         first, program = claims[0], dict[str, str]()
@@ -193,11 +181,6 @@ class AgreedGraph:
         return claims
 
 
-def _value(size: sympy.Expr, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | None:
-    value = size.xreplace(values)
-    return int(value) if value.is_Integer else None
-
-
 def _sizes_in(value: Any) -> Sequence[Any]:
     """Return the numbers that an argument tells: itself, or its sizes and those of its part."""
     if isinstance(value, DTensor):
@@ -211,56 +194,35 @@ def note_tables(
 ) -> None:
     """Note what an attention of a compiled graph reads, for comparison behind the graph.
 
-    Args:
-        token: that all such ops of a graph write to, as it were: they keep their order by it.
-        tables: what must be alike on all ranks.
-        kind: of the attention, see `kind_of`.
-        site: for errors.
-        has_seed: the last table is the seed of a dropout.
-        group_name: of the ranks.
+    All such ops of a graph write to `token`, as it were: they keep their order by it. Of the tables
+    the last may be the seed of a dropout.
     """
-    is_captured = token.is_cuda and torch.cuda.is_current_stream_capturing()
-    is_compared = running.draws is not None and not is_captured
-    group = agreed_of(group_name) if is_compared else None
-    if group is not None:
-        group.note_tables(tables, kind, site, has_seed=has_seed)
+    note_in_graph(
+        token,
+        group_name,
+        lambda group: group.describe_tables(tables, kind, site, has_seed=has_seed),
+    )
 
 
-@note_tables.register_fake
-def _(*args: Any) -> None:
-    return None
+note_tables.register_fake(lambda *args: None)
 
 
 @torch.library.custom_op("cp_inductor::note_draw", mutates_args=())
 def note_draw(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
-    """Return a copy of what a compiled graph has drawn, noted for comparison behind the graph.
-
-    Args:
-        drawn: what must be alike on all ranks: this rank's.
-        number: of the draw in the program.
-        site: for errors.
-        group_name: of the ranks.
-    """
+    """Return a copy of a graph's draw of some number, noted for comparison behind the graph."""
     noted = drawn.clone()
-    is_captured = drawn.is_cuda and torch.cuda.is_current_stream_capturing()
-    # In a backward it is computed again, and was compared.
-    if running.draws is not None and not is_captured:
-        running.draws.append(Draw(number, beginning_of(noted).clone(), site, group_name))
+    numbers, kind = {"its numbers": beginning_of(noted)}, f"draw {number} at {site}"
+    note_in_graph(
+        drawn,
+        group_name,
+        lambda group: group.describe(DRAWN, numbers, kind, site, SEED_ALIKE),
+        number,
+    )
     return noted
 
 
-@note_draw.register_fake
-def _(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
-    return drawn.clone()
-
-
-def _pass_on(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return grad, None, None, None
-
-
-note_draw.register_autograd(_pass_on)
+note_draw.register_fake(lambda drawn, number, site, group_name: drawn.clone())
+note_draw.register_autograd(lambda ctx, grad: (grad, None, None, None))
 
 NOTE_DRAW = torch.ops.cp_inductor.note_draw.default
-
-
 NOTE_TABLES = torch.ops.cp_inductor.note_tables.default

@@ -27,14 +27,12 @@ Assumes: ranks that run the same program come to the same events in the same ord
 
 from __future__ import annotations
 
-import json
 import pickle
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -42,15 +40,18 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from cp_inductor.errors import CPError, ProcessGroupError, RanksDisagree
 from cp_inductor.trust.asking import LOOK_EVERY_S, Asking
-from cp_inductor.trust.cause import REMEDY, WHY_ABSENT, Cause, name_difference
-from cp_inductor.trust.processes import Fate, Process
 from cp_inductor.trust.record import (
     ATTENTIONS,
     REFUSAL,
+    REMEDY,
     TABLES,
+    WHY_ABSENT,
+    Cause,
     Entry,
+    Fate,
+    Process,
     Record,
-    fate_of,
+    name_difference,
     name_ranks,
     new_trails,
 )
@@ -170,11 +171,12 @@ class Log:
         return [entry for entry in told if entry is not None]
 
     def refuse(self, reason: str) -> None:
-        """Let the others know that this rank refuses what may be their next attention."""
+        """Let the others know that this rank refuses what may be next for them."""
         self.rejoin("a refusal")
         with self.lock:
             refusal = Entry(reason, {"what": REFUSAL}, kind=REFUSAL)
-            self.record.trails[ATTENTIONS].add(refusal)
+            for name in (ATTENTIONS, TABLES):  # others may wait for either
+                self.record.trails[name].add(refusal)
         self.has_refused = True
         with suppress(DistError, RuntimeError):  # the refusal is raised in any case
             self.ask(self.exchange)
@@ -381,11 +383,11 @@ class Log:
     def _read_cause(self, epoch: int) -> None:
         key = f"cause/{epoch}"
         if epoch not in self.causes and self.store.check([key]):
-            self.causes = {epoch: Cause(**json.loads(self.store.get(key)))}
+            self.causes = {epoch: pickle.loads(self.store.get(key))}
 
     def _decide(self, cause: Cause, epoch: int) -> None:
         """Leave a cause for all ranks, unless one of them has left another."""
-        self.store.compare_set(f"cause/{epoch}", "", json.dumps(asdict(cause)))
+        self.store.compare_set(f"cause/{epoch}", "", pickle.dumps(cause))  # type: ignore[arg-type]
         self._read_cause(epoch)
 
     def compare(self) -> None:
@@ -397,11 +399,29 @@ class Log:
         if difference is not None:
             self._decide(self._cause_of_difference(*difference, self.read(self.others)), epoch)
 
+    def swap(self, name: str, value: object, limit_s: float) -> list[Any]:
+        """Leave a value for the others, and return theirs; nothing if some leave none in time."""
+        keys, told = [f"{name}/{at}" for at in self.others], list[bytes]()
+
+        def read() -> list[bytes]:
+            return self.store.multi_get(keys) if self.store.check(keys) else []
+
+        with suppress(DistError):
+            own: Any = pickle.dumps(value)
+            self.ask(lambda: self.store.set(f"{name}/{self.rank}", own), limit_s)
+            for waited_s in rounds():
+                told = self.ask(read, limit_s)
+                if told or waited_s > limit_s:
+                    break
+        return [pickle.loads(text) for text in told]
+
     # --- The other ranks ---------------------------------------------------------------------
 
     def fates(self) -> dict[int, Fate]:
         """Say what has become of the others, by global rank, as far as it is known by now."""
-        return {self.ranks[at]: fate_of(self.records.get(at)) for at in self.others}
+        untold = Fate("it has not said what it is, nor that it failed")
+        known = {at: record.fate for at, record in self.records.items()}
+        return {self.ranks[at]: known.get(at, untold) for at in self.others}
 
     def gone(self) -> dict[int, str]:
         """Return what has become of others that are known not to run as usual, by global rank."""
@@ -419,12 +439,9 @@ class Log:
         self.look()
         told = {}
         for at in positions:
-            record = self.records.get(at)
-            fate = fate_of(record)
-            parts = [record.describe()] if record is not None else []
-            parts += [fate.text] if fate.is_known else []
-            if parts:
-                told[self.ranks[at]] = ", ".join(parts)
+            if at in self.records:
+                record, fate = self.records[at], self.records[at].fate
+                told[self.ranks[at]] = record.describe() + f", {fate.text}" * fate.is_known
         return told
 
     def _what_became_of(self, positions: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What a rank tells the others of its group: where it is, and the events that it has come to.
+"""What a rank tells the others of its group: its process, where it is, and what it has come to.
 
     attention, attention, batch 2, attention
       =>  attentions: 3, digests "9f86d081 884c7d65 9a2feaa0", the last of them in full; batches: 1
@@ -6,18 +6,23 @@
 The digest after an event covers all events before it. So two trails part at the first event whose
 digests differ, or whose fields do.
 
-A record is told pickled, as torchrun tells its state through the same kind of store.
+Others on its machine see by its process whether it still runs. Whoever has to give up leaves the
+cause. Records and causes are told pickled, as torchrun tells its state through the same store.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from cp_inductor.trust.processes import Fate, Process
+from cp_inductor.kept import cache
 
 # So many events are told by their digests, and so many that nobody waits for in full. No rank is
 # further ahead of another.
@@ -26,7 +31,69 @@ MOST_TOLD, MOST_IN_FULL = 512, 16
 # So many bytes of a digest are compared.
 DIGEST_BYTES = 4
 
+# What an event is whose site is why a rank refuses what may be next.
 REFUSAL = "a refusal"
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What has become of another rank.
+
+    Attributes:
+        text: for people.
+        is_known: whether asking again would tell nothing more.
+        is_missing: whether it was missing in an exchange that failed, as far as can be known.
+    """
+
+    text: str
+    is_known: bool = False
+    is_missing: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process: its machine, its number there, and when it began; "" if that is not known."""
+
+    machine: str
+    pid: int
+    began: str
+
+    @staticmethod
+    def own() -> Process:
+        """Return this process."""
+        return Process(_machine(), os.getpid(), _status_of(os.getpid())[1])
+
+    def look(self) -> Fate:
+        """Say how it is, if that can be seen from here."""
+        if self.machine != _machine() or not self.began:
+            where = self.machine.split()[0]
+            return Fate(f"process {self.pid} on {where} has not said that it failed")
+        state, began = _status_of(self.pid)
+        if began != self.began or state in "ZX":
+            return Fate(f"its process {self.pid} has ended", is_known=True)
+        if state in "Tt":
+            return Fate(f"its process {self.pid} is stopped", is_known=True)
+        return Fate(f"its process {self.pid} runs, and has not said that it failed")
+
+
+@cache
+def _machine() -> str:
+    """Name the machine, and the namespace whose processes can be seen from here."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
+def _status_of(pid: int) -> tuple[str, str]:
+    """Return the state of a process and when it began; "" for what is not known."""
+    try:
+        # The name of the program, in parentheses, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +118,6 @@ class Entry:
     kind: str = ""
     begins: Mapping[str, str] = field(default_factory=dict)
 
-    def is_other(self, entry: Entry) -> bool:
-        """Whether an entry says anything else; most entries share their fields with the last."""
-        return self.fields is not entry.fields and self.fields != entry.fields
-
     def differs(self, other: Entry) -> bool:
         """Whether any field that both have is unequal."""
         return any(other.fields.get(name, value) != value for name, value in self.fields.items())
@@ -63,11 +126,6 @@ class Entry:
     def causes(self) -> dict[str, str]:
         """The fields that do not follow from others."""
         return {n: text for n, text in self.fields.items() if n not in self.consequences}
-
-    @property
-    def is_refusal(self) -> bool:
-        """Whether its site is why a rank refuses what may be its next attention."""
-        return self.fields.get("what") == REFUSAL
 
 
 class Trail:
@@ -173,14 +231,12 @@ class Record:
         last = f", the last: {trail.entries[-1].site}" if trail.entries else ""
         return f"outside of any attention, since {waited:.0f} s, after {done}{last}"
 
-
-def fate_of(record: Record | None) -> Fate:
-    """Say what has become of a rank, given what it told last."""
-    if record is None:
-        return Fate("it has not said what it is, nor that it failed")
-    if record.failed:
-        return Fate(f"it failed as well, in {record.failed}", is_known=True, is_missing=False)
-    return record.process.look()
+    @property
+    def fate(self) -> Fate:
+        """What has become of the rank, as far as can be seen from here."""
+        if self.failed:
+            return Fate(f"it failed as well, in {self.failed}", is_known=True, is_missing=False)
+        return self.process.look()
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -189,3 +245,58 @@ def name_ranks(ranks: Sequence[int]) -> str:
     if len(names) == 1:
         return f"rank {names[0]}"
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+# An error names no more fields than this: one mistake shows in several.
+MOST_NAMED = 4
+
+REMEDY = (
+    "run one program on all ranks that share a sequence: the same model, batches, input shapes,"
+    " options, flags and versions, train() or eval() on all of them, the same weights frozen; shard"
+    " a sequence as torch.chunk does; if its length does not divide by the ranks, name it in"
+    " options['seq_len'], by a buffer of context_parallel, or by the shape of the DTensor"
+)
+WHY_ABSENT = (
+    "an error may have been raised there, another model or batch run, an attention run that was"
+    " agreed on before, or check_agreement=False set; if compiling takes longer, raise the timeout"
+    " of init_process_group"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why ranks give up, as the first of them has seen it.
+
+    Attributes:
+        rank: the global rank of that first one.
+        site, expected, got, remedy: of its error.
+        seen_by: positions of ranks that wait, and will raise as soon as they see this.
+        is_shared: all ranks raise this as it is; otherwise the others quote it.
+    """
+
+    rank: int
+    site: str
+    expected: str
+    got: str
+    remedy: str
+    seen_by: Sequence[int] = ()
+    is_shared: bool = False
+
+
+def name_difference(entries: Mapping[int, Entry]) -> tuple[str, str]:
+    """Say what differs between events, by global rank, and what to do; "" for what is not known."""
+    for rank, entry in entries.items():
+        if entry.fields.get("what") == REFUSAL:
+            return f"rank {rank}, which refuses to: {entry.site}", f"see the error on rank {rank}"
+    differing = {}
+    for name in dict.fromkeys(name for entry in entries.values() for name in entry.fields):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, entry in entries.items():
+            if name in entry.fields:
+                ranks_of.setdefault(entry.fields[name], []).append(rank)
+        if len(ranks_of) > 1:
+            values = ", ".join(f"{value} on {name_ranks(r)}" for value, r in ranks_of.items())
+            differing[name] = f"{name}: {values}"
+    consequences = {name for entry in entries.values() for name in entry.consequences}
+    causes = [text for name, text in differing.items() if name not in consequences]
+    return "; ".join((causes or list(differing.values()))[:MOST_NAMED]), ""

@@ -17,17 +17,14 @@ programs that stop reducing later.
 from __future__ import annotations
 
 import gc
-import json
 import math
 import warnings
 from collections.abc import MutableMapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import DistError
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -37,7 +34,6 @@ from cp_inductor.errors import SequenceWarning
 from cp_inductor.kept import on_reset
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.trust.agreement import agreed_of
-from cp_inductor.trust.log import rounds
 
 # How many numbers of a parameter, and of its gradient, are compared beside their norms.
 NUM_SAMPLES = 8
@@ -60,7 +56,8 @@ class _GradientWatch:
         self.group_name = group_name
         self.noted: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self.compared: list[Tensor] = []
-        self.text, self.num_tries, self.is_over = "", 0, False
+        self.samples: list[Any] = []
+        self.num_tries, self.is_over = 0, False
         self.handle: Any = register_optimizer_step_pre_hook(self._look)
 
     def end(self) -> None:
@@ -68,69 +65,39 @@ class _GradientWatch:
         self.is_over, self.compared = True, []
         self.noted.clear()
 
-    def remove(self) -> None:
-        """Remove the hook, but not from within it: an optimizer is iterating over all hooks."""
-        if self.handle is not None:
-            self.handle.remove()
-            self.handle = None
-
     def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.is_over or torch.compiler.is_compiling():
             return
-        told = None
-        if self.text or self._sample(optimizer):
-            told = self._swap()
-        own, compared = json.loads(self.text or "[]"), self.compared
+        if not self.samples:
+            self._sample(optimizer)
+        log = agreed_of(self.group_name) if self.samples else None
+        told = [] if log is None else log.swap("gradients", self.samples, PATIENCE_S)
+        compared = self.compared
         self.num_tries += 1
-        if told is not None or self.num_tries == MOST_TRIES:
+        if told or (self.samples and log is None) or self.num_tries == MOST_TRIES:
             self.end()
-        apart = {number for text in told or () for number in _apart(own, json.loads(text))}
+        apart = {number for other in told for number in _apart(self.samples, other)}
         if apart and dist.get_rank(group_of(self.group_name)) == 0:  # for all ranks
             _warn([compared[number] for number in sorted(apart)])
 
-    def _swap(self) -> list[str] | None:
-        """Leave the text for the other ranks, and return theirs; None if some have left none."""
-        log, texts = agreed_of(self.group_name), list[str]()
-        if log is None:
-            return texts
-        keys = [f"gradients/{at}" for at in log.others]
-
-        def read() -> list[str]:
-            told = log.store.multi_get(keys) if log.store.check(keys) else []
-            return [text.decode() for text in told]
-
-        with suppress(DistError):
-            log.ask(lambda: log.store.set(f"gradients/{log.rank}", self.text), PATIENCE_S)
-            for waited_s in rounds():
-                texts = log.ask(read, PATIENCE_S)
-                if texts or waited_s > PATIENCE_S:
-                    break
-        return texts or None
-
-    def _sample(self, optimizer: Optimizer) -> bool:
+    def _sample(self, optimizer: Optimizer) -> None:
         """Note numbers of an optimizer's parameters, and of their gradients, if it has any."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.compared = [p for p in held if p in self.noted and _is_readable(p.grad)]
-        samples = [(list(p.shape), _sample(p), _sample(p.grad)) for p in self.compared]
+        samples = [(p.shape, _sample(p), _sample(p.grad)) for p in self.compared]
         # Before there is a gradient there is nothing to compare.
         if any(math.isfinite(grad[0]) and grad[0] > 0 for _, _, grad in samples):
-            self.text = json.dumps(samples)
-        return bool(self.text)
+            self.samples = samples
 
 
 _watches: dict[str, _GradientWatch] = {}
 
 
 def watch_gradients(group_name: str, tensors: Sequence[Any]) -> None:
-    """Note parameters that are used with shards, so that ranks compare their gradients once.
-
-    Args:
-        group_name: c10d name of the group of the ranks that share the sequence.
-        tensors: arguments of an operation, or of a compiled graph.
-    """
+    """Note parameters among the arguments of an op, or of a graph, that are used with shards."""
     watch = _watches.get(group_name)
     if watch is not None and watch.is_over:
-        watch.remove()
+        watch.handle.remove()  # not from within the hook: an optimizer is iterating over all hooks
         return
     if not config.check_agreement:
         return
@@ -147,7 +114,7 @@ def forget_watches() -> None:
     while _watches:
         watch = _watches.popitem()[1]
         watch.end()
-        watch.remove()
+        watch.handle.remove()
 
 
 def _is_readable(grad: Tensor | None) -> bool:
@@ -163,21 +130,18 @@ def _sample(tensor: Tensor | None) -> list[float]:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     some = flat[:: max(1, flat.numel() // NUM_SAMPLES)][:NUM_SAMPLES]
-    found: list[float] = [float(torch.linalg.vector_norm(flat, dtype=torch.float64))]
-    return found + some.tolist()
+    return [float(torch.linalg.vector_norm(flat, dtype=torch.float64)), *some.tolist()]
 
 
 def _apart(own: Sequence[Any], other: Sequence[Any]) -> list[int]:
     """Return which parameters are the same on two ranks, but have gradients of different tokens."""
     if len(own) != len(other):
         return []
-    found = []
-    for number, (one, another) in enumerate(zip(own, other, strict=True)):
-        if one[:2] == another[:2]:
-            difference = math.dist(one[2], another[2])
-            if difference > LEAST_DIFFERENCE * max(one[2][0], another[2][0]):
-                found.append(number)
-    return found
+    return [
+        number
+        for number, ((*here, grad), (*there, their)) in enumerate(zip(own, other, strict=True))
+        if here == there and math.dist(grad, their) > LEAST_DIFFERENCE * max(grad[0], their[0])
+    ]
 
 
 def _warn(parameters: Sequence[Tensor]) -> None:

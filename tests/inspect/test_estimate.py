@@ -19,7 +19,7 @@ import cp_inductor
 import cp_inductor.inspect.estimate as estimate_module
 from cp_inductor.__main__ import main
 from cp_inductor.inspect.layers import Layers, find_layers, keep_layers
-from cp_inductor.inspect.price_graph import price_graph
+from cp_inductor.inspect.price_graph import Pricing, price_graph
 from cp_inductor.inspect.targets import Target
 from cp_inductor.plan.machine import DEVICES
 from cp_inductor.torch_private.tracing import fakes_of_shapes, trace_fake
@@ -96,7 +96,7 @@ def priced(
     fakes = fakes_of_shapes([(shape, torch.float32) for shape in shapes])
     gm = trace_fake(function, fakes, {})
     assert isinstance(gm, fx.GraphModule)
-    return price_graph(gm, "forward", machine or MACHINE, 4)
+    return price_graph(gm, "forward", Pricing(machine or MACHINE, 4))
 
 
 def test_a_graph_counted_by_hand() -> None:
@@ -136,7 +136,8 @@ def test_what_cores_move_is_hidden_in_part(hidden: float) -> None:
 
     fakes = fakes_of_shapes([((1000, 1000), torch.float32)] * 2)
     device = replace(MACHINE.device, hidden=hidden)
-    price = price_graph(trace_fake(run, fakes, {}), "forward", replace(MACHINE, device=device), 4)
+    pricing = Pricing(replace(MACHINE, device=device), 4)
+    price = price_graph(trace_fake(run, fakes, {}), "forward", pricing)
     # 16 MB at 1 GB/s are 16 ms, fewer than the 20 that hide them.
     exposed = price.seconds["exposed exchanges"]
     assert exposed == pytest.approx((1 - hidden) * 0.016, abs=1e-9)
@@ -165,10 +166,11 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Price each program once: neither how weights are held nor the memory there is changes it."""
     price = estimate_module._price
 
-    def remembered(model: Model, **how: Any) -> Any:
-        key = (len(model.layers), "forward" in vars(model.layers[0]))
+    def remembered(example: Any, *how: Any, **flags: Any) -> Any:
+        layers = example.model.layers
+        key = (len(layers), "forward" in vars(layers[0]))
         if key not in PRICES:
-            PRICES[key] = price(model, **how)
+            PRICES[key] = price(example, *how, **flags)
         return PRICES[key]
 
     monkeypatch.setattr(estimate_module, "_price", remembered)

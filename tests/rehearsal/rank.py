@@ -25,7 +25,7 @@ from torch.distributed.tensor import Placement, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor.backend.compile as backend
-from cp_inductor.inspect.compile_for import compile_for, settings_for
+from cp_inductor.inspect.compile_for import compile_for, generates, settings_for
 from cp_inductor.inspect.load import load_example
 from cp_inductor.inspect.targets import Target
 from cp_inductor.modules.parallelize import parallelize
@@ -130,8 +130,8 @@ def _call_of(job: Job, mesh: DeviceMesh) -> tuple[Any, tuple[Any, ...], dict[str
     model, args, kwargs, options = job.model, job.args, dict(job.kwargs), dict(job.options)
     if job.named is not None:
         example = load_example(job.named, mesh)
-        model, args, kwargs = example.model, example.args, dict(example.kwargs or {})
-        options |= example.options or {}
+        model, args, kwargs = example.model, example.args, dict(example.kwargs)
+        options |= example.options
     args = tuple(args(mesh) if callable(args) else args)
     if job.placement is not None:
 
@@ -160,9 +160,8 @@ def _rehearsed(job: Job, device: Device, exchanges: Exchanges, folder: Path) -> 
     def compile_graph(
         gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, mode: str | None
     ) -> Callable[..., Any]:
-        return compile_for(
-            target, gm, inputs, settings_for(target, settings, mode), mode, load=load
-        )
+        here, inner_compile = settings_for(target, settings, mode), generates(target, load)
+        return compile_for(target, gm, inputs, here, mode, inner_compile=inner_compile)
 
     with mock.patch.object(backend, "compile_through_inductor", compile_graph), compiled_anew():
         yield

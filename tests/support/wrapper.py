@@ -12,7 +12,7 @@ import re
 import textwrap
 from dataclasses import dataclass, field
 
-from cp_inductor.inspect.triton_kernels import kernel_sources
+from cp_inductor.inspect.cross_compile import kernel_sources
 
 START = "torch.ops._c10d_functional.all_to_all_single.default("
 WAIT = "torch.ops._c10d_functional.wait_tensor.default("

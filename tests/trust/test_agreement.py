@@ -443,15 +443,20 @@ def test_what_a_rank_calls_after_a_refusal_of_its_own_is_not_taken_for_what_othe
     assert second.startswith("RanksDisagree: ") != is_odd
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @on_ranks(2, deadline_s=120)
-def test_who_alone_fails_in_a_graph_is_named_at_the_next_attention() -> None:
-    """An index of one rank is out of range, behind the exchanges."""
-    mesh, is_odd = world_mesh(), dist.get_rank() == ODD
+def test_who_alone_fails_in_a_graph_is_named_at_the_next_comparison(dropout_p: float) -> None:
+    """An index of one rank is out of range, behind the exchanges.
+
+    The other names it at its next attention, or where the graph's seeds are compared. What the
+    failed graph has noted is not compared with the notes of the next.
+    """
+    mesh, is_odd = impatient_mesh(20), dist.get_rank() == ODD
     shards = [shard(t, dist.get_rank(), 2).contiguous() for t in make_qkv(8)[:3]]
     ids = torch.arange(4)[None] + 99 * is_odd
 
     def attend(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
-        out = attend_causal(query, key, value)
+        out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p)
         return out[:1, 0] + F.embedding(ids + (0 * out[0, 0, :, 0]).long(), torch.ones(9, 20))
 
     call = compiled(attend, options={"mesh": mesh})
@@ -460,10 +465,13 @@ def test_who_alone_fails_in_a_graph_is_named_at_the_next_attention() -> None:
         with pytest.raises(IndexError):
             call(*shards, ids)
     else:
-        call(*shards, ids)
-        message = refusal_of(lambda: attend_causal(*tensors))
+        message = refusal_of(lambda: call(*shards, ids))
+        if not dropout_p:
+            assert message == "nothing"
+            message = refusal_of(lambda: attend_causal(*tensors))
         assert "rank 1, which refuses to: IndexError: index out of range" in message
     attend_causal(*tensors)
+    call(*shards, torch.arange(4)[None])
 
 
 @on_ranks(2)

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-import cp_inductor.trust.cause
 import cp_inductor.trust.log
 from cp_inductor.errors import ProcessGroupError, RanksDisagree
 from cp_inductor.trust.log import Log

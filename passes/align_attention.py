@@ -32,7 +32,6 @@ from torch import fx
 from cp_inductor.dtensor.axis import attention_placements, is_sequence_sharded
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
-from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.passes.attentions import CAPTURED, calls_to
 from cp_inductor.passes.insert_call import insert_call
 from cp_inductor.region.flex_calls import FLEX
@@ -51,7 +50,7 @@ def align_attention(gm: fx.GraphModule, *, has_axis: bool) -> None:
         gm: from Dynamo.
         has_axis: whether a user named the mesh axis on which plain tensors are shards.
     """
-    for node in calls_to(graphs_of(gm), CAPTURED):
+    for node in calls_to(gm, CAPTURED):
         call: dict[str, Any] = (
             dict(zip(SIDES, node.args, strict=False))
             if node.target is FLEX

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -63,14 +63,10 @@ def has_masks(gm: fx.GraphModule) -> bool:
     return False
 
 
-def calls_to(graphs: Iterable[fx.Graph], functions: Container[Any]) -> list[fx.Node]:
+def calls_to(gm: fx.GraphModule, functions: Container[Any]) -> list[fx.Node]:
     """Return the calls of some functions, but for those that a region leaves alone."""
-    return [
-        node
-        for graph in graphs
-        for node in graph.nodes
-        if node.op == "call_function" and node.target in functions and not is_left_alone(node)
-    ]
+    calls = (node for node in nodes_of(gm) if node.op == "call_function")
+    return [node for node in calls if node.target in functions and not is_left_alone(node)]
 
 
 def bind_sdpa(node: fx.Node, site: str) -> dict[str, Any]:

@@ -38,21 +38,16 @@ def bucket_sums(graph: fx.Graph) -> None:
     num_bytes: defaultdict[Any, int] = defaultdict(int)
     for wait in graph.find_nodes(op="call_function", target=WAIT):
         (start,) = wait.all_input_nodes
-        if start.target is ALL_REDUCE and len(start.users) == 1 and _is_of_small_gradient(wait):
-            value = wait.meta["val"]
+        value = wait.meta["val"]
+        is_known = all(type(size) is int for size in value.shape)
+        is_result = all(user.op == "output" for user in wait.users) and len(start.users) == 1
+        if start.target is ALL_REDUCE and is_known and is_result and value.nbytes <= MOST_BYTES:
             kind = value.dtype, value.device, start.args[1:]
             num_bytes[kind] += value.nbytes
             buckets[kind, num_bytes[kind] // BUCKET_BYTES].append(wait)
     for waits in buckets.values():
         if len(waits) > 1:
             _merge(graph, waits)
-
-
-def _is_of_small_gradient(wait: fx.Node) -> bool:
-    value = wait.meta["val"]
-    is_known = all(type(size) is int for size in value.shape)
-    is_result = all(user.op == "output" for user in wait.users)
-    return is_result and is_known and value.nbytes <= MOST_BYTES
 
 
 def _merge(graph: fx.Graph, waits: Sequence[fx.Node]) -> None:

@@ -1,9 +1,14 @@
-"""Refuse, or warn, where what the user said of the mesh does not fit the graph. Changes nothing.
+"""Refuse, or warn, where the user's mesh or way of compiling does not fit. Changes nothing.
 
 options={"mesh": mesh}    a graph break: refused; no fullgraph=True: a warning
 nothing                   several ranks, and attention over tensors that nobody shards: a warning
 
-Nothing about a plain tensor says that it is a shard; the option alone does.
+Nothing about a plain tensor says that it is a shard; the option alone does. These ways of compiling
+lose exchanges, and are refused:
+
+compile_on_one_rank                     the graphs of ranks differ
+torch.compiler.nested_compile_region    once it was called, Dynamo takes DTensors for plain tensors
+aot_compile                             what is saved does not say of which rank it is
 
 Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 """
@@ -19,10 +24,17 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.dtensor.wrap import is_whole
-from cp_inductor.errors import SequenceWarning, UnsupportedAttention
+from cp_inductor.errors import CPError, InvalidArgument, SequenceWarning, UnsupportedAttention
+from cp_inductor.graph.nodes import name_of
 from cp_inductor.kept import cache
 from cp_inductor.region.marks import regions_of
-from cp_inductor.torch_private.dynamo import are_gradients_reduced, is_capturing_whole
+from cp_inductor.torch_private.dynamo import (
+    are_gradients_reduced,
+    is_capturing_whole,
+    is_compiled_ahead,
+    is_compiled_for_all_ranks,
+)
+from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH
 
 log = logging.getLogger("cp_inductor")
 
@@ -92,3 +104,38 @@ def _warn_of_fallback() -> None:
         " (a recompile limit, a dispatch mode), attention sees only its own shard. Compile with"
         " fullgraph=True, or pass DTensors to the model."
     )
+
+
+def check_ways(gm: fx.GraphModule) -> None:
+    """Check how a graph is compiled.
+
+    Raises:
+        CPError: in a way that loses its exchanges.
+    """
+    if not dist.is_initialized():
+        return
+    if is_compiled_for_all_ranks():
+        raise _refused(
+            "a graph that each rank compiles for itself",
+            "compile_on_one_rank, which gives all ranks one graph",
+            "unset TORCH_COMPILE_ON_ONE_RANK and TORCH_DISTRIBUTED_COMPILE_ON_ONE_RANK",
+        )
+    if is_compiled_ahead():
+        raise _refused(
+            "a graph that runs where it is compiled",
+            "aot_compile, which saves it without its rank and mesh",
+            "call the compiled model: Inductor's cache keeps what it compiles",
+        )
+    for node in gm.graph.find_nodes(op="call_function", target=INVOKE_SUBGRAPH):
+        values = [argument.meta.get("example_value") for argument in node.all_input_nodes]
+        if any(isinstance(value, DTensor) for value in values):
+            raise _refused(
+                "plain tensors in a nested_compile_region",
+                "DTensors, which torch (2.13 to 2.15) does not trace there",
+                "call it without nested_compile_region",
+                site=name_of(node),
+            )
+
+
+def _refused(expected: str, got: str, remedy: str, site: str = "torch.compile") -> CPError:
+    return InvalidArgument(site=site, expected=expected, got=got, remedy=remedy)

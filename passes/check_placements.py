@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.errors import SequenceWarning
-from cp_inductor.graph.nodes import graphs_of, name_of
+from cp_inductor.graph.nodes import name_of
 from cp_inductor.graph.subgraphs import Calls, calls_of, method_of, source_of
 from cp_inductor.passes.attentions import CAPTURED, calls_to
 
@@ -32,7 +32,7 @@ ON_PURPOSE = frozenset(
 def check_placements(gm: fx.GraphModule) -> None:
     """Warn of every attention that an earlier op keeps from being sharded."""
     calls = calls_of(gm)
-    for node in calls_to(graphs_of(gm), CAPTURED):
+    for node in calls_to(gm, CAPTURED):
         query: Any = node.args[0] if node.args else node.kwargs["query"]
         for axis, placement in enumerate(_placements(query)):
             op = _first_loss(query, axis, calls) if isinstance(placement, Replicate) else None

@@ -208,7 +208,7 @@ def _uneven_lengths(sites: Sequence[Site]) -> frozenset[int]:
             whole = (recipe.query_length, recipe.key_length)
             own = (_length(site.query), _length(site.key))
             uneven |= {n for n, m in zip(own, whole, strict=True) if m % world}
-        elif site.plan_options is not None:
+        else:
             known = whole_of_shard(site.plan_options.lengths, world, site.axis.rank)
             uneven |= {own for own, whole in known.items() if whole % world}
     return frozenset(uneven)

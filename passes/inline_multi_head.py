@@ -18,8 +18,6 @@ Assumes: a graph from Dynamo with `example_value`s.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
@@ -29,25 +27,26 @@ from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import name_of
 from cp_inductor.passes.attentions import calls_to
 from cp_inductor.passes.insert_call import insert_graph
+from cp_inductor.region.marks import regions_of
 from cp_inductor.torch_private.tracing import trace_pre_dispatch
 
 
-def inline_multi_head(graphs: Iterable[fx.Graph], of_shards: Container[fx.Graph]) -> None:
-    """Replace calls of F.multi_head_attention_forward by its body.
+def inline_multi_head(gm: fx.GraphModule, *, has_axis: bool) -> None:
+    """Replace calls of F.multi_head_attention_forward on DTensors and on shards by its body.
 
     Args:
-        graphs: of a Dynamo graph module, and below it.
-        of_shards: those of them in which plain tensors are shards.
+        gm: from Dynamo.
+        has_axis: whether a user named the mesh axis on which plain tensors are shards.
 
     Raises:
         UnsupportedAttention: a call on shards returns attention weights, for which it uses no SDPA.
     """
-    wanted = []
-    for node in calls_to(graphs, {F.multi_head_attention_forward}):
+    wanted, regions = [], regions_of(gm)
+    for node in calls_to(gm, {F.multi_head_attention_forward}):
         needs_weights = node.kwargs.get("need_weights", True)
         if any(isinstance(arg.meta["example_value"], DTensor) for arg in node.all_input_nodes):
             wanted += [] if needs_weights else [node]
-        elif node.graph in of_shards:
+        elif has_axis or node.graph in regions:
             if needs_weights:
                 raise UnsupportedAttention(
                     site=name_of(node),

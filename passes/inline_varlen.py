@@ -17,7 +17,7 @@ are sharded, as DTensors. Calls on other tensors are left alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from operator import getitem
 from typing import Any
 
@@ -44,18 +44,15 @@ READ = frozenset(
 )
 
 
-def inline_varlen(graphs: Iterable[fx.Graph]) -> None:
-    """Rewrite every call whose tokens are sharded; idempotent.
-
-    Args:
-        graphs: of a Dynamo graph module, and below it.
+def inline_varlen(gm: fx.GraphModule) -> None:
+    """Rewrite every call whose tokens are sharded, in a Dynamo graph and below it; idempotent.
 
     Raises:
         UnsupportedAttention: something is asked for that is no rule of positions.
     """
     calls = [
         (node, bind_arguments(varlen_op(), node.args, node.kwargs))
-        for node in calls_to(graphs, VARLEN_OPS)
+        for node in calls_to(gm, VARLEN_OPS)
     ]
     calls = [(node, call) for node, call in calls if _is_sharded(call["query"])]
     for node, call in calls:

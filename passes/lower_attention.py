@@ -22,6 +22,7 @@ from operator import getitem
 from typing import Any, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from cp_inductor.graph.collectives import START, STARTS
@@ -53,14 +54,11 @@ from cp_inductor.trust.claims import kind_of, tables_to_note
 from cp_inductor.trust.graph_agreement import NOTE_TABLES
 
 # What nodes of an expansion do not share with their site.
-OWN_META = (
-    *("val", "unbacked_bindings"),
-    *(BYTES_KEY, EXCHANGE_KEY, TILES_KEY, TILE_KEY, ONE_KERNEL_KEY),
-)
+OWN_KEYS = (BYTES_KEY, EXCHANGE_KEY, TILES_KEY, TILE_KEY, ONE_KERNEL_KEY)
+OWN_META = ("val", "unbacked_bindings", *OWN_KEYS)
 
 # In the meta of nodes of an expansion.
 IS_OURS = "cp_inductor_expansion"
-
 
 # What computes the results of the ops, and is traced.
 EXPANSIONS: Mapping[object, Callable[..., Sequence[Tensor]]] = {
@@ -70,34 +68,32 @@ EXPANSIONS: Mapping[object, Callable[..., Sequence[Tensor]]] = {
 
 
 def lower_attention(
-    gm: fx.GraphModule, *, decompositions: Mapping[Any, Any], note_tables: bool = False
+    gm: fx.GraphModule, decompositions: Mapping[Any, Any], *, note_tables: bool
 ) -> int:
-    """Expand every op of the pair, in subgraphs as well.
+    """Expand every op of the pair, in place and in subgraphs as well; return how many there were.
 
     Args:
-        gm: changed in place.
+        gm: the graph.
         decompositions: aten op to function, so that the expansion uses the ops of the rest of the
             graph.
         note_tables: insert ops that hand over tables which all ranks must read alike; see
             `agreement`.
-
-    Returns:
-        The number of expanded ops.
     """
     num_lowered = 0
     for module in modules_of(gm):
         nodes = [node for node in module.graph.nodes if node.target in EXPANSIONS]
+        if not nodes:
+            continue
         if note_tables:
             _note_tables([node for node in nodes if node.target is FORWARD])
         traced: dict[Any, fx.GraphModule] = {}
         counts = Counter(map(_key, nodes))
         for node in nodes:
             _lower(node, decompositions, traced, is_repeated=counts[_key(node)] > 1)
-        if nodes:
-            # Layers that read the same tables compute the same numbers of them; tokens differ.
-            merge_equal(module.graph, lambda node: IS_OURS in node.meta and computes_numbers(node))
-            module.graph.lint()
-            module.recompile()
+        # Layers that read the same tables compute the same numbers of them; tokens differ.
+        merge_equal(module.graph, lambda node: IS_OURS in node.meta and computes_numbers(node))
+        module.graph.lint()
+        module.recompile()
         num_lowered += len(nodes)
     return num_lowered
 
@@ -150,7 +146,10 @@ def _lower(
         if is_repeated and is_long:
             share_pieces(known[key])
         _adopt_subgraphs(known[key], node.graph)
-    outputs = _inline(known[key], node, inputs)
+    outputs, copies = insert_graph(known[key], inputs, before=node)
+    for original, copy in copies.items():
+        own = {key: original.meta[key] for key in OWN_META if key in original.meta}
+        copy.meta = {**_meta_of_site(node), **own, IS_OURS: True}
     for index, user in used.items():
         assert user.target is getitem
         user.replace_all_uses_with(outputs[index])
@@ -193,10 +192,11 @@ def _trace(
 
 def _drop_whole_views(graph: fx.Graph) -> None:
     """Drop aliases, and slices that cut nothing off: decompositions leave them by the dozen."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
-        node.replace_all_uses_with(node.args[0])
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
-        if len(node.args) == 2:  # all but the tensor and the dim are what they are by default
+    aten = torch.ops.aten
+    for node in graph.nodes:
+        # All but the tensor and the dim of such a slice are what they are by default.
+        is_whole = node.target is aten.slice.Tensor and len(node.args) == 2
+        if is_whole or node.target is aten.alias.default:
             node.replace_all_uses_with(node.args[0])
 
 
@@ -207,13 +207,9 @@ def _key(node: fx.Node) -> Any:
 
 def _inputs_of(node: fx.Node) -> tuple[fx.Node, ...]:
     # Some are lists: extras, and what the forward kept.
-    inputs: tuple[Any, ...] = tuple(
-        leaf
-        for arg in node.args[: NUM_TENSORS[node.target]]
-        for leaf in (arg if isinstance(arg, (list, tuple)) else [arg])
-    )
+    inputs = pytree.tree_leaves(node.args[: NUM_TENSORS[node.target]])
     assert all(isinstance(arg, fx.Node) for arg in inputs)
-    return inputs
+    return tuple(inputs)
 
 
 def _used_of(node: fx.Node) -> dict[int, fx.Node]:
@@ -226,24 +222,14 @@ def _layouts(inputs: Sequence[fx.Node]) -> tuple[Any, ...]:
 
     Integers are told apart. They decide sizes, and the copies of a trace have its sizes.
     """
-    found: list[Any] = []
-    for node in inputs:
+
+    def layout(node: fx.Node) -> tuple[Any, ...]:
         value = node.meta["val"]
-        layout = repr((value.shape, value.stride(), value.storage_offset()))
+        sizes = repr((value.shape, value.stride(), value.storage_offset()))
         is_integer = not (value.is_floating_point() or value.is_complex())
-        which = node if is_integer else inputs.index(node)
-        found.append((layout, value.dtype, value.device, which))
-    return tuple(found)
+        return sizes, value.dtype, value.device, node if is_integer else inputs.index(node)
 
-
-def _inline(traced: fx.GraphModule, node: fx.Node, inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """Copy a traced graph before `node`, and return the nodes of its outputs."""
-    outputs, copies = insert_graph(traced, inputs, before=node)
-    for original, copy in copies.items():
-        own = {key: original.meta[key] for key in OWN_META if key in original.meta}
-        copy.meta = {**_meta_of_site(node), **own, IS_OURS: True}
-    assert isinstance(outputs, (list, tuple))
-    return list(outputs)
+    return tuple(map(layout, inputs))
 
 
 def _adopt_subgraphs(traced: fx.GraphModule, graph: fx.Graph) -> None:

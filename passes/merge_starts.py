@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -49,20 +49,16 @@ def merge_starts(graph: fx.Graph) -> None:
 def _copy_what_is_shared(
     graph: fx.Graph, before: Any, is_shared: Callable[[fx.Node], bool]
 ) -> None:
-    """Copy outputs that had memory of their own, and now share that of another; in place.
+    """Copy outputs that had memory of their own `before`, and now share that of another.
 
-    Args:
-        graph: whose outputs to look at.
-        before: those that it had before nodes were merged.
-        is_shared: whether a node may stand for several, which it was merged with.
+    A node `is_shared` if it may stand for several, which it was merged with.
     """
     output = graph.output_node()
-    after: Any = output.args[0]
-    if isinstance(after, fx.Node):  # one output
+    if isinstance(output.args[0], fx.Node):  # one output
         return
     first: dict[fx.Node, fx.Node] = {}
-    results = []
-    for node, old in zip(after, before, strict=True):
+    results: list[Any] = []
+    for node, old in zip(cast("Any", output.args[0]), before, strict=True):
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
         if isinstance(value, Tensor) and is_shared(maker := _maker(node)):
             known = first.setdefault(maker, old)
@@ -86,13 +82,13 @@ def _maker(node: fx.Node) -> fx.Node:
 def _of_plans(graph: fx.Graph) -> set[fx.Node]:
     """Return plans of batches, what they are computed of, and what is taken of them."""
     plans = graph.find_nodes(op="call_function", target=PLAN_BATCH)
-    found, left = {user for plan in plans for user in plan.users}, [*plans]
+    taken, left = {user for plan in plans for user in plan.users}, [*plans]
     while left:
         node = left.pop()
-        if node not in found:
-            found.add(node)
+        if node not in taken:
+            taken.add(node)
             left += node.all_input_nodes
-    return found
+    return taken
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -33,10 +33,9 @@ from cp_inductor.passes.align_attention import align_attention
 from cp_inductor.passes.attentions import has_attentions, has_masks
 from cp_inductor.passes.bucket_sums import bucket_sums
 from cp_inductor.passes.capture_attention import capture_attention
-from cp_inductor.passes.check_mesh import check_mesh
+from cp_inductor.passes.check_mesh import check_mesh, check_ways
 from cp_inductor.passes.check_placements import check_placements
 from cp_inductor.passes.check_sequence import check_sequence
-from cp_inductor.passes.check_ways import check_ways
 from cp_inductor.passes.complete_outputs import Sharing, complete_outputs
 from cp_inductor.passes.drop_block_masks import drop_block_masks
 from cp_inductor.passes.drop_idle_objects import drop_idle_objects
@@ -142,6 +141,11 @@ class Capture:
         """The attentions to rewrite."""
         return [verdict for _, verdict in self.verdicts if isinstance(verdict, Site)]
 
+    @property
+    def has_axis(self) -> bool:
+        """Whether the user named the mesh axis on which plain tensors are shards."""
+        return self.settings.axis is not None
+
     @cached_property
     def has_attention(self) -> bool:
         """Whether the graph had any attention, including those that are left alone."""
@@ -154,33 +158,25 @@ class Capture:
         DTensor's handler computes the same where nothing is to be rewritten, but knows no masks.
         Plain tensors have no handler, and would attend within their shard.
         """
-        is_asked_for = self.settings.enabled or self.settings.axis is not None
-        return bool(
-            is_asked_for or has_masks(self.gm) or regions_of(self.gm) or typers_of_program()
-        )
+        is_asked_for = self.settings.enabled or self.has_axis or typers_of_program()
+        return bool(is_asked_for or has_masks(self.gm) or regions_of(self.gm))
 
     @property
     def is_checked(self) -> bool:
         """Whether operations other than attention are looked at."""
         return self.is_searched and self.settings.check_sequence
 
-    def inline_multi_head(self) -> None:
-        """Inline it on DTensors, and where plain tensors are shards."""
-        graphs = list(graphs_of(self.gm))
-        inline_multi_head(graphs, graphs if self.settings.axis is not None else regions_of(self.gm))
-
     def find(self) -> None:
         """Find all attentions; raise the first error among the verdicts."""
-        found = find_attention(self.gm, self.settings.axis, self.settings.plan_options)
-        self.verdicts += found
+        self.verdicts += find_attention(self.gm, self.settings.axis, self.settings.plan_options)
         for _, verdict in self.verdicts:
             if isinstance(verdict, CPError):
                 raise verdict
 
     def check_sequence(self) -> None:
         """Check what is not attention, and keep what checks the calls."""
-        chosen = (self.settings.seq_dims, self.settings.axis)
-        self.types = check_sequence(self.gm, self.sites, *chosen)
+        settings = self.settings
+        self.types = check_sequence(self.gm, self.sites, settings.seq_dims, settings.axis)
 
     def complete_outputs(self) -> None:
         """Complete them, and keep which of them share memory on one process."""
@@ -216,18 +212,14 @@ class Lowering:
     num_lowered: int = 0
     order: list[str] | None = None
 
-    def number_attentions(self) -> None:
-        """Number them, and keep the numbers."""
-        number_attentions(self.gm, self.kind, self.place_of)
-
     def lower_attention(self) -> None:
         """Lower all attentions. A backward reads tables that its forward has compared."""
-        how = {"note_tables": self.check_tables and self.kind != "backward"}
+        is_noted = self.check_tables and self.kind != "backward"
         attentions = filter(None, map(attention_of, nodes_of(self.gm)))
         with ExitStack() as around:
             if any(attention.is_per_batch for attention in attentions):
                 forget_fakes(around)  # whose sizes only data says
-            self.num_lowered = lower_attention(self.gm, decompositions=self.decompositions, **how)
+            self.num_lowered = lower_attention(self.gm, self.decompositions, note_tables=is_noted)
 
     @property
     def is_scheduled(self) -> bool:
@@ -238,7 +230,7 @@ class Lowering:
         """Schedule every graph that starts an exchange of attentions or of recurrences."""
         for graph in graphs_of(self.gm):
             if any(node.target in STARTS or _passes_states(node) for node in graph.nodes):
-                report_schedule(self.kind, schedule_exchange(graph, self.kind, self.scheduling))
+                report_schedule(self.kind, *schedule_exchange(graph, self.kind, self.scheduling))
         self.gm.recompile()
 
     def verify(self) -> None:
@@ -277,11 +269,10 @@ PASSES = (
         this.gm, this.settings.axis, is_mesh_named=this.settings.is_mesh_named,
         has_attention=this.has_attention), lambda this: not this.is_explained),
     # The next three change how attention is written, not what it is; so before it is found.
-    Pass(FIND, "inline_multi_head", Capture.inline_multi_head, lambda this: this.is_searched),
-    Pass(FIND, "inline_varlen", lambda this: inline_varlen(graphs_of(this.gm)),
+    Pass(FIND, "inline_multi_head", lambda this: inline_multi_head(this.gm, has_axis=this.has_axis),
          lambda this: this.is_searched),
-    Pass(FIND, "align_attention",
-         lambda this: align_attention(this.gm, has_axis=this.settings.axis is not None),
+    Pass(FIND, "inline_varlen", lambda this: inline_varlen(this.gm), lambda this: this.is_searched),
+    Pass(FIND, "align_attention", lambda this: align_attention(this.gm, has_axis=this.has_axis),
          lambda this: this.is_searched),
     # Before masks are read: of 2 * s1 more can be said than of two symbols.
     Pass(FIND, "relate_local_lengths", lambda this: relate_local_lengths(this.gm.graph),
@@ -314,7 +305,8 @@ PASSES = (
     Pass(REWRITE, "drop_idle_objects", Capture.drop_idle_objects),
 
     # Before lowering: the numbers are part of an expansion's meta.
-    Pass(LOWER, "number_attentions", Lowering.number_attentions),
+    Pass(LOWER, "number_attentions",
+         lambda this: number_attentions(this.gm, this.kind, this.place_of)),
     # Before the exchanges of attentions are there, which no two share.
     Pass(LOWER, "merge_starts", _of_all_graphs(merge_starts)),
     Pass(LOWER, "bucket_sums", lambda this: bucket_sums(this.gm.graph),

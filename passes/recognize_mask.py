@@ -26,7 +26,7 @@ from cp_inductor.mask.language import FULL
 from cp_inductor.mask.reader.lengths import Frozen
 from cp_inductor.mask.reader.read import known_nodes, read
 from cp_inductor.mask.reader.to_rule import Recognized, as_it_is, as_rule, misread, with_bias
-from cp_inductor.mask.reader.trace import CannotTrace, Trace, Traceable, trace_mask
+from cp_inductor.mask.reader.trace import Trace, Traceable, trace_nodes
 from cp_inductor.mask.rule import Rule
 from cp_inductor.torch_private.sizes import Multiple, number_of, solve
 
@@ -37,7 +37,7 @@ def read_mask(mask: fx.Node) -> tuple[Recognized, Trace]:
     Args:
         mask: bool, or added to the scores; of up to 4 dims that broadcast to (B, H, S, T).
     """
-    trace = trace_mask(mask)
+    trace = trace_nodes([mask], mask.graph)
     recognized = _recognize(trace)
     example = mask.meta["example_value"]
     if example.requires_grad and (recognized is None or recognized.rule.bias):
@@ -87,12 +87,8 @@ class MaskOfLengths:
     def holds(self, query_length: int, key_length: int) -> bool:
         """Whether the mask is the same rule of the same tables at other lengths."""
         numbers = solve(self.lengths, (query_length, key_length))
-        if numbers is None:
-            return False
-        try:
-            recognized = _recognize(self.source.trace(numbers))
-        except CannotTrace:
-            return False
+        trace = None if numbers is None else self.source.trace(numbers)
+        recognized = None if trace is None else _recognize(trace)
         return (
             recognized is not None
             and recognized.rule.format() == self.rule

@@ -45,9 +45,9 @@ class Site:
     axis: SequenceAxis
     attention: Attention
     mask: Recognized
-    plan_options: PlanOptions | None = None
-    of_lengths: MaskOfLengths | None = None
-    why_kernel: str = ""
+    plan_options: PlanOptions
+    of_lengths: MaskOfLengths | None
+    why_kernel: str
 
     @property
     def is_distributed(self) -> bool:

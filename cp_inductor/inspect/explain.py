@@ -33,9 +33,8 @@ from cp_inductor.errors import CPError
 from cp_inductor.inspect.cross_compile import CrossCompiled, trace_and_stop
 from cp_inductor.inspect.scans import ScanReport, find_scans
 from cp_inductor.inspect.targets import Target
-from cp_inductor.mask.describe import describe
 from cp_inductor.mask.language import CAUSAL, FULL
-from cp_inductor.mask.rule import Rule
+from cp_inductor.mask.rule import Rule, describe
 from cp_inductor.passes.pipeline import judge
 from cp_inductor.passes.settings import read_settings
 from cp_inductor.passes.sites import Site

@@ -33,17 +33,16 @@ from torch import Tensor, fx
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.subgraphs import Calls, body_at, method_of, source_of
 from cp_inductor.mask.language import FUNCTIONS, SCORE, number_of, tables_of
-from cp_inductor.mask.reader.functions import OPS_OF_SCORES
 from cp_inductor.mask.reader.lengths import as_number
 from cp_inductor.mask.reader.read import known_nodes, read
-from cp_inductor.mask.reader.sums import is_sum_with_score
+from cp_inductor.mask.reader.scores import OPS_OF_SCORES, is_sum_with_score
 from cp_inductor.mask.reader.to_rule import (
     Recognized,
     as_rule_of_scores,
     misread,
     with_bias_made,
 )
-from cp_inductor.mask.reader.trace import Scores, Trace, trace_scores
+from cp_inductor.mask.reader.trace import Scores, Trace, trace_nodes
 from cp_inductor.region.flex_bias import Reads
 from cp_inductor.region.marks import MARK
 from cp_inductor.tiles.block_tables import BLOCK
@@ -268,7 +267,7 @@ def _trace(outside: _Outside, *, has_scores: bool = True) -> Trace:
 
     nodes = [item for item in outside.captured if _is_tensor(item)]
     try:
-        return trace_scores(Scores(outside.graph, nodes, outside.shape, outside.dtype, change))
+        return trace_nodes(nodes, outside.graph, Scores(outside.shape, outside.dtype, change))
     except Exception as error:
         # A user's function may raise anything.
         lines = str(error).splitlines() or [""]

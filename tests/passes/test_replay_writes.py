@@ -81,7 +81,9 @@ def test_eager_code_refuses_what_would_be_lost() -> None:
     mesh = world_mesh()
     cp_inductor.parallelize(nn.Linear(2, 2), mesh)
     h = distribute_tensor(torch.zeros(SHAPE), mesh, [Shard(1)])
-    lost = "expected a view with the placements of its tensor.*would be lost; compile view and write"
+    lost = (
+        "expected a view with the placements of its tensor.*would be lost; compile view and write"
+    )
     with pytest.raises(cp_inductor.UnsupportedWrite, match=lost):
         h[:, 1:] = h[:, :-1]
     for write in (lambda: h[:, 0].add_(1), lambda: h.narrow(1, 3, 9).zero_()):

@@ -137,7 +137,7 @@ def test_every_pass_is_in_the_list() -> None:
     # Called by find_attention and by lower_attention, for one attention each.
     assert files - NO_PASSES - {"recognize_mask", "share_pieces"} == listed & files
     of_other_files = {"check_ties", "relate_local_lengths", "remove_marks", "settle_local_lengths"}
-    of_other_files |= {"guard_whole_lengths", "number_attentions", "number_nodes"}
+    of_other_files |= {"guard_whole_lengths", "number_attentions", "number_nodes", "check_ways"}
     assert listed - files == of_other_files
 
 

@@ -54,12 +54,9 @@ def read(
     held: Collection[fx.Node] = (),
     ops: Mapping[torch._ops.OpOverload, Row] = OPS,
 ) -> Reading:
-    """Return the values of the nodes of a trace.
+    """Return the values of the nodes of a trace, of a mask or of what becomes of scores.
 
-    Args:
-        trace: of a mask, or of what becomes of scores.
-        held: see `Reading`. A slice of a held node becomes a table of its own.
-        ops: the rows by which ops are read.
+    See `Reading`. A slice of a held node becomes a table of its own.
     """
     reading = Reading(held=held, ops=ops)
     for node in trace.gm.graph.nodes:
@@ -133,19 +130,18 @@ def _table(node: fx.Node, origin: fx.Node, reading: Reading) -> Value | None:
 def _note_runs(node: fx.Node, counts: Value, reading: Reading) -> None:
     """Record that the newest table counts where another one does not go up by one, if it does."""
     bound = bind_arguments(torch.ops.aten.cumsum.default, node.args, node.kwargs)
-    dim = bound["dim"] % len(counts.shape)
+    dim, tables = bound["dim"] % len(counts.shape), reading.tables
     runs = runs_of(reading.values.get(bound["self"]), dim)
     # Two counts must be equal only within a run. Counts that wrap or are rounded may repeat.
-    if runs is not None and counts.dtype in INTEGERS:
-        tables = reading.tables
-        if counts.shape[dim] <= torch.iinfo(counts.dtype).max:
-            tables.runs_of[len(tables.nodes) - 1] = runs
-            tables.ranges[number_of(runs)] = (-MAX_POSITION, MAX_POSITION)
+    if runs is None or counts.dtype not in INTEGERS:
+        return
+    if counts.shape[dim] <= torch.iinfo(counts.dtype).max:
+        tables.runs_of[len(tables.nodes) - 1] = runs
+        tables.ranges[number_of(runs)] = (-MAX_POSITION, MAX_POSITION)
 
 
 def known_nodes(trace: Trace) -> frozenset[fx.Node]:
     """Return the nodes that are known to only compute."""
     known = {getitem, *OPS}
-    return frozenset(
-        node for node, steps in trace.steps.items() if all(step.target in known for step in steps)
-    )
+    steps_of = trace.steps.items()
+    return frozenset(n for n, steps in steps_of if known.issuperset(step.target for step in steps))

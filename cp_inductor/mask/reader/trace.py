@@ -70,14 +70,6 @@ class _Cut(Exception):
         self.nodes = nodes
 
 
-def trace_mask(mask: fx.Node) -> Trace:
-    """Trace the nodes of a Dynamo graph that a mask depends on, back to those that cannot run.
-
-    In the worst case the mask itself is the only input of the trace.
-    """
-    return _trace_after_cuts([mask], Writes(mask.graph), None)
-
-
 @dataclass(frozen=True, slots=True)
 class Traceable:
     """A copy of the nodes of a trace, which can be traced again at other lengths.
@@ -115,57 +107,52 @@ class Traceable:
         written = frozenset(nodes[node] for node in trace.written)
         return Traceable(nodes[mask], nodes, values, written)
 
-    def trace(self, numbers: Mapping[Symbol, int]) -> Trace:
+    def trace(self, numbers: Mapping[Symbol, int]) -> Trace | None:
         """Trace the mask for some numbers of the symbols in its lengths.
 
-        Raises:
-            CannotTrace: some node that was traced before cannot run, or has another shape.
+        Returns:
+            None if a node that was traced before cannot run, or has another shape.
         """
         try:
             for node, value in self.values.items():
                 node.meta["example_value"] = Frozen.thaw(value, numbers)
             return _trace([self.mask], set(), self, None)
-        except (_Cut, UnknownLength) as cut:
-            raise CannotTrace from cut
+        except (_Cut, UnknownLength):
+            return None
 
     def has(self, node: fx.Node, *, besides: Collection[fx.Node]) -> bool:
         """Whether any node but these writes to the tensors of a node; see `Writes`."""
         return node in self.written and node not in besides
 
 
-class CannotTrace(Exception):
-    """Some node cannot run at other lengths."""
-
-
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A change of scores: a function of them and of some nodes of a Dynamo graph.
+    """A change of scores (B, H, S, T).
 
     Attributes:
-        graph: that holds the nodes, or the graph around it.
-        nodes: whose tensors the function takes.
-        shape, dtype: of the scores (B, H, S, T).
-        function: (scores, tensors by node) -> what takes their place.
+        shape, dtype: of the scores.
+        function: (scores, tensors by node of the Dynamo graph) -> what takes their place.
     """
 
-    graph: fx.Graph
-    nodes: Sequence[fx.Node]
     shape: tuple[int, ...]
     dtype: torch.dtype
     function: Callable[[Tensor, Mapping[fx.Node, Any]], Tensor]
 
 
-def trace_scores(scores: Scores) -> Trace:
-    """Trace a change of scores, and the nodes of a Dynamo graph that it depends on.
+def trace_nodes(ends: Sequence[fx.Node], graph: fx.Graph, scores: Scores | None = None) -> Trace:
+    """Trace the nodes of a Dynamo graph that some depend on, back to those that cannot run.
+
+    In the worst case these themselves are the only inputs of the trace.
+
+    Args:
+        ends: a mask, or all whose tensors a change of scores takes.
+        graph: that holds them, or the graph around it.
+        scores: a change that is traced behind them.
 
     Raises:
-        Exception: whatever the function raises.
+        Exception: whatever the function of `scores` raises.
     """
-    return _trace_after_cuts(list(scores.nodes), Writes(scores.graph), scores)
-
-
-def _trace_after_cuts(ends: list[fx.Node], writes: Writes, scores: Scores | None) -> Trace:
-    leaves = set[fx.Node]()
+    writes, leaves = Writes(graph), set[fx.Node]()
     for _ in range(MAX_CUTS):
         try:
             return _trace(ends, leaves, writes, scores)
@@ -175,7 +162,7 @@ def _trace_after_cuts(ends: list[fx.Node], writes: Writes, scores: Scores | None
 
 
 def _trace(
-    ends: list[fx.Node], leaves: set[fx.Node], writes: Writes | Traceable, scores: Scores | None
+    ends: Sequence[fx.Node], leaves: set[fx.Node], writes: Writes | Traceable, scores: Scores | None
 ) -> Trace:
     nodes = _slice(ends, lambda node: node in leaves or not _can_run(node))
     inputs = [node for node, is_leaf in nodes.items() if is_leaf]

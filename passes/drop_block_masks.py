@@ -24,7 +24,7 @@ from torch import fx
 from cp_inductor.graph.nodes import recompile_all
 from cp_inductor.graph.subgraphs import calls_of, drop_unused_inputs
 from cp_inductor.mask.reader.writes import is_in_place
-from cp_inductor.passes.sites import Site
+from cp_inductor.passes.attentions import Site
 from cp_inductor.torch_private.tracing import ADD_BATCH_DIM
 
 # The place of the BlockMask among the arguments of flex_attention.

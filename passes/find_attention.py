@@ -53,11 +53,12 @@ from cp_inductor.passes.attentions import (
     ATTENTIONS,
     CAPTURED,
     KERNELS_OF_SDPA,
+    Site,
+    Verdict,
     bind_sdpa,
     calls_to,
 )
 from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_mask
-from cp_inductor.passes.sites import Site, Verdict
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.marks import region_of_query, regions_of

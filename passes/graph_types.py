@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -41,22 +41,8 @@ from cp_inductor.trust.agreement import tell_refusal
 TypeOf = Callable[[EagerTyper, int, Tensor], Type]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sized:
-    """A type, and the sizes of the tensor that it is of."""
-
-    type: Type
-    sizes: tuple[int, ...]
-
-    @staticmethod
-    def all_of(values: Sequence[Any], type_of: Callable[[Tensor], Type]) -> list[_Sized | None]:
-        """Return the types of the tensors among some values, None for others."""
-        return [
-            _Sized(type_of(one), tuple(numbers(one.shape))) if isinstance(one, Tensor) else None
-            for one in values
-        ]
-
-
+# A type, and the sizes of the tensor that it is of.
+_Sized = tuple[Type, Sequence[int]]
 # Of the inputs that a graph writes to, and of its results; None for others, and for no tensors.
 _Judgement = tuple[list[_Sized | None], list[_Sized | None]]
 
@@ -96,9 +82,7 @@ class GraphTypes:
     def typed(self, run: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
         """Return a compiled graph that is checked before each call, and types what it returns.
 
-        Args:
-            run: what Dynamo calls.
-            places: of its arguments, among the inputs of the graph.
+        Its arguments are at these places among the inputs of the graph.
         """
 
         @wraps(run)
@@ -135,8 +119,8 @@ class GraphTypes:
         if key not in self.known:
             types: list[Type] = [Same()] * len(self.values)
             for place, one in given.items():
-                sizes = tuple(numbers(self.values[place].shape))
-                types[place] = _resized(_Sized(one, tensors[place].shape), sizes)
+                sizes = numbers(self.values[place].shape)
+                types[place] = _resized((one, tensors[place].shape), sizes)
             try:
                 self.known[key] = self._follow(typer, types)
             except CPError as error:
@@ -152,13 +136,14 @@ class GraphTypes:
 
         run = follow_graph(self.gm, self.sites, self.values, types, is_even)
         warn_of_sums(run.typer, run.returned)
-        given, returned = (
-            _Sized.all_of(pytree.tree_leaves(values), run.typer.type_of)
-            for values in (run.given, run.returned)
-        )
-        pairs = zip(given, types, strict=True)
-        written = [None if one is None or one.type == before else one for one, before in pairs]
-        return written, returned
+
+        def typed(value: Any) -> _Sized | None:
+            is_tensor = isinstance(value, Tensor)
+            return (run.typer.type_of(value), numbers(value.shape)) if is_tensor else None
+
+        pairs = zip(map(typed, pytree.tree_leaves(run.given)), types, strict=True)
+        written = [None if one is None or one[0] == before else one for one, before in pairs]
+        return written, [*map(typed, pytree.tree_leaves(run.returned))]
 
 
 class AlikeLengths:
@@ -207,8 +192,8 @@ def _tell(typer: EagerTyper, values: Sequence[Any], found: Sequence[_Sized | Non
 
 def _resized(found: _Sized, sizes: Sequence[int]) -> Type:
     """Return the type of a tensor of other sizes, in the same dims."""
-    given = found.type
-    if not isinstance(given, Shards) or found.sizes == tuple(sizes):
+    given, before = found
+    if not isinstance(given, Shards) or list(before) == list(sizes):
         return given
     places = []
     for place in given.places():

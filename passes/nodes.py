@@ -6,21 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor, fx
+from torch import SymInt, fx
 from torch.utils.flop_counter import flop_registry
 
 from cp_inductor.graph.collectives import is_collective
 from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.sizes import size_expression
+from cp_inductor.torch_private.tracing import tensors_in
 
 # In the meta of a start: what the rank moves that moves most in this exchange, in bytes.
 BYTES_KEY = "cp_inductor_bytes"
 
-# In the meta of a start: its number among those of its attention, from 1, and theirs.
-EXCHANGE_KEY = "cp_inductor_exchange"
-
-# In the meta of a tile: its number among those of its attention, from 1, and theirs.
-TILE_KEY = "cp_inductor_tile"
+# In the meta of a start, or a tile: its number among those of its attention, from 1, and theirs.
+EXCHANGE_KEY, TILE_KEY = "cp_inductor_exchange", "cp_inductor_tile"
 
 # In the meta of the call of a piece (see `share_pieces`): the tiles in it.
 TILES_KEY = "cp_inductor_tiles"
@@ -55,14 +53,9 @@ def computes_numbers(node: fx.Node) -> bool:
     if node.op != "call_function" or is_collective(node):
         return False
     values = node.meta.get("val")
-    return (
-        values is not None
-        and not isinstance(node.target, torch._ops.HigherOrderOperator)
-        and not any(
-            isinstance(one, Tensor) and (one.is_floating_point() or one.is_complex())
-            for one in (values if isinstance(values, (list, tuple)) else [values])
-        )
-    )
+    if values is None or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    return not any(t.is_floating_point() or t.is_complex() for t in tensors_in(values))
 
 
 def merge_equal(graph: fx.Graph, is_wanted: Callable[[fx.Node], bool]) -> None:

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from torch import fx
@@ -30,22 +31,18 @@ from cp_inductor.modules.along_sequence import GATHERS
 from cp_inductor.modules.ties import check_ties
 from cp_inductor.ops.attention import attention_of
 from cp_inductor.passes.align_attention import align_attention
-from cp_inductor.passes.attentions import has_attentions, has_masks
-from cp_inductor.passes.bucket_sums import bucket_sums
+from cp_inductor.passes.attentions import Site, Verdict, has_attentions, has_masks
 from cp_inductor.passes.capture_attention import capture_attention
-from cp_inductor.passes.check_mesh import check_mesh, check_ways
-from cp_inductor.passes.check_placements import check_placements
+from cp_inductor.passes.check_mesh import check_mesh, check_placements, check_ways
 from cp_inductor.passes.check_sequence import check_sequence
-from cp_inductor.passes.complete_outputs import Sharing, complete_outputs
+from cp_inductor.passes.complete_outputs import Sharing, complete_outputs, drop_idle_objects
 from cp_inductor.passes.drop_block_masks import drop_block_masks
-from cp_inductor.passes.drop_idle_objects import drop_idle_objects
 from cp_inductor.passes.find_attention import find_attention, groups_of_sequence
 from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
-from cp_inductor.passes.inline_multi_head import inline_multi_head
-from cp_inductor.passes.inline_varlen import inline_varlen
+from cp_inductor.passes.inline_attention import inline_multi_head, inline_varlen
 from cp_inductor.passes.label_exchanges import label_exchanges, number_attentions
 from cp_inductor.passes.lower_attention import lower_attention
-from cp_inductor.passes.merge_starts import merge_starts
+from cp_inductor.passes.merge_starts import bucket_sums, merge_starts
 from cp_inductor.passes.note_draws import note_draws
 from cp_inductor.passes.pin_order import number_nodes, pin_order
 from cp_inductor.passes.relax_views import relax_views
@@ -60,7 +57,6 @@ from cp_inductor.passes.report import (
 )
 from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
 from cp_inductor.passes.settings import Settings
-from cp_inductor.passes.sites import Site, Verdict
 from cp_inductor.passes.translate_policy import translate_policy
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.region.marks import regions_of, remove_marks
@@ -253,6 +249,7 @@ def _of_all_graphs(change: Callable[[fx.Graph], None]) -> Callable[[Lowering], N
 
 
 FIND, REWRITE, LOWER, SCHEDULE, INTERPRET, POST_GRAD = Stage
+SEARCHED, FOUND = attrgetter("is_searched"), attrgetter("sites")
 
 # fmt: off
 PASSES = (
@@ -270,33 +267,29 @@ PASSES = (
         has_attention=this.has_attention), lambda this: not this.is_explained),
     # The next three change how attention is written, not what it is; so before it is found.
     Pass(FIND, "inline_multi_head", lambda this: inline_multi_head(this.gm, has_axis=this.has_axis),
-         lambda this: this.is_searched),
-    Pass(FIND, "inline_varlen", lambda this: inline_varlen(this.gm), lambda this: this.is_searched),
+         SEARCHED),
+    Pass(FIND, "inline_varlen", lambda this: inline_varlen(this.gm), SEARCHED),
     Pass(FIND, "align_attention", lambda this: align_attention(this.gm, has_axis=this.has_axis),
-         lambda this: this.is_searched),
+         SEARCHED),
     # Before masks are read: of 2 * s1 more can be said than of two symbols.
     Pass(FIND, "relate_local_lengths", lambda this: relate_local_lengths(this.gm.graph),
          lambda this: this.is_searched and this.has_attention),
-    Pass(FIND, "find_attention", Capture.find, lambda this: this.is_searched),
+    Pass(FIND, "find_attention", Capture.find, SEARCHED),
     # Before the checks, which have nothing to say of how a BlockMask was made.
-    Pass(FIND, "drop_block_masks", lambda this: drop_block_masks(this.gm, this.sites),
-         lambda this: this.is_searched, is_spare=True),
+    Pass(FIND, "drop_block_masks", lambda this: drop_block_masks(this.gm, this.sites), SEARCHED,
+         is_spare=True),
     # Behind find_attention: queries and keys tell which dims hold tokens, if nothing else does.
     Pass(FIND, "check_sequence", Capture.check_sequence, lambda this: this.is_checked),
     Pass(FIND, "check_placements", lambda this: check_placements(this.gm),
          lambda this: this.is_checked and not this.is_explained),
 
     # Behind the last pass that asks for regions.
-    Pass(REWRITE, "remove_marks", lambda this: remove_marks(this.gm),
-         lambda this: this.is_searched),
+    Pass(REWRITE, "remove_marks", lambda this: remove_marks(this.gm), SEARCHED),
     # Behind find_attention: to read a mask may make numbers of whole lengths.
-    Pass(REWRITE, "settle_local_lengths", lambda this: settle_local_lengths(this.gm.graph),
-         lambda this: bool(this.sites)),
-    Pass(REWRITE, "capture_attention", lambda this: capture_attention(this.gm, this.sites),
-         lambda this: bool(this.sites)),
+    Pass(REWRITE, "settle_local_lengths", lambda this: settle_local_lengths(this.gm.graph), FOUND),
+    Pass(REWRITE, "capture_attention", lambda this: capture_attention(this.gm, this.sites), FOUND),
     # Policies name what attention was before; nothing reads them until AOTAutograd.
-    Pass(REWRITE, "translate_policy", lambda this: translate_policy(this.gm),
-         lambda this: bool(this.sites)),
+    Pass(REWRITE, "translate_policy", lambda this: translate_policy(this.gm), FOUND),
     # What leaves the graph is known only now.
     Pass(REWRITE, "complete_outputs", Capture.complete_outputs),
     # Behind all that make numbers of whole lengths which were symbols.

@@ -34,8 +34,7 @@ from cp_inductor.torch_private.sizes import Multiple, number_of, solve
 def read_mask(mask: fx.Node) -> tuple[Recognized, Trace]:
     """Return what a mask is, and the trace that it was read from.
 
-    Args:
-        mask: bool, or added to the scores; of up to 4 dims that broadcast to (B, H, S, T).
+    It is bool, or added to the scores, and has up to 4 dims that broadcast to (B, H, S, T).
     """
     trace = trace_nodes([mask], mask.graph)
     recognized = _recognize(trace)
@@ -62,15 +61,12 @@ class MaskOfLengths:
     Attributes:
         source: the nodes that compute the mask.
         lengths: of queries and keys.
-        rule: as it was read when the graph was compiled, as text.
-        tables, indices: that the rule reads, and where; see `Recognized`.
+        recognized: as it was read when the graph was compiled, of nodes of `source`.
     """
 
     source: Traceable
     lengths: tuple[Multiple | int, Multiple | int]
-    rule: str
-    tables: tuple[fx.Node, ...]
-    indices: tuple[tuple[sympy.Expr, ...], ...]
+    recognized: Recognized
 
     @staticmethod
     def of(
@@ -82,32 +78,23 @@ class MaskOfLengths:
         """Keep what was recognized at the lengths for which the graph is compiled."""
         source = Traceable.of(trace, mask)
         tables = tuple(source.nodes[table] for table in recognized.tables)
-        return MaskOfLengths(source, lengths, recognized.rule.format(), tables, recognized.indices)
+        return MaskOfLengths(
+            source, lengths, Recognized(recognized.rule, tables, recognized.indices)
+        )
 
     def holds(self, query_length: int, key_length: int) -> bool:
         """Whether the mask is the same rule of the same tables at other lengths."""
         numbers = solve(self.lengths, (query_length, key_length))
         trace = None if numbers is None else self.source.trace(numbers)
-        recognized = None if trace is None else _recognize(trace)
-        return (
-            recognized is not None
-            and recognized.rule.format() == self.rule
-            and (recognized.tables, recognized.indices) == (self.tables, self.indices)
-        )
+        return trace is not None and _recognize(trace) == self.recognized
 
     def bounds(self, lengths: tuple[int, int]) -> dict[sympy.Symbol, tuple[int, int]] | None:
         """Return the range of each symbol within which the rule stays the same.
 
         A sliding window is another rule at lengths up to the window: one graph serves these
         lengths, and another one those beyond. If the rule changes and changes back, only the range
-        around `lengths` is found; `holds` tells the rest when such a length comes.
-
-        Args:
-            lengths: of queries and keys, for which the graph is compiled.
-
-        Returns:
-            The least and the greatest number of each symbol. None if the rule differs soon on both
-            sides of `lengths`.
+        around the `lengths` of queries and keys for which the graph is compiled is found; `holds`
+        tells the rest when such a length comes. None if it differs soon on both sides of them.
         """
         compiled = solve(self.lengths, lengths)
         assert compiled is not None
@@ -140,11 +127,10 @@ class MaskOfLengths:
     @property
     def name(self) -> str:
         """A name that only this mask has: the same on every rank, and in every process."""
-        symbols = [one.symbol for one in self.lengths if not isinstance(one, int)]
-        canonical = {
-            symbol: sympy.Symbol(f"n{i}") for i, symbol in enumerate(dict.fromkeys(symbols))
-        }
-        said = [self.rule, repr(self.indices), *map(str, self.tables)]
+        symbols = dict.fromkeys(one.symbol for one in self.lengths if not isinstance(one, int))
+        canonical = {symbol: sympy.Symbol(f"n{place}") for place, symbol in enumerate(symbols)}
+        mask = self.recognized
+        said = [mask.rule.format(), repr(mask.indices), *map(str, mask.tables)]
         said += [
             str(one if isinstance(one, int) else one.factor * canonical[one.symbol])
             for one in self.lengths

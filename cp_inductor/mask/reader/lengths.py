@@ -39,11 +39,10 @@ def as_number(value: Any) -> Any:
     if kind is None:
         return value
     numbers, expression = _numbers.get(), size_expression(value)
+    known = None
     if numbers and not expression.free_symbols.isdisjoint(numbers):
-        found = _at(expression, numbers)
-        if found is not None:
-            return kind(found)
-    return kind(value)
+        known = _at(expression, numbers)
+    return kind(value if known is None else known)
 
 
 _KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}

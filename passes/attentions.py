@@ -17,8 +17,8 @@ from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.graph.nodes import nodes_of
 from cp_inductor.mask.reader.lengths import as_number
+from cp_inductor.mask.reader.read import MaskOfLengths
 from cp_inductor.mask.reader.to_rule import Recognized
-from cp_inductor.passes.recognize_mask import MaskOfLengths
 from cp_inductor.region.flex_calls import FLEX
 from cp_inductor.region.marks import is_left_alone
 from cp_inductor.region.modes import OPAQUE_ATTENTION
@@ -62,14 +62,9 @@ def has_attentions(gm: fx.GraphModule) -> bool:
 
 def has_masks(gm: fx.GraphModule) -> bool:
     """Whether any attention of a Dynamo graph has a mask or dropout, or is flex_attention."""
-    for node in nodes_of(gm):
-        if node.target is FLEX:
-            return True
-        if node.target in SDPA:
-            call = bind_sdpa(node, node.name)
-            if call["attn_mask"] is not None or call["dropout_p"]:
-                return True
-    return False
+    calls = (bind_sdpa(node, node.name) for node in nodes_of(gm) if node.target in SDPA)
+    is_flex = any(node.target is FLEX for node in nodes_of(gm))
+    return is_flex or any(call["attn_mask"] is not None or call["dropout_p"] for call in calls)
 
 
 def calls_to(gm: fx.GraphModule, functions: Container[Any]) -> list[fx.Node]:

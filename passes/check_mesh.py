@@ -39,6 +39,7 @@ from cp_inductor.graph.nodes import name_of
 from cp_inductor.graph.subgraphs import Calls, calls_of, method_of, source_of
 from cp_inductor.kept import cache
 from cp_inductor.passes.attentions import CAPTURED, calls_to
+from cp_inductor.passes.follow_graph import REWRAPPING
 from cp_inductor.region.marks import regions_of
 from cp_inductor.torch_private.dynamo import (
     are_gradients_reduced,
@@ -54,13 +55,9 @@ log = logging.getLogger("cp_inductor")
 def check_mesh(
     gm: fx.GraphModule, axis: SequenceAxis | None, *, is_mesh_named: bool, has_attention: bool
 ) -> None:
-    """Check a graph against the mesh that the user named, or did not name.
+    """Check a graph against the axis of the mesh that the user named; None without one.
 
-    Args:
-        gm: from Dynamo.
-        axis: the axis of the mesh that the user named; None without one.
-        is_mesh_named: options say what plain tensors are; `{"mesh": None}`: whole.
-        has_attention: the graph has any attention.
+    If `is_mesh_named`, options say what plain tensors are; `{"mesh": None}`: whole.
 
     Raises:
         UnsupportedAttention: the graph ends at a graph break, and only options say that plain
@@ -91,9 +88,8 @@ def _is_of_whole_tensors(gm: fx.GraphModule) -> bool:
     if are_gradients_reduced():  # over ranks that each have batches of their own
         return False
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
-    return not regions_of(gm) and not any(
-        isinstance(value, DTensor) and not is_whole(value) for value in values
-    )
+    is_cut = any(isinstance(value, DTensor) and not is_whole(value) for value in values)
+    return not is_cut and not regions_of(gm)
 
 
 @cache
@@ -153,12 +149,6 @@ def _refused(expected: str, got: str, remedy: str, site: str = "torch.compile") 
     return InvalidArgument(site=site, expected=expected, got=got, remedy=remedy)
 
 
-# Who writes these says so himself.
-ON_PURPOSE = frozenset(
-    {DTensor.redistribute, DTensor.full_tensor, DTensor.from_local, DTensor.to_local}
-)
-
-
 def check_placements(gm: fx.GraphModule) -> None:
     """Warn of every attention that an earlier op keeps from being sharded."""
     calls = calls_of(gm)
@@ -167,7 +157,7 @@ def check_placements(gm: fx.GraphModule) -> None:
         for axis, placement in enumerate(_placements(query)):
             op = _first_loss(query, axis, calls) if isinstance(placement, Replicate) else None
             if op is not None:
-                _warn_of_loss(node, op, axis)
+                _warn_of_loss(node, op)
 
 
 def _placements(node: object) -> tuple[object, ...]:
@@ -184,10 +174,10 @@ def _first_loss(query: fx.Node, axis: int, calls: Calls) -> fx.Node | None:
             continue
         seen.add(node)
         stack += node.all_input_nodes
-        if node.target in ON_PURPOSE or method_of(node) in ON_PURPOSE:
-            continue
         placements = _placements(node)
-        if len(placements) <= axis or not isinstance(placements[axis], Replicate):
+        is_whole_here = len(placements) > axis and isinstance(placements[axis], Replicate)
+        # Who writes what converts DTensors says so himself.
+        if not is_whole_here or (method_of(node) or node.target) in REWRAPPING:
             continue
         for source in node.all_input_nodes:
             given = _placements(source)
@@ -197,7 +187,7 @@ def _first_loss(query: fx.Node, axis: int, calls: Calls) -> fx.Node | None:
     return None
 
 
-def _warn_of_loss(attention: fx.Node, op: fx.Node, axis: int) -> None:
+def _warn_of_loss(attention: fx.Node, op: fx.Node) -> None:
     given = next(placements for source in op.all_input_nodes if (placements := _placements(source)))
     warnings.warn(
         f"{name_of(attention)}: every rank computes attention over the"

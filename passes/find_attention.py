@@ -46,6 +46,7 @@ from cp_inductor.graph.nodes import nodes_of, place_of
 from cp_inductor.graph.subgraphs import Calls, calls_of, source_of
 from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, is_of_pairs
 from cp_inductor.mask.reader.lengths import lengths_as
+from cp_inductor.mask.reader.read import LEAST, MOST, MaskOfLengths, read_mask
 from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.reader.trace import Trace
 from cp_inductor.mask.rule import Rule
@@ -58,7 +59,6 @@ from cp_inductor.passes.attentions import (
     bind_sdpa,
     calls_to,
 )
-from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_mask
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.marks import region_of_query, regions_of

@@ -43,6 +43,11 @@ from cp_inductor.torch_private.tracing import (
 
 aten = torch.ops.aten
 
+# What converts between DTensors and plain tensors.
+REWRAPPING = frozenset(
+    {DTensor.from_local, DTensor.to_local, DTensor.redistribute, DTensor.full_tensor}
+)
+
 
 @dataclass(frozen=True)
 class Followed:
@@ -153,7 +158,7 @@ class _Follower(fx.Interpreter):
         return fake_copy(value) if isinstance(value, Tensor) else value
 
     def _by_hand(self, node: fx.Node) -> Callable[..., Any] | None:
-        if (method_of(node) or node.target) in _REWRAPPING:
+        if (method_of(node) or node.target) in REWRAPPING:
             return self._rewrap
         if node.op == "call_method":
             return None
@@ -246,8 +251,3 @@ class _Follower(fx.Interpreter):
         for leaf in self.typer.leaves(out):
             self.typer.types[leaf] = Same() if is_same else Mixed(name_of(node), got, REMEDY)
         return out
-
-
-_REWRAPPING = frozenset(
-    {DTensor.from_local, DTensor.to_local, DTensor.redistribute, DTensor.full_tensor}
-)

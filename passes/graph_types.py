@@ -50,10 +50,7 @@ _Judgement = tuple[list[_Sized | None], list[_Sized | None]]
 class GraphTypes:
     """What a graph makes of the types of its inputs, for each types that they had in a call.
 
-    Args:
-        gm: from Dynamo. It is copied.
-        sites: its attentions over a sharded sequence.
-        type_of: returns the type of an input in a region.
+    A graph from Dynamo is copied. Its sites are the attentions over a sharded sequence.
     """
 
     def __init__(self, gm: fx.GraphModule, sites: Collection[fx.Node], type_of: TypeOf) -> None:
@@ -152,10 +149,8 @@ class AlikeLengths:
     A mean over a rank's tokens is a part of the whole's if all ranks have as many of them. Between
     attentions ranks agree on that; here nobody else asks.
 
-    Args:
-        dims: the dim of the tokens of each input that has any, by its place.
-        group_name: of the ranks that share the sequence.
-        error: what there is to refuse if lengths differ.
+    It knows the dim of the tokens of each input that has any, by its place, the group of the ranks
+    that share the sequence, and the error that there is if lengths differ.
     """
 
     def __init__(self, dims: Mapping[int, int], group_name: str, error: CPError) -> None:

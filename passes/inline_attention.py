@@ -53,38 +53,34 @@ from cp_inductor.torch_private.varlen import VARLEN_OPS, varlen_op
 
 TOKENS = 0
 # Arguments that change numbers, and how many parts a kernel splits keys into; others are refused.
-READ = frozenset(
-    {
-        *("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal", "scale"),
-        *("window_size", "enable_gqa", "num_splits"),
-    }
-)
+READ = {
+    *("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal", "scale"),
+    *("window_size", "enable_gqa", "num_splits"),
+}
 
 
 def inline_multi_head(gm: fx.GraphModule, *, has_axis: bool) -> None:
     """Replace calls of F.multi_head_attention_forward on DTensors and on shards by its body.
 
-    Args:
-        gm: from Dynamo.
-        has_axis: whether a user named the mesh axis on which plain tensors are shards.
+    If it `has_axis`, a user named the mesh axis on which plain tensors are shards.
 
     Raises:
         UnsupportedAttention: a call on shards returns attention weights, for which it uses no SDPA.
     """
     wanted, regions = [], regions_of(gm)
     for node in calls_to(gm, {F.multi_head_attention_forward}):
-        needs_weights = node.kwargs.get("need_weights", True)
-        if any(isinstance(arg.meta["example_value"], DTensor) for arg in node.all_input_nodes):
-            wanted += [] if needs_weights else [node]
-        elif has_axis or node.graph in regions:
-            if needs_weights:
-                raise UnsupportedAttention(
-                    site=name_of(node),
-                    expected="need_weights=False",
-                    got="need_weights=True, which uses no attention kernel",
-                    remedy="pass need_weights=False to nn.MultiheadAttention",
-                )
-            wanted.append(node)
+        values = [source.meta["example_value"] for source in node.all_input_nodes]
+        is_distributed = any(isinstance(value, DTensor) for value in values)
+        is_of_shards = not is_distributed and (has_axis or node.graph in regions)
+        if not node.kwargs.get("need_weights", True):
+            wanted += [node] if is_distributed or is_of_shards else []
+        elif is_of_shards:
+            raise UnsupportedAttention(
+                site=name_of(node),
+                expected="need_weights=False",
+                got="need_weights=True, which uses no attention kernel",
+                remedy="pass need_weights=False to nn.MultiheadAttention",
+            )
     for node in wanted:
         _inline_multi_head(node)
 
@@ -118,14 +114,13 @@ def inline_varlen(gm: fx.GraphModule) -> None:
     Raises:
         UnsupportedAttention: something is asked for that is no rule of positions.
     """
-    calls = [
-        (node, bind_arguments(varlen_op(), node.args, node.kwargs))
-        for node in calls_to(gm, VARLEN_OPS)
-    ]
-    calls = [(node, call) for node, call in calls if _is_sharded(call["query"])]
-    for node, call in calls:
-        _check_varlen(node, call)
-    for node, call in calls:
+    calls = {}
+    for node in calls_to(gm, VARLEN_OPS):
+        call = bind_arguments(varlen_op(), node.args, node.kwargs)
+        if _is_sharded(call["query"]):
+            _check_varlen(node, call)
+            calls[node] = call
+    for node, call in calls.items():
         _inline_varlen(node, call)
 
 

@@ -22,12 +22,9 @@ OF_PLACE = ("stack_trace", "nn_module_stack", "source_fn_stack")
 def insert_call(
     like: fx.Node, target: str | Callable[..., Any], *args: Any, **kwargs: Any
 ) -> fx.Node:
-    """Insert a call where the graph of `like` inserts, and return its node.
+    """Insert a call of a function, or of a method by its name, where the graph of `like` inserts.
 
-    Args:
-        like: reads or returns a tensor; its place in the model is that of the call.
-        target: a function, or the name of a method.
-        args, kwargs: nodes, and constants.
+    `like` reads or returns a tensor; its place in the model is that of the call. Return the node.
     """
     values: Any = fx.map_arg(args, _value)
     kind = "call_method" if isinstance(target, str) else "call_function"

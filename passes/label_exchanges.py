@@ -36,11 +36,8 @@ LABEL = re.compile(r"cp_attention_(\d+|unknown)_(forward|backward)_(exchange|til
 def number_attentions(gm: fx.GraphModule, kind: str, place_of: dict[Any, int]) -> None:
     """Note in the meta of each attention of an unlowered graph which it is.
 
-    Args:
-        gm: of which only meta changes.
-        kind: "forward", "backward" or "inference".
-        place_of: the place of an attention by its `seq_nr`. A forward writes it, and the backward
-            of the same compile reads it.
+    `place_of` is the place of an attention by its `seq_nr`. A forward writes it, and the backward
+    of the same compile reads it.
     """
     nodes = [node for node in nodes_of(gm) if node.target in EXPANSIONS]
     if kind != "backward":

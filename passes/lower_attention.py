@@ -128,13 +128,9 @@ def _lower(
     *,
     is_repeated: bool,
 ) -> None:
-    """Put in place of an op what its function traces to.
+    """Put in place of an op what its function traces to; traces of its graph are `known` by keys.
 
-    Args:
-        node: the op.
-        decompositions: see `lower_attention`.
-        known: the traces of its graph, by their keys.
-        is_repeated: the graph has other attentions that are alike.
+    If the op `is_repeated`, the graph has other attentions that are alike.
     """
     this = attention_of(node)
     assert this is not None

@@ -30,6 +30,7 @@ from cp_inductor.graph.nodes import graphs_of, nodes_of
 from cp_inductor.modules.along_sequence import GATHERS
 from cp_inductor.modules.ties import check_ties
 from cp_inductor.ops.attention import attention_of
+from cp_inductor.passes import report
 from cp_inductor.passes.align_attention import align_attention
 from cp_inductor.passes.attentions import Site, Verdict, has_attentions, has_masks
 from cp_inductor.passes.capture_attention import capture_attention
@@ -47,14 +48,6 @@ from cp_inductor.passes.note_draws import note_draws
 from cp_inductor.passes.pin_order import number_nodes, pin_order
 from cp_inductor.passes.relax_views import relax_views
 from cp_inductor.passes.replay_writes import replay_writes
-from cp_inductor.passes.report import (
-    count,
-    count_ops,
-    graph_logged,
-    report_schedule,
-    report_site,
-    say_nothing_found,
-)
 from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
 from cp_inductor.passes.settings import Settings
 from cp_inductor.passes.translate_policy import translate_policy
@@ -226,7 +219,8 @@ class Lowering:
         """Schedule every graph that starts an exchange of attentions or of recurrences."""
         for graph in graphs_of(self.gm):
             if any(node.target in STARTS or _passes_states(node) for node in graph.nodes):
-                report_schedule(self.kind, *schedule_exchange(graph, self.kind, self.scheduling))
+                costs = schedule_exchange(graph, self.kind, self.scheduling)
+                report.report_schedule(self.kind, *costs)
         self.gm.recompile()
 
     def verify(self) -> None:
@@ -327,9 +321,7 @@ PASSES = (
 def run_passes(stage: Stage, this: Any) -> None:
     """Run the passes of a stage, from top to bottom.
 
-    Args:
-        stage: to run.
-        this: a `Capture` for FIND and REWRITE, a graph for POST_GRAD, otherwise a `Lowering`.
+    They take a `Capture` in FIND and REWRITE, a graph in POST_GRAD, otherwise a `Lowering`.
     """
     for one in PASSES:
         if one.stage is not stage or not one.is_wanted(this):
@@ -339,11 +331,9 @@ def run_passes(stage: Stage, this: Any) -> None:
 
 
 def capture(gm: fx.GraphModule, settings: Settings) -> Capture:
-    """Find and capture the attentions of a Dynamo graph.
+    """Find and capture the attentions of a Dynamo graph, in place.
 
-    Args:
-        gm: changed in place. Its attentions are as they were if one of them is refused.
-        settings: of the compile.
+    They are as they were if one of them is refused.
 
     Raises:
         CPError: an attention is sharded along the sequence and cannot be rewritten, or something
@@ -353,19 +343,19 @@ def capture(gm: fx.GraphModule, settings: Settings) -> Capture:
     try:
         run_passes(Stage.FIND, this)
     except CPError as error:
-        count("sites_refused")
+        report.count("sites_refused")
         for name in {*groups_of_sequence(gm, settings.axis), *groups_of_program()}:
             tell_refusal(name, error)
         raise
     if not this.sites:
         run_passes(Stage.REWRITE, this)
         return this
-    count("sites_found", len(this.sites))
+    report.count("sites_found", len(this.sites))
     for site in this.sites:
-        report_site(site)
-    with graph_logged(gm, "dynamo"):
+        report.report_site(site)
+    with report.graph_logged(gm, "dynamo"):
         run_passes(Stage.REWRITE, this)
-    count("sites_rewritten", len(this.sites))
+    report.count("sites_rewritten", len(this.sites))
     return this
 
 
@@ -385,13 +375,13 @@ def judge(gm: fx.GraphModule, settings: Settings) -> list[tuple[str, Verdict]]:
 
 def lower(this: Lowering) -> None:
     """Lower the captured attentions of a graph from AOTAutograd, and schedule their exchanges."""
-    with graph_logged(this.gm, this.kind):
+    with report.graph_logged(this.gm, this.kind):
         run_passes(Stage.LOWER, this)
         if not this.is_scheduled:
-            say_nothing_found()
+            report.say_nothing_found()
             return
         run_passes(Stage.SCHEDULE, this)
-    count_ops(this.gm)
+    report.count_ops(this.gm)
 
 
 class PostGrad(CustomGraphPass):

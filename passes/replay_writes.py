@@ -101,19 +101,15 @@ def _may_write(node: fx.Node) -> bool:
 def _is_cut(node: fx.Node) -> bool:
     """Whether ranks have parts of the value of a node."""
     value = node.meta["example_value"]
-    if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is None:
-        return False
-    return not is_whole(value)
+    is_here = isinstance(value, DTensor) and value.device_mesh.get_coordinate() is not None
+    return is_here and not is_whole(value)
 
 
 @dataclass(eq=False)
 class _Family:
-    """Nodes whose values share memory on one process.
+    """Nodes whose values share memory on one process: the first, and the others in order.
 
-    Attributes:
-        base: the first of them.
-        views: the others, in order; each is computed from one before it.
-        is_clear: whether that is so.
+    It `is_clear` if each of the views is computed from a node before it.
     """
 
     base: fx.Node
@@ -123,11 +119,9 @@ class _Family:
 
 @dataclass
 class _Write:
-    """What a node writes in place.
+    """To the memory of which families a node writes in place.
 
-    Attributes:
-        families: whose memory it writes to.
-        is_simple: it writes elements alone, and not to views that it makes, as `y[:, 1:] = x` does.
+    It `is_simple` if it writes elements alone, and not to views that it makes, as `y[:, 1:] = x`.
     """
 
     families: list[_Family]
@@ -199,9 +193,7 @@ class _Aliases:
             is_simple = all(op in _SIMPLE or torch.Tag.pointwise in op.tags for op, _ in written)
             is_simple &= all(id(tensor) in given for _, tensor in written)
             self.writes[node] = _Write(families, is_simple)
-            for source in sources:
-                if self._values[source] is value:
-                    self.same[node] = source
+            self.same.update((node, one) for one in sources if self._values[one] is value)
 
 
 def _call(node: fx.Node, value_of: Callable[[fx.Node], Any], given: Any = None) -> Any:

@@ -221,9 +221,7 @@ class _Writer(StrPrinter):
 def rule_of_table(shape: Sequence[int], *, is_bool: bool) -> tuple[Rule, tuple[Expr, ...]]:
     """Return the rule that reads a whole mask tensor as a table, and the indices it is read at.
 
-    Args:
-        shape: of the mask: the last dims of (B | 1, H | 1, S | 1, T | 1).
-        is_bool: the mask says which pairs exist. Otherwise it is added to their scores.
+    It has the last dims of (B | 1, H | 1, S | 1, T | 1). If it is not bool, it is added to scores.
     """
     symbols = INDICES[4 - len(shape) :]
     where = tuple(

@@ -90,19 +90,13 @@ class Traceable:
     def of(trace: Trace, mask: fx.Node) -> Traceable:
         """Copy the nodes of a trace."""
         graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-
-        def as_input(node: fx.Node) -> None:
-            if node not in nodes:
-                nodes[node] = graph.placeholder(node.name)
-
         for node, is_input in trace.nodes.items():
-            if is_input:
-                as_input(node)
-                continue
-            for source in node.all_input_nodes:
-                as_input(source)
-            nodes[node] = graph.node_copy(node, nodes.__getitem__)
-            nodes[node].meta.clear()
+            for source in [node] if is_input else node.all_input_nodes:
+                if source not in nodes:
+                    nodes[source] = graph.placeholder(source.name)
+            if not is_input:
+                nodes[node] = graph.node_copy(node, nodes.__getitem__)
+                nodes[node].meta.clear()
         values = {copy: Frozen.of(node.meta["example_value"]) for node, copy in nodes.items()}
         written = frozenset(nodes[node] for node in trace.written)
         return Traceable(nodes[mask], nodes, values, written)
@@ -110,8 +104,7 @@ class Traceable:
     def trace(self, numbers: Mapping[Symbol, int]) -> Trace | None:
         """Trace the mask for some numbers of the symbols in its lengths.
 
-        Returns:
-            None if a node that was traced before cannot run, or has another shape.
+        None if a node that was traced before cannot run, or has another shape.
         """
         try:
             for node, value in self.values.items():
@@ -127,12 +120,7 @@ class Traceable:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A change of scores (B, H, S, T).
-
-    Attributes:
-        shape, dtype: of the scores.
-        function: (scores, tensors by node of the Dynamo graph) -> what takes their place.
-    """
+    """A change of scores (B, H, S, T): from them and tensors by node to what takes their place."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -142,15 +130,9 @@ class Scores:
 def trace_nodes(ends: Sequence[fx.Node], graph: fx.Graph, scores: Scores | None = None) -> Trace:
     """Trace the nodes of a Dynamo graph that some depend on, back to those that cannot run.
 
-    In the worst case these themselves are the only inputs of the trace.
-
-    Args:
-        ends: a mask, or all whose tensors a change of scores takes.
-        graph: that holds them, or the graph around it.
-        scores: a change that is traced behind them.
-
-    Raises:
-        Exception: whatever the function of `scores` raises.
+    These are a mask, or all whose tensors a change of scores takes, which is traced behind them. In
+    the worst case they themselves are the only inputs of the trace. The graph holds them, or is
+    around theirs. What the function of `scores` raises is raised.
     """
     writes, leaves = Writes(graph), set[fx.Node]()
     for _ in range(MAX_CUTS):
@@ -176,7 +158,7 @@ def _trace(
         results = [known[node] for node in nodes if isinstance(known[node], Tensor)]
         return results if scores is None else [*results, scores.function(values[-1], known)]
 
-    examples = [node.meta["example_value"] for node in inputs]
+    examples = (node.meta["example_value"] for node in inputs)
     shapes = [(shape_of(example), example.dtype) for example in examples]
     if scores is not None:
         shapes.append((scores.shape, scores.dtype))

@@ -33,7 +33,7 @@ from cp_inductor.dtensor.axis import attention_placements, is_sequence_sharded
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
 from cp_inductor.passes.attentions import CAPTURED, calls_to
-from cp_inductor.passes.insert_call import insert_call
+from cp_inductor.passes.nodes import insert_call
 from cp_inductor.region.flex_calls import FLEX
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.sizes import size_expression

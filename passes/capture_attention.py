@@ -46,7 +46,7 @@ from cp_inductor.ops.attention import FORWARD, attention_of
 from cp_inductor.ops.plan_batch import PLAN_BATCH
 from cp_inductor.ops.rules_of_lengths import remember_mask
 from cp_inductor.passes.attentions import Site
-from cp_inductor.passes.insert_call import insert_call
+from cp_inductor.passes.nodes import insert_call
 from cp_inductor.region.flex_bias import Reads, bias_of_scores
 from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, has_natural_lse
 from cp_inductor.run.attention import Attention

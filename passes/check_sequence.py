@@ -49,7 +49,7 @@ from cp_inductor.errors import InvalidArgument, SequenceMixed
 from cp_inductor.graph.nodes import name_of, nodes_of
 from cp_inductor.graph.subgraphs import method_of
 from cp_inductor.passes.attentions import Site
-from cp_inductor.passes.follow_graph import Followed, follow_graph
+from cp_inductor.passes.follow_graph import GraphTyper, follow_graph
 from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
 from cp_inductor.region.marks import MARK, groups_of_regions, is_per_rank
 from cp_inductor.region.regions import typers_of_program
@@ -72,10 +72,9 @@ def check_sequence(
     """Check a Dynamo graph over plain shards.
 
     Args:
-        gm: the graph. Its means over labels are changed, nothing else.
-        sites: all its attentions over a sharded sequence. Those over plain tensors, or over
-            DTensors that wrap plain shards for the attention only, tell which dims are the
-            sequence.
+        gm: the graph.
+        sites: all its attentions over a sharded sequence. Those over plain shards tell which dims
+            are the sequence.
         seq_dims: of inputs, by their names in the model; None: the same on every rank.
         axis: the axis of the mesh that the user named.
 
@@ -98,14 +97,16 @@ def check_sequence(
     if not groups or not any(isinstance(one.value, Tensor) for one in inputs):
         return None
     _count_all_labels(gm, groups[0])
-    if typers_of_program():
+    is_in_region = bool(typers_of_program())
+    if sites or not is_in_region:
+        for node, given in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            if given.shard_dim is not None:
+                node.meta[_SHARD] = (given.name, given.shard_dim)
+    if is_in_region:
         nodes = [site.node for site in sites]
         types = GraphTypes(gm, nodes, partial(_type_in_region, inputs))
-        if sites:
-            _mark_shards(gm, inputs)
         types.check(graph_examples(gm.graph))
         return types
-    _mark_shards(gm, inputs)
     try:
         return _check_by_convention(gm, sites, inputs, groups[0])
     except SequenceMixed as error:
@@ -130,22 +131,22 @@ def _check_by_convention(
     nodes = {site.node for site in sites}
     values = [one.value for one in inputs]
 
-    def follow(is_even: Callable[[int], bool]) -> Followed:
+    def follow(is_even: Callable[[int], bool]) -> tuple[GraphTyper, Any]:
         typed = [_type_of(one, one.value, is_even) for one in inputs]
-        run = follow_graph(gm, nodes, values, typed, is_even)
-        run.typer.refuse_mixed(run.returned)
-        return run
+        typer, _, returned = follow_graph(gm, nodes, values, typed, is_even)
+        typer.refuse_mixed(returned)
+        return typer, returned
 
     checks = None
     try:
-        run = follow(lambda length: bool(sites) and length not in uneven)
+        followed = follow(lambda length: bool(sites) and length not in uneven)
     except SequenceMixed as error:
         if sites:
             raise
-        run = follow(lambda length: True)
+        followed = follow(lambda length: True)
         dims = {p: one.dim for p, one in enumerate(inputs) if isinstance(one.dim, int)}
         checks = AlikeLengths(dims, group_name, error)
-    warn_of_sums(run.typer, run.returned)
+    warn_of_sums(*followed)
     return checks
 
 
@@ -316,19 +317,13 @@ def _refuse_other_names(arguments: set[str], seq_dims: Mapping[str, int | None])
         )
 
 
-def _mark_shards(gm: fx.GraphModule, inputs: Sequence[_Input]) -> None:
-    """Leave in plain inputs that are shards, for `shards_of`, which dim their tokens are in."""
-    for node, given in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        if given.shard_dim is not None:
-            node.meta[_SHARD] = (given.name, given.shard_dim)
-
-
 def shards_of(gm: fx.GraphModule) -> dict[int, tuple[str, int]]:
     """Return the plain inputs that were found to be shards: by place, name and sequence dim."""
     nodes = enumerate(gm.graph.find_nodes(op="placeholder"))
     return {place: node.meta[_SHARD] for place, node in nodes if _SHARD in node.meta}
 
 
+# In the meta of plain inputs that are shards: their name, and the dim that their tokens are in.
 _SHARD = "cp_inductor_shard"
 
 _NAME_IT = (

@@ -38,7 +38,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch.distributed.tensor import DTensor, Replicate
 
 from cp_inductor.dtensor.rules.partials import is_partial
-from cp_inductor.passes.insert_call import insert_call
+from cp_inductor.passes.nodes import insert_call
 
 # What shares memory on one process, and does not here: places of outputs, and inputs.
 Sharing = list[tuple[list[int], list[fx.Node]]]

@@ -112,7 +112,7 @@ class _Masks:
         if place in self.of_lengths:
             return self.of_lengths[place]
         mask_of_lengths = MaskOfLengths.of(source, *self.known[numbers_place], lengths)
-        bounds = mask_of_lengths.bounds((size_hint(sizes[0]), size_hint(sizes[1])))
+        bounds = mask_of_lengths.bounds(numbers)
         self.of_lengths[place] = None if bounds is None else mask_of_lengths
         for size, multiple in zip(sizes, lengths, strict=True):
             if bounds is not None and isinstance(multiple, Multiple):
@@ -147,8 +147,7 @@ def find_attention(
             isinstance(value, DTensor) and value.ndim == 4 and is_sequence_sharded(value)
             for value in values
         )
-        is_handled = is_kernel and is_distributed
-        if (is_of_shards or is_distributed) and not is_handled:
+        if (is_of_shards or is_distributed) and not (is_kernel and is_distributed):
             yield f"{node.name} ({place_of(node)})", _refuse_opaque(node)
     counts = dict.fromkeys(("sdpa", "flex"), 0)
     for node in (node for node in nodes if node.target in CAPTURED):

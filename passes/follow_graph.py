@@ -13,7 +13,7 @@ Assumes: a graph from Dynamo whose attentions were found.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,23 +49,14 @@ REWRAPPING = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Followed:
-    """A graph that was run on fake tensors: its inputs, its results, and what knows their types."""
-
-    typer: GraphTyper
-    given: list[Any]
-    returned: Any
-
-
 def follow_graph(
     gm: fx.GraphModule,
     sites: set[fx.Node],
     values: Sequence[Any],
     types: Sequence[Type],
     is_even: Callable[[int], bool],
-) -> Followed:
-    """Run a graph on fake tensors.
+) -> tuple[GraphTyper, list[Any], Any]:
+    """Run a graph on fake tensors; return what knows their types, the inputs and the results.
 
     Args:
         gm: from Dynamo.
@@ -92,7 +83,7 @@ def follow_graph(
         typer.types.update(typed)
         returned = _Follower(gm, typer, entered, sites).run(*given)
         typer.refuse_kept([tensor for tensor, one in typed if isinstance(one, Same)])
-    return Followed(typer, given, returned)
+    return typer, given, returned
 
 
 class GraphTyper(Typer):

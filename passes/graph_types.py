@@ -131,16 +131,16 @@ class GraphTypes:
         def is_even(length: int) -> bool:
             return evens[length] if length in evens else typer.is_even(length)
 
-        run = follow_graph(self.gm, self.sites, self.values, types, is_even)
-        warn_of_sums(run.typer, run.returned)
+        followed, given, returned = follow_graph(self.gm, self.sites, self.values, types, is_even)
+        warn_of_sums(followed, returned)
 
         def typed(value: Any) -> _Sized | None:
             is_tensor = isinstance(value, Tensor)
-            return (run.typer.type_of(value), numbers(value.shape)) if is_tensor else None
+            return (followed.type_of(value), numbers(value.shape)) if is_tensor else None
 
-        pairs = zip(map(typed, pytree.tree_leaves(run.given)), types, strict=True)
+        pairs = zip(map(typed, pytree.tree_leaves(given)), types, strict=True)
         written = [None if one is None or one[0] == before else one for one, before in pairs]
-        return written, [*map(typed, pytree.tree_leaves(run.returned))]
+        return written, [*map(typed, pytree.tree_leaves(returned))]
 
 
 class AlikeLengths:

@@ -44,7 +44,7 @@ from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import name_of
 from cp_inductor.passes.attentions import calls_to
-from cp_inductor.passes.insert_call import free_name, insert_call, insert_graph
+from cp_inductor.passes.nodes import free_name, insert_call, insert_graph
 from cp_inductor.region.flex_calls import FLEX, LSE, OF_VARLEN, OUT
 from cp_inductor.region.marks import regions_of
 from cp_inductor.torch_private.arguments import bind_arguments

@@ -28,13 +28,14 @@ from torch import Tensor, fx
 from cp_inductor.graph.collectives import START, STARTS
 from cp_inductor.graph.nodes import modules_of, source_line
 from cp_inductor.ops.attention import BACKWARD, FORWARD, NUM_TENSORS, attention_of
-from cp_inductor.passes.insert_call import free_name, insert_graph
 from cp_inductor.passes.nodes import (
     BYTES_KEY,
     EXCHANGE_KEY,
     TILE_KEY,
     TILES_KEY,
     computes_numbers,
+    free_name,
+    insert_graph,
     merge_equal,
 )
 from cp_inductor.passes.share_pieces import share_pieces

@@ -65,22 +65,15 @@ from cp_inductor.trust.agreement import tell_refusal
 
 
 class Stage(Enum):
-    """On which graph a pass runs.
+    """On which graph a pass runs."""
 
-    FIND: Dynamo's. Attentions are found, and all that is refused is refused here.
-    REWRITE: the same, in which nothing was refused.
-    LOWER: a forward, backward or inference graph of AOTAutograd, before Inductor's cache is asked.
-    SCHEDULE: the same, with exchanges and tiles.
-    INTERPRET: the same, if no Inductor follows.
-    POST_GRAD: the same, after Inductor's own passes.
-    """
-
-    FIND = "find"
-    REWRITE = "rewrite"
+    FIND = "find"  # Dynamo's. Attentions are found, and all that is refused is refused here.
+    REWRITE = "rewrite"  # The same, in which nothing was refused.
+    # A forward, backward or inference graph of AOTAutograd, before Inductor's cache is asked.
     LOWER = "lower"
-    SCHEDULE = "schedule"
-    INTERPRET = "interpret"
-    POST_GRAD = "post-grad"
+    SCHEDULE = "schedule"  # The same, with exchanges and tiles.
+    INTERPRET = "interpret"  # The same, if no Inductor follows.
+    POST_GRAD = "post-grad"  # The same, after Inductor's own passes.
 
 
 @dataclass(frozen=True, slots=True)

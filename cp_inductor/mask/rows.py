@@ -62,7 +62,7 @@ class RowRule:
 
 
 @lru_cache(maxsize=256)
-def rule_of_rows(text: str, num_groups: int = 1) -> RowRule:
+def rule_of_rows(text: str, num_groups: int) -> RowRule:
     """Return a rule, given as text, on rows, for heads in so many groups: 1 if it knows heads.
 
     The result has the same pairs, biases and changed scores as the rule, for rows whose columns

@@ -112,7 +112,7 @@ def test_public_names() -> None:
 # Files in the folder of passes that are no pass: the list, what it needs, what passes hand on, and
 # the types by which check_sequence checks a graph.
 NO_PASSES = {"pipeline", "settings", "report", "attentions", "nodes"}
-NO_PASSES |= {"follow_graph", "graph_types", "insert_call"}
+NO_PASSES |= {"follow_graph", "graph_types"}
 
 
 def test_a_pass_knows_one_other_at_most() -> None:

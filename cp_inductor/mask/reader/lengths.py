@@ -8,7 +8,7 @@ The rule that is read holds for these numbers only. Other numbers need another r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -56,12 +56,7 @@ def _at(expression: sympy.Expr, numbers: Mapping[sympy.Symbol, int]) -> Any:
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of a tensor in numbers."""
-    return numbers_of(tensor.shape)
-
-
-def numbers_of(sizes: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
-    """Return sizes in numbers."""
-    return tuple(as_number(size) for size in sizes)
+    return tuple(as_number(size) for size in tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)

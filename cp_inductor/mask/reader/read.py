@@ -21,7 +21,7 @@ Assumes: a graph from Dynamo, whose nodes carry `example_value`; shapes are of w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import getitem
@@ -34,7 +34,7 @@ from torch import Tensor, fx
 
 from cp_inductor.mask.language import FULL, SCORE, number_of
 from cp_inductor.mask.reader.aten import OPS, UNREADABLE, OpCall, Row
-from cp_inductor.mask.reader.lengths import Frozen, numbers_of, shape_of
+from cp_inductor.mask.reader.lengths import Frozen, shape_of
 from cp_inductor.mask.reader.sequences import fit, runs_of
 from cp_inductor.mask.reader.to_rule import Recognized, as_it_is, as_rule, misread, with_bias
 from cp_inductor.mask.reader.trace import Trace, Traceable, trace_nodes
@@ -42,7 +42,6 @@ from cp_inductor.mask.reader.values import DIMS, INTEGERS, MAX_TERMS, RunTimeTab
 from cp_inductor.mask.rule import Rule
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.sizes import Multiple, solve
-from cp_inductor.torch_private.sizes import number_of as length_of
 
 # Positions that number documents are assumed to lie within this. Their dtype, int64, does not say
 # so, and near its ends a position plus one would wrap.
@@ -116,8 +115,8 @@ class Reading:
         for entry in value.tables() if self.held else ():
             node = self.tables.nodes[number_of(entry)]
             if node in self.held:
-                shape = node.meta["example_value"].shape
-                for index, size in zip(entry.args, numbers_of(shape), strict=True):
+                shape = shape_of(node.meta["example_value"])
+                for index, size in zip(entry.args, shape, strict=True):
                     if index not in DIMS[: len(value.shape)] and size != 1:
                         return False
                     if index in DIMS and value.shape[DIMS.index(index)] != size:
@@ -187,39 +186,38 @@ class MaskOfLengths:
     """
 
     source: Traceable
-    lengths: tuple[Multiple | int, Multiple | int]
+    lengths: Sequence[Multiple | int]
     recognized: Recognized
 
     @staticmethod
     def of(
-        mask: fx.Node,
-        recognized: Recognized,
-        trace: Trace,
-        lengths: tuple[Multiple | int, Multiple | int],
+        mask: fx.Node, recognized: Recognized, trace: Trace, lengths: Sequence[Multiple | int]
     ) -> MaskOfLengths:
         """Keep what was recognized at the lengths for which the graph is compiled."""
         source = Traceable.of(trace, mask)
         tables = tuple(source.nodes[table] for table in recognized.tables)
-        return MaskOfLengths(
-            source, lengths, Recognized(recognized.rule, tables, recognized.indices)
-        )
+        own = Recognized(recognized.rule, tables, recognized.indices)
+        return MaskOfLengths(source, lengths, own)
 
     def holds(self, query_length: int, key_length: int) -> bool:
         """Whether the mask is the same rule of the same tables at other lengths."""
         numbers = solve(self.lengths, (query_length, key_length))
-        trace = None if numbers is None else self.source.trace(numbers)
+        return numbers is not None and self._holds_at(numbers)
+
+    def _holds_at(self, numbers: Mapping[sympy.Symbol, int]) -> bool:
+        trace = self.source.trace(numbers)
         return trace is not None and _recognize(trace) == self.recognized
 
-    def bounds(self, lengths: tuple[int, int]) -> dict[sympy.Symbol, tuple[int, int]] | None:
+    def bounds(
+        self, compiled: Mapping[sympy.Symbol, int]
+    ) -> dict[sympy.Symbol, tuple[int, int]] | None:
         """Return the range of each symbol within which the rule stays the same.
 
         A sliding window is another rule at lengths up to the window: one graph serves these
         lengths, and another one those beyond. If the rule changes and changes back, only the range
-        around the `lengths` of queries and keys for which the graph is compiled is found; `holds`
-        tells the rest when such a length comes. None if it differs soon on both sides of them.
+        around the numbers for which the graph is compiled is found; `holds` tells the rest when
+        such a length comes. None if it differs soon on both sides of them.
         """
-        compiled = solve(self.lengths, lengths)
-        assert compiled is not None
         here = next(iter(compiled.values()))
 
         def numbers_at(first: int) -> dict[sympy.Symbol, int]:
@@ -227,8 +225,7 @@ class MaskOfLengths:
 
         @cache
         def holds(first: int) -> bool:
-            numbers = numbers_at(first)
-            return first >= LEAST and self.holds(*(length_of(one, numbers) for one in self.lengths))
+            return first >= LEAST and self._holds_at(numbers_at(first))
 
         def last_that_holds(end: int, step: int) -> int:
             good, bad = here, end
@@ -253,10 +250,8 @@ class MaskOfLengths:
         canonical = {symbol: sympy.Symbol(f"n{place}") for place, symbol in enumerate(symbols)}
         mask = self.recognized
         said = [mask.rule.format(), repr(mask.indices), *map(str, mask.tables)]
-        said += [
-            str(one if isinstance(one, int) else one.factor * canonical[one.symbol])
-            for one in self.lengths
-        ]
+        for one in self.lengths:
+            said.append(str(one if isinstance(one, int) else one.factor * canonical[one.symbol]))
         for node, value in self.source.values.items():
             frozen = [one for one in pytree.tree_leaves(value) if isinstance(one, Frozen)]
             said += [node.format_node() or node.name, *(one.said(canonical) for one in frozen)]

@@ -50,11 +50,9 @@ def _exact(function: Callable[..., Expr], *names: str) -> Row:
 
 def _power(base: Expr, exponent: Expr) -> Expr:
     # A power of a negative number may be NaN, but not one that repeats a product.
-    if base.is_Number and base > 0:
-        return Power(base, exponent)
-    if exponent.is_Number and (exponent.is_Integer and exponent > 0):
-        return Power(base, exponent)
-    raise Unknown
+    if not (base.is_Number and base > 0) and not (exponent.is_Integer and exponent > 0):
+        raise Unknown
+    return Power(base, exponent)
 
 
 def _ratio(left: Expr, right: Expr) -> Expr:

@@ -27,7 +27,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.fx.traceback import annotate
 
 from cp_inductor.mask.reader.lengths import Frozen, UnknownLength, as_number, shape_of
-from cp_inductor.mask.reader.writes import Writes, is_in_place, is_writing_op, storages_of
+from cp_inductor.mask.reader.writes import Writes, is_in_place, storages_of
 from cp_inductor.torch_private.tracing import core_decompositions, tensors_in, trace_of_shapes
 
 # Trace at most this many nodes: a mask may depend on all that a model computes before it.
@@ -179,10 +179,13 @@ def _trace(
 
 def _steps_of(gm: fx.GraphModule, calls: Sequence[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
     steps: dict[fx.Node, list[fx.Node]] = {node: [] for node in calls}
+    writing = []
     for step in gm.graph.nodes:
         if _ORIGIN in step.meta.get("custom", {}):
-            steps[calls[step.meta["custom"][_ORIGIN]]].append(step)
-    writing = [node for node, of_node in steps.items() if any(map(is_writing_op, of_node))]
+            node = calls[step.meta["custom"][_ORIGIN]]
+            steps[node].append(step)
+            if isinstance(step.target, torch._ops.OpOverload) and step.target._schema.is_mutable:
+                writing.append(node)
     if writing:
         raise _Cut(*writing)
     return {node: tuple(of_node) for node, of_node in steps.items()}

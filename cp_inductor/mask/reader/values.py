@@ -297,19 +297,15 @@ def _check_cast(value: Value, dtype: torch.dtype) -> None:
     if value.is_wrapped or (value.limit < math.inf and (is_wider or dtype not in WHOLE_UP_TO)):
         raise Unknown
     is_half = value.dtype in (torch.float16, torch.bfloat16)
-    if is_wider and is_half and any(_is_computed(e) for _, e in value.numbers()):
-        raise Unknown
+    for _, e in value.numbers() if is_wider and is_half else ():
+        # What is not whole was computed, rather than read or constant.
+        if not (isinstance(e, AppliedUndef) or e.is_number or _is_whole(e)):
+            raise Unknown
 
 
 def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
     """Whether both are floats, and the first holds more integers exactly."""
     return WHOLE_UP_TO.get(dtype, 0) > WHOLE_UP_TO.get(other, math.inf)
-
-
-def _is_computed(expression: Expr) -> bool:
-    """Whether a number that is not whole was computed, rather than read or constant."""
-    is_entry = isinstance(expression, AppliedUndef) or expression.is_number
-    return not is_entry and not _is_whole(expression)
 
 
 def _check_native(value: Value, tables: RunTimeTables) -> None:

@@ -35,12 +35,6 @@ from cp_inductor.torch_private.tracing import (
     without_vmap,
 )
 
-
-def is_writing_op(node: fx.Node) -> bool:
-    """Whether a node calls an op that writes to one of its arguments."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
 # add_, __iadd__, __setitem__
 _IN_PLACE = re.compile(r".*[^_]_|__i(?!nvert__).*__|__setitem__")
 # What Dynamo calls for `x += y`. Others of their module, such as `and_`, write nothing.

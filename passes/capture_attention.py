@@ -81,9 +81,7 @@ def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
 
 def _results(site: Site) -> list[fx.Node]:
     """Return the nodes that are the results of a site, one tensor each."""
-    if not site.is_flex:
-        return [site.node]
-    return [taken for taken in site.node.users if taken.users]
+    return [taken for taken in site.node.users if taken.users] if site.is_flex else [site.node]
 
 
 def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> dict[fx.Node, fx.Node]:

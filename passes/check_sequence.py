@@ -127,8 +127,7 @@ def _check_by_convention(
     Without an attention nothing says whether all ranks have as many tokens. If that makes a
     difference, they compare.
     """
-    uneven = _uneven_lengths(sites)
-    nodes = {site.node for site in sites}
+    uneven, nodes = _uneven_lengths(sites), {site.node for site in sites}
     values = [one.value for one in inputs]
 
     def follow(is_even: Callable[[int], bool]) -> tuple[GraphTyper, Any]:
@@ -326,11 +325,6 @@ def shards_of(gm: fx.GraphModule) -> dict[int, tuple[str, int]]:
 # In the meta of plain inputs that are shards: their name, and the dim that their tokens are in.
 _SHARD = "cp_inductor_shard"
 
-_NAME_IT = (
-    "call transpose(1, 2) after the split into heads, or name the dim, as in"
-    " options={'seq_dims': {'ids': 1}}"
-)
-
 # Where the tokens of an input are, by its number of dims; of four, behind batch and heads.
 _PLACES = {1: (0,), 4: (1, 2)}
 
@@ -346,7 +340,9 @@ def _type_of(given: _Input, value: Any, is_even: Callable[[int], bool]) -> Type:
     """Return the type of an input by the convention."""
     if isinstance(given.dim, str):
         got = f"{given.dim}, of which it is not known where its tokens are"
-        return Mixed("a compiled graph over plain shards", got, _NAME_IT)
+        name_it = "or name the dim, as in options={'seq_dims': {'ids': 1}}"
+        remedy = f"call transpose(1, 2) after the split into heads, {name_it}"
+        return Mixed("a compiled graph over plain shards", got, remedy)
     if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
         return Own()
     return Same() if given.dim is None else shards_at(value, given.dim, is_even)

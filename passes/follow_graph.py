@@ -212,8 +212,8 @@ class _Follower(fx.Interpreter):
         operands = [operand for operand in operands if not isinstance(operand, str)]
         if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
             operands = list(operands[0])
-        if node.target is torch.ops.higher_order.autograd_function_apply:
-            bodies = bodies[:1]
+        is_function = node.target is torch.ops.higher_order.autograd_function_apply
+        bodies = bodies[:1] if is_function else bodies
         is_known = len(bodies) == 1 and not any(isinstance(one, (tuple, list)) for one in operands)
         if node.target is torch.ops.higher_order.cond:
             # All ranks must take one branch.
@@ -230,7 +230,6 @@ class _Follower(fx.Interpreter):
         if any(other != types[0] for other in types):
             return self._lose(node, args)
         # A function with a backward of its own returns as well what that needs.
-        is_function = node.target is torch.ops.higher_order.autograd_function_apply
         return results[0][0] if is_function else results[0]
 
     def _lose(self, node: fx.Node, args: Any) -> Any:

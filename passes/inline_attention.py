@@ -53,10 +53,10 @@ from cp_inductor.torch_private.varlen import VARLEN_OPS, varlen_op
 
 TOKENS = 0
 # Arguments that change numbers, and how many parts a kernel splits keys into; others are refused.
-READ = {
+READ = (
     *("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal", "scale"),
     *("window_size", "enable_gqa", "num_splits"),
-}
+)
 
 
 def inline_multi_head(gm: fx.GraphModule, *, has_axis: bool) -> None:
@@ -117,18 +117,13 @@ def inline_varlen(gm: fx.GraphModule) -> None:
     calls = {}
     for node in calls_to(gm, VARLEN_OPS):
         call = bind_arguments(varlen_op(), node.args, node.kwargs)
-        if _is_sharded(call["query"]):
+        value = call["query"].meta["example_value"]
+        placements = value.placements if isinstance(value, DTensor) else ()
+        if any(isinstance(p, Shard) and p.dim == TOKENS for p in placements):
             _check_varlen(node, call)
             calls[node] = call
     for node, call in calls.items():
         _inline_varlen(node, call)
-
-
-def _is_sharded(query: fx.Node) -> bool:
-    value = query.meta["example_value"]
-    return isinstance(value, DTensor) and any(
-        isinstance(placement, Shard) and placement.dim == TOKENS for placement in value.placements
-    )
 
 
 def _check_varlen(node: fx.Node, call: dict[str, Any]) -> None:

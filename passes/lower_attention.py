@@ -17,7 +17,7 @@ Assumes: a forward, backward or inference graph from AOTAutograd, whose nodes ca
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any, cast
 
@@ -40,7 +40,6 @@ from cp_inductor.passes.nodes import (
 )
 from cp_inductor.passes.share_pieces import share_pieces
 from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.run.attention import Attention
 from cp_inductor.run.executor import run_backward, run_forward
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.tiles.tile_ops import TILE_OPS
@@ -90,7 +89,11 @@ def lower_attention(
         traced: dict[Any, fx.GraphModule] = {}
         counts = Counter(map(_key, nodes))
         for node in nodes:
-            _lower(node, decompositions, traced, is_repeated=counts[_key(node)] > 1)
+            key = _key(node)
+            if key not in traced:
+                traced[key] = _trace(node, decompositions, is_repeated=counts[key] > 1)
+                _adopt_subgraphs(traced[key], module.graph)
+            _lower(node, traced[key])
         # Layers that read the same tables compute the same numbers of them; tokens differ.
         merge_equal(module.graph, lambda node: IS_OURS in node.meta and computes_numbers(node))
         module.graph.lint()
@@ -122,32 +125,13 @@ def _note_tables(nodes: Sequence[fx.Node]) -> None:
         note.meta = {**_meta_of_site(node), "val": None}
 
 
-def _lower(
-    node: fx.Node,
-    decompositions: Mapping[Any, Any],
-    known: dict[Any, fx.GraphModule],
-    *,
-    is_repeated: bool,
-) -> None:
-    """Put in place of an op what its function traces to; traces of its graph are `known` by keys.
-
-    If the op `is_repeated`, the graph has other attentions that are alike.
-    """
-    this = attention_of(node)
-    assert this is not None
-    inputs, used, key = _inputs_of(node), _used_of(node), _key(node)
-    if key not in known:
-        known[key] = _trace(node.target, this, inputs, used, decompositions)
-        # A template computes all tiles under a mask: such an expansion is long.
-        is_long = this.is_per_batch and KERNELS[this.kernel].under_rule.needs_graph
-        if is_repeated and is_long:
-            share_pieces(known[key])
-        _adopt_subgraphs(known[key], node.graph)
-    outputs, copies = insert_graph(known[key], inputs, before=node)
+def _lower(node: fx.Node, traced: fx.GraphModule) -> None:
+    """Put in place of an op what its function traces to."""
+    outputs, copies = insert_graph(traced, _inputs_of(node), before=node)
     for original, copy in copies.items():
         own = {key: original.meta[key] for key in OWN_META if key in original.meta}
         copy.meta = {**_meta_of_site(node), **own, IS_OURS: True}
-    for index, user in used.items():
+    for index, user in _used_of(node).items():
         assert user.target is getitem
         user.replace_all_uses_with(outputs[index])
         node.graph.erase_node(user)
@@ -155,21 +139,21 @@ def _lower(
 
 
 def _trace(
-    op: object,
-    this: Attention,
-    inputs: Sequence[fx.Node],
-    used: Container[int],
-    decompositions: Mapping[Any, Any],
+    node: fx.Node, decompositions: Mapping[Any, Any], *, is_repeated: bool
 ) -> fx.GraphModule:
+    """Trace the function of an op; if it `is_repeated`, the graph has others that are alike."""
+    this, used = attention_of(node), _used_of(node)
+    assert this is not None
+
     def run(*tensors: Tensor) -> list[Tensor | None]:
         # What nobody reads (the lse at inference) is left out, and dies with what computed it.
-        results = EXPANSIONS[op](this, *tensors)
+        results = EXPANSIONS[node.target](this, *tensors)
         return [result if index in used else None for index, result in enumerate(results)]
 
-    values = [arg.meta["val"] for arg in inputs]
+    values = [arg.meta["val"] for arg in _inputs_of(node)]
     traced = trace_fake(run, values, decompositions)
     if not this.is_per_batch:
-        plan = (forward_plan if op is FORWARD else backward_plan)(this.recipe)
+        plan = (forward_plan if node.target is FORWARD else backward_plan)(this.recipe)
         # What the busiest rank moves, so that all ranks estimate starts alike.
         starts = traced.graph.find_nodes(op="call_function", target=START)
         assert len(starts) == len(plan.exchange_bytes), "a rank starts what its plan does not have"
@@ -184,6 +168,9 @@ def _trace(
         cat.meta[ONE_KERNEL_KEY] = True
     _drop_whole_views(traced.graph)
     traced.graph.eliminate_dead_code()
+    # A template computes all tiles under a mask: such an expansion is long.
+    if is_repeated and this.is_per_batch and KERNELS[this.kernel].under_rule.needs_graph:
+        share_pieces(traced)
     return traced
 
 

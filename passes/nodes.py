@@ -68,6 +68,8 @@ def _value(node: fx.Node) -> Any:
     return value.detach() if is_plain and value.is_leaf else value
 
 
+SIZE = torch.ops.aten.sym_size.int
+
 # In the meta of a start: what the rank moves that moves most in this exchange, in bytes.
 BYTES_KEY = "cp_inductor_bytes"
 

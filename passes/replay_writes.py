@@ -117,29 +117,20 @@ class _Family:
     is_clear: bool = True
 
 
-@dataclass
-class _Write:
-    """To the memory of which families a node writes in place.
-
-    It `is_simple` if it writes elements alone, and not to views that it makes, as `y[:, 1:] = x`.
-    """
-
-    families: list[_Family]
-    is_simple: bool
-
-
 class _Aliases:
     """What a graph would do on one process: it is run on fake plain tensors of the whole size.
 
     Attributes:
-        writes: by the node that writes.
+        writes: node => the families to whose memory it writes in place.
+        simple: nodes that write elements alone, and not to views that they make, as `y[:, 1:] = x`.
         same: a node that returns a tensor which it was given => the node that it was given.
         families: that a node's value belongs to.
         like: a tensor of the fake mode of the graph.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.writes: dict[fx.Node, _Write] = {}
+        self.writes: dict[fx.Node, list[_Family]] = {}
+        self.simple: set[fx.Node] = set()
         self.same: dict[fx.Node, fx.Node] = {}
         self.families: defaultdict[fx.Node, list[_Family]] = defaultdict(list)
         self._values: dict[fx.Node, Any] = {}
@@ -191,8 +182,9 @@ class _Aliases:
                 raise write_to_part(name_of(node), part)
         if families:
             is_simple = all(op in _SIMPLE or torch.Tag.pointwise in op.tags for op, _ in written)
-            is_simple &= all(id(tensor) in given for _, tensor in written)
-            self.writes[node] = _Write(families, is_simple)
+            if is_simple and all(id(tensor) in given for _, tensor in written):
+                self.simple.add(node)
+            self.writes[node] = families
             self.same.update((node, one) for one in sources if self._values[one] is value)
 
 
@@ -204,8 +196,8 @@ def _call(node: fx.Node, value_of: Callable[[fx.Node], Any], given: Any = None) 
 
 def _check_outside(aliases: _Aliases, calls: Calls) -> None:
     """Refuse writes in a body to what is read outside of it by another name: it is not followed."""
-    for node, write in aliases.writes.items():
-        for tensor in (family.base for family in write.families):
+    for node, written in aliases.writes.items():
+        for tensor in (family.base for family in written):
             while tensor.op == "placeholder" and tensor.graph in calls:
                 call = calls[tensor.graph]
                 inputs = tensor.graph.find_nodes(op="placeholder")
@@ -244,13 +236,13 @@ class _Replay:
             if node.target is torch._C._set_grad_enabled:
                 self.is_tracked = bool(node.args[0])
             self.tracked[node] = self.is_tracked
-            write = self.aliases.writes.get(node)
-            if write is not None and self._is_lost(node, write):
-                self._replace(node, write.families)
+            families = self.aliases.writes.get(node)
+            if families is not None and self._is_lost(node, families):
+                self._replace(node, families)
                 replaced.append(node)
         # Views of what a node writes to may have been computed for nothing.
-        families = [family for node in replaced for family in self.aliases.writes[node].families]
-        views = {view for family in families for view in family.views} - self.aliases.writes.keys()
+        written = [family for node in replaced for family in self.aliases.writes[node]]
+        views = {view for family in written for view in family.views} - self.aliases.writes.keys()
         for node in sorted(views.union(replaced), key=self.places.__getitem__, reverse=True):
             if not node.users:
                 self.graph.erase_node(node)
@@ -259,20 +251,19 @@ class _Replay:
     def _now(self, value: Any) -> Any:
         return fx.map_arg(value, lambda node: self.current.get(node, node))
 
-    def _is_lost(self, node: fx.Node, write: _Write) -> bool:
+    def _is_lost(self, node: fx.Node, families: list[_Family]) -> bool:
         """Whether DTensor does not write as one process does."""
         place = self.places[node]
         copies = any(
             not _memory_of(view) <= _memory_of(family.base)
-            for family in write.families
+            for family in families
             for view in family.views
             if self.places[view] < place and self._is_read(view, place)
         )
         # Autograd writes to the same part of a gradient, which may be sharded.
-        is_part = any(
-            not _is_cut(one.base) and one.base not in self.given[node][0] for one in write.families
-        )
-        return copies or is_part or not write.is_simple or not _runs(node)
+        bases = [family.base for family in families]
+        is_part = any(not _is_cut(one) and one not in self.given[node][0] for one in bases)
+        return copies or is_part or node not in self.aliases.simple or not _runs(node)
 
     def _is_read(self, view: fx.Node, place: int) -> bool:
         """Whether the value of a view is used at a place or later."""

@@ -66,15 +66,11 @@ def _warn_of_pairs(site: Site) -> None:
     for node, indices in zip(site.mask.tables, site.mask.indices, strict=True):
         if is_of_pairs(indices):
             mask = node.meta["example_value"]
-            log.warning(
-                "%s: %s %s is used as a tensor of every query and key, %s, %.1f MiB; a"
-                " mask that is computed from indices would take no memory",
-                site.name,
-                "the captured" if site.is_flex else "the mask",
-                node.name,
-                tuple(mask.shape),
-                size_hint(mask.numel()) * mask.element_size() / (1 << 20),
-            )
+            name = f"{'the captured' if site.is_flex else 'the mask'} {node.name}"
+            mib = size_hint(mask.numel()) * mask.element_size() / (1 << 20)
+            size = f"a tensor of every query and key, {tuple(mask.shape)}, {mib:.1f} MiB"
+            remedy = "a mask that is computed from indices would take no memory"
+            log.warning("%s: %s is used as %s; %s", site.name, name, size, remedy)
     if site.mask.is_bias_made:
         log.warning(
             "%s: what its score_mod adds is computed as a tensor of this rank's queries and all"
@@ -89,16 +85,13 @@ def report_schedule(kind: str, before: Measured, after: Measured, budget_bytes: 
     for name, value in {**most, "memory_budget_bytes": budget_bytes}.items():
         key = f"{kind}_{name}"
         counters["cp_inductor"][key] = max(counters["cp_inductor"][key], value)
+    total_ms, exposed_ms, most_ms = (
+        f"{seconds * 1e3:.3f} ms" for seconds in (after.seconds, after.exposed_s, before.exposed_s)
+    )
     log.info(
-        "%s: estimated %.3f ms, %.3f ms of it exposed (%.3f ms if nothing overlapped); %d bytes"
-        " alive at most, %d if nothing overlapped, %d of exchanges",
-        kind,
-        after.seconds * 1e3,
-        after.exposed_s * 1e3,
-        before.exposed_s * 1e3,
-        after.peak_bytes,
-        before.peak_bytes,
-        after.exchange_bytes,
+        f"{kind}: estimated {total_ms}, {exposed_ms} of it exposed ({most_ms} if nothing"
+        f" overlapped); {after.peak_bytes} bytes alive at most, {before.peak_bytes} if nothing"
+        f" overlapped, {after.exchange_bytes} of exchanges"
     )
 
 

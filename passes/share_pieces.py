@@ -26,12 +26,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from cp_inductor.graph.collectives import is_collective
-from cp_inductor.passes.nodes import TILES_KEY, computes_numbers, free_name, is_view
+from cp_inductor.passes.nodes import SIZE, TILES_KEY, computes_numbers, free_name, is_view
 from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH, known_results
-
-SIZE = torch.ops.aten.sym_size.int
 
 # A piece of fewer nodes is not worth a function.
 MIN_NODES = 4

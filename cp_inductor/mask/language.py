@@ -22,12 +22,7 @@ FULL: Boolean = sympy.true
 
 # What each relation is called, by `operator` and by aten.
 WORDS: Mapping[type, str] = {
-    sympy.Le: "le",
-    sympy.Lt: "lt",
-    sympy.Ge: "ge",
-    sympy.Gt: "gt",
-    sympy.Eq: "eq",
-    sympy.Ne: "ne",
+    getattr(sympy, word.title()): word for word in ("le", "lt", "ge", "gt", "eq", "ne")
 }
 
 

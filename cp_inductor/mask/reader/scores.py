@@ -75,16 +75,14 @@ OPS_OF_SCORES: Mapping[torch._ops.OpOverload, Row] = {
 }
 
 # What moves numbers, and leaves them as they are.
-_MOVES = frozenset(
-    {
-        aten.alias.default,
-        aten.clone.default,
-        aten.expand.default,
-        aten.permute.default,
-        aten.squeeze.dims,
-        aten.unsqueeze.default,
-        aten.view.default,
-    }
+_MOVES = (
+    aten.alias.default,
+    aten.clone.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.view.default,
 )
 
 

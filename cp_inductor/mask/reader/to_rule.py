@@ -186,15 +186,12 @@ def _as_rule(value: Value, tables: RunTimeTables, nothing: Collection[Expr]) -> 
     is_score = SCORE in bias.free_symbols
     rule = Rule(allowed, score=bias) if is_score else Rule(allowed, bias)
     recognized = _used_only(rule, tables.nodes)
-    return recognized if _can_be_written(recognized.rule) else None
-
-
-def _can_be_written(rule: Rule) -> bool:
-    """Whether the text of a rule parses to the rule: plans, caches and ranks exchange the text."""
     try:
-        return Rule.parse(rule.format()) == rule
+        # Plans, caches and ranks exchange the text of a rule.
+        is_written = Rule.parse(recognized.rule.format()) == recognized.rule
     except InvalidText:
-        return False
+        return None
+    return recognized if is_written else None
 
 
 def _where_allowed(bias: Expr, allowed: Boolean) -> Expr:

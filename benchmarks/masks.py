@@ -36,7 +36,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests.support.ranks: a fake process group
 
-from cp_inductor.mask.describe import describe
+from cp_inductor.mask.rule import describe
 from cp_inductor.passes import find_attention
 from cp_inductor.plan import plan_attention
 from tests.support.ranks import fake_rank

@@ -17,6 +17,7 @@ import platform
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tabulate import tabulate
@@ -26,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.overlap import Layer, attend_ours
 from cp_inductor import cross_compile
-from cp_inductor.passes import pipeline
+from cp_inductor.passes import report
+from cp_inductor.schedule.overlap import Measured
 
 STRATEGIES = ("allgather", "ring", "blocks", "heads", "auto")
 
@@ -36,16 +38,13 @@ def peak_bytes(args: argparse.Namespace, world_size: int, strategy: str) -> dict
         model = Layer(args.dim, args.heads, attend_ours).to(torch.bfloat16)
         x = torch.empty(1, args.tokens, args.dim, dtype=torch.bfloat16, requires_grad=True)
     found: dict[str, int] = {}
-    report = pipeline.report_schedule
 
-    def note(kind: str, scheduled: Any) -> None:
-        report(kind, scheduled)
-        found[kind] = scheduled.after.peak_bytes
-        found[f"{kind}_unscheduled"] = scheduled.before.peak_bytes
-        found[f"{kind}_budget"] = scheduled.budget_bytes
+    def note(kind: str, before: Measured, after: Measured, budget_bytes: int) -> None:
+        found[kind] = after.peak_bytes
+        found[f"{kind}_unscheduled"] = before.peak_bytes
+        found[f"{kind}_budget"] = budget_bytes
 
-    pipeline.report_schedule = note
-    try:
+    with mock.patch.object(report, "report_schedule", note):
         cross_compile(
             model,
             (x,),
@@ -54,8 +53,6 @@ def peak_bytes(args: argparse.Namespace, world_size: int, strategy: str) -> dict
             target="cpu",
             options={"strategy": strategy},
         )
-    finally:
-        pipeline.report_schedule = report
     counters.clear()
     return found
 

@@ -2,9 +2,8 @@
 
 pipeline        the list of passes: on which graph each runs, in which order, and why
 settings        options and flags of one compile
-attentions      which functions are attention
-sites           what is known of an attention that was found
-nodes           which nodes of a lowered graph are heavy
+attentions      which functions are attention, and what is known of one that was found
+nodes           calls that are inserted, and which nodes of a lowered graph are heavy
 report          logs, counters, artifacts
 all others      a pass each
 

@@ -32,9 +32,8 @@ from torch import fx
 from cp_inductor.dtensor.axis import attention_placements, is_sequence_sharded
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
-from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.passes.attentions import CAPTURED, calls_to
-from cp_inductor.passes.insert_call import insert_call
+from cp_inductor.passes.nodes import insert_call
 from cp_inductor.region.flex_calls import FLEX
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.sizes import size_expression
@@ -45,34 +44,27 @@ OP = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def align_attention(gm: fx.GraphModule, *, has_axis: bool) -> None:
-    """Align every SDPA of a Dynamo graph, in place.
+    """Align every attention of a Dynamo graph, in place.
 
-    Args:
-        gm: from Dynamo.
-        has_axis: whether a user named the mesh axis on which plain tensors are shards.
+    If it `has_axis`, a user named the mesh axis on which plain tensors are shards.
     """
-    for node in calls_to(graphs_of(gm), CAPTURED):
-        call: dict[str, Any] = (
-            dict(zip(SIDES, node.args, strict=False))
-            if node.target is FLEX
-            else bind_arguments(OP, node.args, node.kwargs)
-        )
-        if all(isinstance(call[side], fx.Node) for side in SIDES):
-            _align(node, call, has_axis)
+    for node in calls_to(gm, CAPTURED):
+        is_flex = node.target is FLEX
+        call: dict[str, Any] = dict(zip(SIDES, node.args, strict=False))
+        call = call if is_flex else bind_arguments(OP, node.args, node.kwargs)
+        if not all(isinstance(call[side], fx.Node) for side in SIDES):
+            continue
+        values = [_value(call[side]) for side in SIDES]
+        if any(value.ndim != 4 for value in values):
+            continue
+        if not has_axis and not any(map(is_sequence_sharded, values)):
+            continue
+        if not is_flex:
+            _align_heads(node, call)
+        _align_placements(node, call)
+        if not is_flex:
+            _align_head_dims(node, call)
     gm.recompile()
-
-
-def _align(node: fx.Node, call: dict[str, Any], has_axis: bool) -> None:
-    values = {side: _value(call[side]) for side in SIDES}
-    if any(value.ndim != 4 for value in values.values()):
-        return
-    if not has_axis and not any(map(is_sequence_sharded, values.values())):
-        return
-    if node.target is not FLEX:
-        _align_heads(node, call)
-    _align_placements(node, call)
-    if node.target is not FLEX:
-        _align_head_dims(node, call)
 
 
 def _align_heads(node: fx.Node, call: dict[str, Any]) -> None:
@@ -99,10 +91,7 @@ def _before_repeated(node: fx.Node) -> fx.Node | None:
     whole = (slice(None),) * 2
     is_inserted = _is_call(inserted, "unsqueeze", torch.unsqueeze) and inserted.args[1:] == (2,)
     if _is_call(inserted, None, operator.getitem):
-        index = inserted.args[1]
-        is_inserted = isinstance(index, tuple) and index in [
-            (*whole, None, *whole[:rest]) for rest in range(3)
-        ]
+        is_inserted = inserted.args[1] in [(*whole, None, *whole[:rest]) for rest in range(3)]
     if not is_inserted:
         return None
     source = inserted.args[0]

@@ -1,21 +1,30 @@
-"""Recognize attention in a Dynamo graph: the functions that compute it, and how they are called."""
+"""Attention in a Dynamo graph: which functions compute it, and what is known of a call of them."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 
-from cp_inductor.errors import UnsupportedAttention
+from cp_inductor.dtensor.axis import SequenceAxis
+from cp_inductor.dtensor.recipe import PlanOptions
+from cp_inductor.dtensor.wrap import held_by_rank
+from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.graph.nodes import nodes_of
 from cp_inductor.mask.reader.lengths import as_number
+from cp_inductor.mask.reader.read import MaskOfLengths
+from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.region.flex_calls import FLEX
 from cp_inductor.region.marks import is_left_alone
 from cp_inductor.region.modes import OPAQUE_ATTENTION
+from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.sizes import size_hint
 
 # As Dynamo captures the call, and as `inline_multi_head` leaves it.
 SDPA = frozenset(
@@ -53,24 +62,15 @@ def has_attentions(gm: fx.GraphModule) -> bool:
 
 def has_masks(gm: fx.GraphModule) -> bool:
     """Whether any attention of a Dynamo graph has a mask or dropout, or is flex_attention."""
-    for node in nodes_of(gm):
-        if node.target is FLEX:
-            return True
-        if node.target in SDPA:
-            call = bind_sdpa(node, node.name)
-            if call["attn_mask"] is not None or call["dropout_p"]:
-                return True
-    return False
+    calls = (bind_sdpa(node, node.name) for node in nodes_of(gm) if node.target in SDPA)
+    is_flex = any(node.target is FLEX for node in nodes_of(gm))
+    return is_flex or any(call["attn_mask"] is not None or call["dropout_p"] for call in calls)
 
 
-def calls_to(graphs: Iterable[fx.Graph], functions: Container[Any]) -> list[fx.Node]:
+def calls_to(gm: fx.GraphModule, functions: Container[Any]) -> list[fx.Node]:
     """Return the calls of some functions, but for those that a region leaves alone."""
-    return [
-        node
-        for graph in graphs
-        for node in graph.nodes
-        if node.op == "call_function" and node.target in functions and not is_left_alone(node)
-    ]
+    calls = (node for node in nodes_of(gm) if node.op == "call_function")
+    return [node for node in calls if node.target in functions and not is_left_alone(node)]
 
 
 def bind_sdpa(node: fx.Node, site: str) -> dict[str, Any]:
@@ -94,3 +94,53 @@ def bind_sdpa(node: fx.Node, site: str) -> dict[str, Any]:
                 remedy=f"pass {name} as a Python number",
             )
     return bound
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """An attention over a sharded sequence.
+
+    Attributes:
+        name: for messages, with the source line.
+        node: the call of SDPA, or of flex_attention.
+        query, key, value: its inputs.
+        dtype: in which it computes; under autocast its inputs may still be wider.
+        axis: the mesh axis that shards the sequence.
+        attention: what to compute, with the recipe of its plan, or by a plan of its batch.
+        mask: the tensors that the mask reads.
+        plan_options: the choices that hold for it.
+        of_lengths: the mask, if its lengths are symbols that only a call gives numbers.
+        why_kernel: why its kernel was chosen, for people.
+    """
+
+    name: str
+    node: fx.Node
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    dtype: torch.dtype
+    axis: SequenceAxis
+    attention: Attention
+    mask: Recognized
+    plan_options: PlanOptions
+    of_lengths: MaskOfLengths | None
+    why_kernel: str
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the graph holds DTensors here, rather than this rank's shards."""
+        return isinstance(self.query.meta["example_value"], DTensor)
+
+    @property
+    def is_flex(self) -> bool:
+        """Whether it is flex_attention, which returns more than its output."""
+        return self.node.target is FLEX
+
+    @property
+    def batch(self) -> int:
+        """The number of batch entries on this rank, in the call being compiled."""
+        return size_hint(held_by_rank(self.query.meta["example_value"]).shape[0])
+
+
+# What becomes of an attention: it is rewritten, refused, or not over a sharded sequence.
+Verdict = Site | CPError | None

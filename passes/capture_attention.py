@@ -45,8 +45,8 @@ from cp_inductor.mask.reader.writes import Writes
 from cp_inductor.ops.attention import FORWARD, attention_of
 from cp_inductor.ops.plan_batch import PLAN_BATCH
 from cp_inductor.ops.rules_of_lengths import remember_mask
-from cp_inductor.passes.insert_call import insert_call
-from cp_inductor.passes.sites import Site
+from cp_inductor.passes.attentions import Site
+from cp_inductor.passes.nodes import insert_call
 from cp_inductor.region.flex_bias import Reads, bias_of_scores
 from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, has_natural_lse
 from cp_inductor.run.attention import Attention
@@ -66,7 +66,7 @@ def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
         for site in sites
         if site.is_distributed
     ]
-    written = {node for nodes in saved for node in nodes if writes.has(node, besides=())}
+    written = {node for nodes in saved for node in nodes if writes.has(node)}
     captured: dict[fx.Node, fx.Node] = {}
     for site in sites:
         # What another attention made is made anew by the time.
@@ -81,9 +81,7 @@ def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
 
 def _results(site: Site) -> list[fx.Node]:
     """Return the nodes that are the results of a site, one tensor each."""
-    if not site.is_flex:
-        return [site.node]
-    return [taken for taken in site.node.users if taken.users]
+    return [taken for taken in site.node.users if taken.users] if site.is_flex else [site.node]
 
 
 def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -139,14 +137,8 @@ def _local_users(site: Site, result: fx.Node) -> list[fx.Node]:
     before = result.meta["example_value"]
     if not site.is_distributed or before.placements != site.query.meta["example_value"].placements:
         return []
-    return [
-        user
-        for user in result.users
-        if user.op == "call_method"
-        and user.target == "to_local"
-        and len(user.args) == 1
-        and not user.kwargs
-    ]
+    calls = [user for user in result.users if (user.op, user.target) == ("call_method", "to_local")]
+    return [user for user in calls if len(user.args) == 1 and not user.kwargs]
 
 
 def _copied(site: Site, node: fx.Node, is_written: bool) -> fx.Node:
@@ -181,15 +173,11 @@ def _extras(
 
 def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> list[fx.Node]:
     """Insert the plan of a batch: its sizes and its numbers."""
-    assert site.plan_options is not None
     batch, num_heads, *_ = query.meta["example_value"].shape
-    num_kv_heads = held_by_rank(site.key.meta["example_value"]).shape[1]
-    lengths = lengths_at_run_time(
-        site.plan_options,
-        site.axis,
-        *(node.meta["example_value"] for node in (site.query, site.key)),
-        site=site.name,
-    )
+    values = [node.meta["example_value"] for node in (site.query, site.key)]
+    num_kv_heads = held_by_rank(values[1]).shape[1]
+    lengths = lengths_at_run_time(site.plan_options, site.axis, *values, site=site.name)
+    mask = site.of_lengths
     args = (
         list(extras),
         site.attention.source.rule,
@@ -200,72 +188,52 @@ def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> lis
         site.attention.source.stages,
         query.meta["example_value"].device,
         site.attention.group_name,
-        _remember_mask(site),
+        "" if mask is None else mask.name,
         site.attention.nodes,
     )
+    if mask is not None:
+        hints = [size_hint(value.shape[SEQUENCE_DIM]) for value in values]
+        remember_mask(mask.name, site.name, mask.holds, (hints[0], hints[1]))
     plan = insert_call(site.node, PLAN_BATCH, *args)
     _remember(site, site.attention, args)
     return [insert_call(site.node, getitem, plan, place) for place in (0, 1)]
-
-
-def _remember_mask(site: Site) -> str:
-    """Remember the mask of a site whose lengths are symbols, and return its name, or nothing."""
-    mask = site.of_lengths
-    if mask is None:
-        return ""
-    lengths = tuple(
-        size_hint(node.meta["example_value"].shape[SEQUENCE_DIM]) for node in (site.query, site.key)
-    )
-    remember_mask(mask.name, site.name, mask.holds, (lengths[0], lengths[1]))
-    return mask.name
 
 
 def _remember(site: Site, this: Attention, args: Sequence[Any]) -> None:
     """Remember for `prepared` how the tables of a mask follow from the inputs."""
     shapes = [node.meta["example_value"].shape for node in args[0]]
     derived = derive_tables(site.mask.tables, shapes)
-    values = [arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in args[2:7]]
     if derived is None:
         return
-    sizes = [int(size) if is_number(size) else Multiple.of(size) for size in values]
+    values = _values_of(args[2:7])
+    sizes: Any = [int(size) if is_number(size) else Multiple.of(size) for size in values]
     symbols = {
         size.symbol for shape, _ in derived.like for size in shape if isinstance(size, Multiple)
     }
     if not all(isinstance(size, int) or getattr(size, "symbol", None) in symbols for size in sizes):
         return
-    batch, num_queries, num_keys, num_heads, num_kv_heads = cast("list[Any]", sizes)
-    remember(
-        Known(
-            derived,
-            this.source.rule,
-            (batch, num_queries, num_keys),
-            (num_heads, num_kv_heads),
-            this.source.stages,
-            this.nodes,
-            this.group_name,
-            KERNELS[this.kernel].device != "cpu",
-        )
-    )
+    source, is_copied = this.source, KERNELS[this.kernel].device != "cpu"
+    plan = (source.rule, tuple(sizes[:3]), (sizes[3], sizes[4]), source.stages, this.nodes)
+    remember(Known(derived, *plan, this.group_name, is_copied))
 
 
 def _length(site: Site, side: fx.Node, length: int | SymInt) -> fx.Node | int:
     """Return the length of a whole sequence, as the graph computes it if it is dynamic."""
     if not isinstance(length, SymInt):
         return length
-    of_side = insert_call(site.node, "size", side, SEQUENCE_DIM)
+    size = insert_call(site.node, "size", side, SEQUENCE_DIM)
     if site.is_distributed:
-        return of_side
-    return insert_call(site.node, mul, of_side, site.axis.world_size)
+        return size
+    return insert_call(site.node, mul, size, site.axis.world_size)
 
 
 def _made_bias(site: Site, query: fx.Node) -> fx.Node:
     """Insert what the score_mod of flex_attention adds to the scores of this rank's queries."""
     call, recipe = bind_flex(site.node, site.name), site.attention.recipe
-    before = [recipe.grid.local_length(rank, of_keys=False) for rank in range(site.axis.rank)]
-    reads = Reads.of(call.score_mod)
-    where = (sum(before), recipe.grid.key_length, reads.batch, reads.head)
-    args = (site.node.args[SCORE_MOD], query, _placed(site.query), *where, *call.of_score_mod)
-    return insert_call(site.node, bias_of_scores, *args)
+    before = sum(recipe.grid.local_length(rank, of_keys=False) for rank in range(site.axis.rank))
+    reads, score_mod = Reads.of(call.score_mod), site.node.args[SCORE_MOD]
+    where = (before, recipe.grid.key_length, reads.batch, reads.head, *call.of_score_mod)
+    return insert_call(site.node, bias_of_scores, score_mod, query, _placed(site.query), *where)
 
 
 def _expanded(site: Site, bias: fx.Node, indices: Sequence[Expr]) -> fx.Node:
@@ -290,8 +258,7 @@ def _erase_unused(nodes: Sequence[fx.Node], site: Site) -> None:
         if node in seen:
             continue
         is_known = node in site.mask.computed_by or node.target is DTensor.from_local
-        is_known |= site.is_flex and node.op == "get_attr"
-        if node.users or not is_known:
+        if node.users or not (is_known or (site.is_flex and node.op == "get_attr")):
             continue
         seen.add(node)
         stack += node.all_input_nodes
@@ -309,11 +276,8 @@ def _to_local(site: Site, node: fx.Node) -> fx.Node:
 
 def _wrapped(node: fx.Node) -> fx.Node | None:
     """Return the local tensor that a DTensor merely wraps; None if it does more."""
-    if node.target is not DTensor.from_local or "grad_placements" in node.kwargs:
-        return None
-    local = node.args[0]
-    assert isinstance(local, fx.Node)
-    return local
+    is_wrapped = node.target is DTensor.from_local and "grad_placements" not in node.kwargs
+    return cast(fx.Node, node.args[0]) if is_wrapped else None
 
 
 def _placed(node: fx.Node) -> fx.Node:
@@ -338,18 +302,16 @@ def list_attentions(gm: fx.GraphModule) -> list[Planned]:
         if this is None:
             continue
         query, key = (node.args[place].meta["example_value"] for place in (0, 1))
-        site = f"attention ({place_of(node)})"
-        if not this.is_per_batch:
-            sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
-            found.append(Planned(this, query.dtype, sizes, site))
-        else:
+        lengths = (query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
+        sizes, heads = (query.shape[0], *lengths), tuple[int, ...]()
+        if this.is_per_batch:
             *_, numbers = node.args[3]
-            plan = numbers.args[0]
-            known: tuple[Any, ...] = tuple(
-                arg.meta["example_value"] if isinstance(arg, fx.Node) else arg
-                for arg in plan.args[2:5]
-            )
-            known += (query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
+            sizes = (*_values_of(numbers.args[0].args[2:5]), *lengths)
             heads = (query.shape[1], key.shape[1], query.shape[3])
-            found.append(Planned(this, query.dtype, known, site, heads))
+        site = f"attention ({place_of(node)})"
+        found.append(Planned(this, query.dtype, sizes, site, heads))
     return found
+
+
+def _values_of(arguments: Sequence[Any]) -> list[Any]:
+    return [arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in arguments]

@@ -1,9 +1,23 @@
-"""Refuse, or warn, where what the user said of the mesh does not fit the graph. Changes nothing.
+"""Refuse, or warn, where the user's mesh or way of compiling does not fit. Changes nothing.
 
 options={"mesh": mesh}    a graph break: refused; no fullgraph=True: a warning
 nothing                   several ranks, and attention over tensors that nobody shards: a warning
 
-Nothing about a plain tensor says that it is a shard; the option alone does.
+Nothing about a plain tensor says that it is a shard; the option alone does. These ways of compiling
+lose exchanges, and are refused:
+
+compile_on_one_rank                     the graphs of ranks differ
+torch.compiler.nested_compile_region    once it was called, Dynamo takes DTensors for plain tensors
+aot_compile                             what is saved does not say of which rank it is
+
+An op may turn the sequence of DTensors from Shard to Replicate before an attention:
+
+    x (B, S, D) [Shard(1)]
+    y = x.roll(1, 1)                       y: [Replicate]: every rank has all of it
+    out = attention(split(linear(y)))      every rank computes it for the whole sequence
+
+The results are right, but every rank computes all of them, so the mesh brings nothing, and DTensor
+does not say so: a warning.
 
 Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 """
@@ -12,17 +26,28 @@ from __future__ import annotations
 
 import logging
 import warnings
+from typing import Any
 
 import torch.distributed as dist
-from torch import fx
-from torch.distributed.tensor import DTensor
+from torch import fx, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.dtensor.wrap import is_whole
-from cp_inductor.errors import SequenceWarning, UnsupportedAttention
+from cp_inductor.errors import CPError, InvalidArgument, SequenceWarning, UnsupportedAttention
+from cp_inductor.graph.nodes import name_of
+from cp_inductor.graph.subgraphs import Calls, calls_of, method_of, source_of
 from cp_inductor.kept import cache
+from cp_inductor.passes.attentions import CAPTURED, calls_to
+from cp_inductor.passes.follow_graph import REWRAPPING
 from cp_inductor.region.marks import regions_of
-from cp_inductor.torch_private.dynamo import are_gradients_reduced, is_capturing_whole
+from cp_inductor.torch_private.dynamo import (
+    are_gradients_reduced,
+    is_capturing_whole,
+    is_compiled_ahead,
+    is_compiled_for_all_ranks,
+)
+from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH
 
 log = logging.getLogger("cp_inductor")
 
@@ -30,13 +55,9 @@ log = logging.getLogger("cp_inductor")
 def check_mesh(
     gm: fx.GraphModule, axis: SequenceAxis | None, *, is_mesh_named: bool, has_attention: bool
 ) -> None:
-    """Check a graph against the mesh that the user named, or did not name.
+    """Check a graph against the axis of the mesh that the user named; None without one.
 
-    Args:
-        gm: from Dynamo.
-        axis: the axis of the mesh that the user named; None without one.
-        is_mesh_named: options say what plain tensors are; `{"mesh": None}`: whole.
-        has_attention: the graph has any attention.
+    If `is_mesh_named`, options say what plain tensors are; `{"mesh": None}`: whole.
 
     Raises:
         UnsupportedAttention: the graph ends at a graph break, and only options say that plain
@@ -67,9 +88,8 @@ def _is_of_whole_tensors(gm: fx.GraphModule) -> bool:
     if are_gradients_reduced():  # over ranks that each have batches of their own
         return False
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
-    return not regions_of(gm) and not any(
-        isinstance(value, DTensor) and not is_whole(value) for value in values
-    )
+    is_cut = any(isinstance(value, DTensor) and not is_whole(value) for value in values)
+    return not is_cut and not regions_of(gm)
 
 
 @cache
@@ -91,4 +111,89 @@ def _warn_of_fallback() -> None:
         'options={"mesh": ...} without fullgraph=True: wherever torch.compile falls back to eager'
         " (a recompile limit, a dispatch mode), attention sees only its own shard. Compile with"
         " fullgraph=True, or pass DTensors to the model."
+    )
+
+
+def check_ways(gm: fx.GraphModule) -> None:
+    """Check how a graph is compiled.
+
+    Raises:
+        CPError: in a way that loses its exchanges.
+    """
+    if not dist.is_initialized():
+        return
+    if is_compiled_for_all_ranks():
+        raise _refused(
+            "a graph that each rank compiles for itself",
+            "compile_on_one_rank, which gives all ranks one graph",
+            "unset TORCH_COMPILE_ON_ONE_RANK and TORCH_DISTRIBUTED_COMPILE_ON_ONE_RANK",
+        )
+    if is_compiled_ahead():
+        raise _refused(
+            "a graph that runs where it is compiled",
+            "aot_compile, which saves it without its rank and mesh",
+            "call the compiled model: Inductor's cache keeps what it compiles",
+        )
+    for node in gm.graph.find_nodes(op="call_function", target=INVOKE_SUBGRAPH):
+        values = [argument.meta.get("example_value") for argument in node.all_input_nodes]
+        if any(isinstance(value, DTensor) for value in values):
+            raise _refused(
+                "plain tensors in a nested_compile_region",
+                "DTensors, which torch (2.13 to 2.15) does not trace there",
+                "call it without nested_compile_region",
+                site=name_of(node),
+            )
+
+
+def _refused(expected: str, got: str, remedy: str, site: str = "torch.compile") -> CPError:
+    return InvalidArgument(site=site, expected=expected, got=got, remedy=remedy)
+
+
+def check_placements(gm: fx.GraphModule) -> None:
+    """Warn of every attention that an earlier op keeps from being sharded."""
+    calls = calls_of(gm)
+    for node in calls_to(gm, CAPTURED):
+        query: Any = node.args[0] if node.args else node.kwargs["query"]
+        for axis, placement in enumerate(_placements(query)):
+            op = _first_loss(query, axis, calls) if isinstance(placement, Replicate) else None
+            if op is not None:
+                _warn_of_loss(node, op)
+
+
+def _placements(node: object) -> tuple[object, ...]:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return tuple(value.placements) if isinstance(value, DTensor) else ()
+
+
+def _first_loss(query: fx.Node, axis: int, calls: Calls) -> fx.Node | None:
+    """Return the op ahead of a query that gave up its sharding on an axis; None if none did."""
+    stack, seen = [query], set[fx.Node]()
+    while stack:
+        node = source_of(stack.pop(), calls)
+        if node in seen:
+            continue
+        seen.add(node)
+        stack += node.all_input_nodes
+        placements = _placements(node)
+        is_whole_here = len(placements) > axis and isinstance(placements[axis], Replicate)
+        # Who writes what converts DTensors says so himself.
+        if not is_whole_here or (method_of(node) or node.target) in REWRAPPING:
+            continue
+        for source in node.all_input_nodes:
+            given = _placements(source)
+            is_weight = isinstance(source.meta.get("example_value"), nn.Parameter)
+            if len(given) > axis and isinstance(given[axis], Shard) and not is_weight:
+                return node
+    return None
+
+
+def _warn_of_loss(attention: fx.Node, op: fx.Node) -> None:
+    given = next(placements for source in op.all_input_nodes if (placements := _placements(source)))
+    warnings.warn(
+        f"{name_of(attention)}: every rank computes attention over the"
+        f" whole sequence, because {name_of(op)} turned {given} into"
+        f" {_placements(op)}. Call {op.name} before the sequence is sharded, or redistribute"
+        " its result",
+        SequenceWarning,
+        stacklevel=2,
     )

@@ -48,9 +48,9 @@ from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import InvalidArgument, SequenceMixed
 from cp_inductor.graph.nodes import name_of, nodes_of
 from cp_inductor.graph.subgraphs import method_of
-from cp_inductor.passes.follow_graph import Followed, follow_graph
+from cp_inductor.passes.attentions import Site
+from cp_inductor.passes.follow_graph import GraphTyper, follow_graph
 from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
-from cp_inductor.passes.sites import Site
 from cp_inductor.region.marks import MARK, groups_of_regions, is_per_rank
 from cp_inductor.region.regions import typers_of_program
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels
@@ -66,16 +66,15 @@ from cp_inductor.torch_private.groups import group_of
 def check_sequence(
     gm: fx.GraphModule,
     sites: Sequence[Site],
-    seq_dims: Mapping[str, int | None] | None = None,
-    axis: SequenceAxis | None = None,
+    seq_dims: Mapping[str, int | None],
+    axis: SequenceAxis | None,
 ) -> GraphTypes | AlikeLengths | None:
     """Check a Dynamo graph over plain shards.
 
     Args:
-        gm: the graph. Its means over labels are changed, nothing else.
-        sites: all its attentions over a sharded sequence. Those over plain tensors, or over
-            DTensors that wrap plain shards for the attention only, tell which dims are the
-            sequence.
+        gm: the graph.
+        sites: all its attentions over a sharded sequence. Those over plain shards tell which dims
+            are the sequence.
         seq_dims: of inputs, by their names in the model; None: the same on every rank.
         axis: the axis of the mesh that the user named.
 
@@ -87,38 +86,37 @@ def check_sequence(
         InvalidArgument: no input has a name in `seq_dims`.
         SequenceMixed: an attention, or a result outside of a region, depends on what mixes tokens.
     """
-    sites = [
-        site
-        for site in sites
-        if site.axis.world_size > 1
-        and (
-            site.query.target is DTensor.from_local
-            or not is_sequence_sharded(site.query.meta["example_value"])
-        )
-    ]
+    sites = [site for site in sites if site.axis.world_size > 1 and _is_of_shards(site.query)]
     groups = [site.axis.group_name for site in sites]
     groups += [typer.group_name for typer in typers_of_program()]
     groups += [name for name in groups_of_regions(gm) if group_of(name).size() > 1]
     groups += [axis.group_name] if axis is not None and axis.world_size > 1 else []
-    inputs = _inputs(gm, sites, seq_dims or {})
+    inputs = _inputs(gm, sites, seq_dims)
     if axis is not None:
-        _refuse_other_names(gm, seq_dims or {})
+        _refuse_other_names({one.name for one in inputs}, seq_dims)
     if not groups or not any(isinstance(one.value, Tensor) for one in inputs):
         return None
     _count_all_labels(gm, groups[0])
-    if typers_of_program():
+    is_in_region = bool(typers_of_program())
+    if sites or not is_in_region:
+        for node, given in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            if given.shard_dim is not None:
+                node.meta[_SHARD] = (given.name, given.shard_dim)
+    if is_in_region:
         nodes = [site.node for site in sites]
         types = GraphTypes(gm, nodes, partial(_type_in_region, inputs))
-        if sites:
-            _mark_shards(gm, inputs)
         types.check(graph_examples(gm.graph))
         return types
-    _mark_shards(gm, inputs)
-
     try:
         return _check_by_convention(gm, sites, inputs, groups[0])
     except SequenceMixed as error:
-        raise _with_guesses(error, gm, inputs) from None
+        raise _with_guesses(error, inputs) from None
+
+
+def _is_of_shards(query: fx.Node) -> bool:
+    """Whether a query is a plain shard, or wraps one for the attention only."""
+    is_wrapped = query.target is DTensor.from_local
+    return is_wrapped or not is_sequence_sharded(query.meta["example_value"])
 
 
 def _check_by_convention(
@@ -129,40 +127,36 @@ def _check_by_convention(
     Without an attention nothing says whether all ranks have as many tokens. If that makes a
     difference, they compare.
     """
-    uneven = _uneven_lengths(sites)
-    nodes = {site.node for site in sites}
+    uneven, nodes = _uneven_lengths(sites), {site.node for site in sites}
     values = [one.value for one in inputs]
 
-    def follow(is_even: Callable[[int], bool]) -> Followed:
+    def follow(is_even: Callable[[int], bool]) -> tuple[GraphTyper, Any]:
         typed = [_type_of(one, one.value, is_even) for one in inputs]
-        run = follow_graph(gm, nodes, values, typed, is_even)
-        run.typer.refuse_mixed(run.returned)
-        return run
+        typer, _, returned = follow_graph(gm, nodes, values, typed, is_even)
+        typer.refuse_mixed(returned)
+        return typer, returned
 
     checks = None
     try:
-        run = follow(lambda length: bool(sites) and length not in uneven)
+        followed = follow(lambda length: bool(sites) and length not in uneven)
     except SequenceMixed as error:
         if sites:
             raise
-        run = follow(lambda length: True)
+        followed = follow(lambda length: True)
         dims = {p: one.dim for p, one in enumerate(inputs) if isinstance(one.dim, int)}
         checks = AlikeLengths(dims, group_name, error)
-    warn_of_sums(run.typer, run.returned)
+    warn_of_sums(*followed)
     return checks
 
 
-def _with_guesses(
-    error: SequenceMixed, gm: fx.GraphModule, inputs: Sequence[_Input]
-) -> SequenceMixed:
+def _with_guesses(error: SequenceMixed, inputs: Sequence[_Input]) -> SequenceMixed:
     """Return a refusal that may be due to inputs of which two dims are as long as the tokens."""
-    shards = shards_of(gm)
-    guessed = [
-        f"{name} {tuple(sizes)}"
-        for place, (name, dim) in shards.items()
-        if (sizes := numbers(inputs[place].value.shape)).count(sizes[dim]) > 1
-        and not inputs[place].is_named
-    ]
+    guessed = []
+    for one in inputs:
+        if one.shard_dim is not None and not one.is_named:
+            sizes = numbers(one.value.shape)
+            if sizes.count(sizes[one.shard_dim]) > 1:
+                guessed.append(f"{one.name} {tuple(sizes)}")
     if not guessed:
         return error
     return SequenceMixed(
@@ -179,22 +173,19 @@ def _count_all_labels(gm: fx.GraphModule, group_name: str) -> None:
     for node in list(nodes_of(gm)):
         if node.op != "call_function" or node.target not in COUNTED_LOSSES or is_per_rank(node):
             continue
-        given = signature(node.target).bind(*node.args, **node.kwargs)
-        given.apply_defaults()
-        labels = given.arguments["target"]
+        bound = signature(node.target).bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        call, labels = bound.arguments, bound.arguments["target"]
         value = labels.meta["example_value"]
-        if given.arguments["reduction"] != "mean" or value.is_floating_point():
-            continue
-        if isinstance(value, DTensor):
+        is_plain = not (value.is_floating_point() or isinstance(value, DTensor))
+        if call["reduction"] != "mean" or not is_plain:
             continue
         with node.graph.inserting_before(node):
-            where = (given.arguments["ignore_index"], group_name, name_of(node))
-            counted = node.graph.call_function(
-                count_labels, (labels, given.arguments["input"], *where)
-            )
+            args = (labels, call["input"], call["ignore_index"], group_name, name_of(node))
+            counted = node.graph.call_function(count_labels, args)
         counted.meta = {**labels.meta, "stack_trace": node.meta.get("stack_trace")}
-        given.arguments["target"] = counted
-        node.args, node.kwargs = given.args, given.kwargs
+        call["target"] = counted
+        node.args, node.kwargs = bound.args, bound.kwargs
     gm.recompile()
 
 
@@ -208,7 +199,7 @@ def _uneven_lengths(sites: Sequence[Site]) -> frozenset[int]:
             whole = (recipe.query_length, recipe.key_length)
             own = (_length(site.query), _length(site.key))
             uneven |= {n for n, m in zip(own, whole, strict=True) if m % world}
-        elif site.plan_options is not None:
+        else:
             known = whole_of_shard(site.plan_options.lengths, world, site.axis.rank)
             uneven |= {own for own, whole in known.items() if whole % world}
     return frozenset(uneven)
@@ -224,6 +215,7 @@ class _Input:
     """An input of a graph.
 
     Attributes:
+        name: as an argument of the model, if it is one.
         value: as Dynamo has it.
         dim: the convention's place of its tokens; None: it has none; text: what it is, if that is
             not known.
@@ -231,26 +223,32 @@ class _Input:
         is_told: the convention holds where no region knows the tensor.
     """
 
+    name: str
     value: Any
     dim: int | str | None
-    is_named: bool = False
-    is_told: bool = True
+    is_named: bool
+    is_told: bool
+
+    @property
+    def shard_dim(self) -> int | None:
+        """The dim of the tokens of a plain tensor; None if it has none."""
+        is_plain = not isinstance(self.value, DTensor)
+        return self.dim if isinstance(self.dim, int) and is_plain else None
 
 
 def _inputs(
-    gm: fx.GraphModule,
-    sites: Sequence[Site],
-    seq_dims: Mapping[str, int | None],
+    gm: fx.GraphModule, sites: Sequence[Site], seq_dims: Mapping[str, int | None]
 ) -> list[_Input]:
     """Return the inputs of a graph, each with its sequence dim by the convention."""
     attended = {_origin(node) for site in sites for node in (site.query, site.key, site.value)}
-    names = {node: name for node, name, _ in graph_inputs(gm.graph)}
+    sources = {node: name for node, name, _ in graph_inputs(gm.graph)}
     given = {n: n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")}
+    names = {n: re.sub(r"^L\['(\w+)'\]", r"\1", sources.get(n, "")) or n.name for n in given}
     sizes = {n: numbers(v.shape) if isinstance(v, Tensor) else [] for n, v in given.items()}
     of_modules = {
         n
         for n, v in given.items()
-        if isinstance(v, nn.Parameter) or (names.get(n) or "L[")[:2] not in ("L[", "G[")
+        if isinstance(v, nn.Parameter) or (sources.get(n) or "L[")[:2] not in ("L[", "G[")
     }
     lengths = {_length(node) for site in sites for node in (site.query, site.key)}
     if not sites:
@@ -261,7 +259,7 @@ def _inputs(
         }
     dims: dict[fx.Node, int | str | None] = {}
     for node, value in given.items():
-        argument = _argument(node, names.get(node, ""))
+        argument = names[node]
         usual = [i for i in _PLACES.get(len(sizes[node]), (1,)) if sizes[node][i : i + 1]]
         is_free = not lengths.intersection(sizes[node]) if sites else not sizes[node]
         if argument in seq_dims:
@@ -272,9 +270,9 @@ def _inputs(
         elif node in attended:
             dims[node] = SEQUENCE_DIM
         else:
-            found = [i for i in usual if sizes[node][i] in lengths]
-            is_clear = found and (sites or len(found) == 1)
-            dims[node] = found[0] if is_clear else f"an input {argument} of {sizes[node]}"
+            likely = [i for i in usual if sizes[node][i] in lengths]
+            is_clear = likely and (sites or len(likely) == 1)
+            dims[node] = likely[0] if is_clear else f"an input {argument} of {sizes[node]}"
     told = {sizes[node][dim] for node, dim in dims.items() if isinstance(dim, int)}
     for node, dim in dims.items():
         places = [i for i, size in enumerate(sizes[node]) if size in told]
@@ -282,9 +280,10 @@ def _inputs(
             dims[node] = places[0]
     return [
         _Input(
+            names[node],
             value,
             dims[node],
-            is_named=_argument(node, names.get(node, "")) in seq_dims,
+            is_named=names[node] in seq_dims,
             is_told=bool(sites) or node in of_modules,
         )
         for node, value in given.items()
@@ -301,12 +300,11 @@ def _tells_length(value: object) -> bool:
     return value.ndim == 3 or not (value.is_floating_point() or value.is_complex())
 
 
-def _refuse_other_names(gm: fx.GraphModule, seq_dims: Mapping[str, int | None]) -> None:
+def _refuse_other_names(arguments: set[str], seq_dims: Mapping[str, int | None]) -> None:
     """Refuse names that no input has; what a graph does not use is still an input of the frame.
 
     Only where options declare the mesh: there a model is one graph, and has one frame.
     """
-    arguments = {_argument(node, name) for node, name, _ in graph_inputs(gm.graph)}
     known = frame_locals()
     others = [n for n in seq_dims if n not in arguments and re.split(r"\W", n)[0] not in known]
     if others and known:
@@ -318,35 +316,14 @@ def _refuse_other_names(gm: fx.GraphModule, seq_dims: Mapping[str, int | None]) 
         )
 
 
-def _mark_shards(gm: fx.GraphModule, inputs: Sequence[_Input]) -> None:
-    """Leave in plain inputs that are shards, for `shards_of`, which dim their tokens are in."""
-    for node, given in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        if isinstance(given.dim, int) and not isinstance(given.value, DTensor):
-            node.meta[_SHARD] = given.dim
-
-
 def shards_of(gm: fx.GraphModule) -> dict[int, tuple[str, int]]:
     """Return the plain inputs that were found to be shards: by place, name and sequence dim."""
-    names = {node: _argument(node, name) for node, name, _ in graph_inputs(gm.graph)}
     nodes = enumerate(gm.graph.find_nodes(op="placeholder"))
-    return {
-        place: (names.get(node, node.name), node.meta[_SHARD])
-        for place, node in nodes
-        if _SHARD in node.meta
-    }
+    return {place: node.meta[_SHARD] for place, node in nodes if _SHARD in node.meta}
 
 
-def _argument(node: fx.Node, name: str) -> str:
-    """Return the name of an input as an argument of the model, if it is one."""
-    return re.sub(r"^L\['(\w+)'\]", r"\1", name) or node.name
-
-
+# In the meta of plain inputs that are shards: their name, and the dim that their tokens are in.
 _SHARD = "cp_inductor_shard"
-
-_NAME_IT = (
-    "call transpose(1, 2) after the split into heads, or name the dim, as in"
-    " options={'seq_dims': {'ids': 1}}"
-)
 
 # Where the tokens of an input are, by its number of dims; of four, behind batch and heads.
 _PLACES = {1: (0,), 4: (1, 2)}
@@ -363,7 +340,9 @@ def _type_of(given: _Input, value: Any, is_even: Callable[[int], bool]) -> Type:
     """Return the type of an input by the convention."""
     if isinstance(given.dim, str):
         got = f"{given.dim}, of which it is not known where its tokens are"
-        return Mixed("a compiled graph over plain shards", got, _NAME_IT)
+        name_it = "or name the dim, as in options={'seq_dims': {'ids': 1}}"
+        remedy = f"call transpose(1, 2) after the split into heads, {name_it}"
+        return Mixed("a compiled graph over plain shards", got, remedy)
     if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
         return Own()
     return Same() if given.dim is None else shards_at(value, given.dim, is_even)

@@ -20,19 +20,25 @@ AOTAutograd returns the base of outputs that share memory, and makes the views o
 of the graph. DTensor has no `as_strided` (torch 2.13 to 2.15), so that call fails. What is written
 to one of the two in place would not reach the other: `dtensor/rules/writes.py` refuses that.
 
+    def graph(mesh, q, k, v)      =>      def graph(q, k, v)           returns the places 1, 2, 3
+
+Inputs that are neither tensors nor numbers, and that nothing reads, are dropped: after capturing,
+the mesh of a region is one, and torch 2.13's partitioner with a memory budget takes it for an
+object of unknown size. Who calls the graph leaves out the same inputs.
+
 Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_value`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any, cast
 
-from torch import fx
+from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch.distributed.tensor import DTensor, Replicate
 
 from cp_inductor.dtensor.rules.partials import is_partial
-from cp_inductor.passes.insert_call import insert_call
+from cp_inductor.passes.nodes import insert_call
 
 # What shares memory on one process, and does not here: places of outputs, and inputs.
 Sharing = list[tuple[list[int], list[fx.Node]]]
@@ -41,8 +47,7 @@ Sharing = list[tuple[list[int], list[fx.Node]]]
 def complete_outputs(gm: fx.GraphModule) -> Sharing:
     """Sum the parts of scalars, and copy the views among outputs that share memory, in place.
 
-    Returns:
-        Outputs and inputs that share memory on one process.
+    Returns the outputs and inputs that share memory on one process.
     """
     output, sharing = gm.graph.output_node(), _sharing(gm.graph)
     returned = {
@@ -72,20 +77,31 @@ def complete_outputs(gm: fx.GraphModule) -> Sharing:
 
 
 def _sharing(graph: fx.Graph) -> Sharing:
-    given, (returned,) = graph.find_nodes(op="placeholder"), graph.output_node().args
-    found: dict[int, tuple[list[int], list[fx.Node]]] = {}
-    names: dict[int, set[fx.Node]] = {}
-    for place, node in enumerate([*given, *cast("Any", returned)]):
+    inputs, (returned,) = graph.find_nodes(op="placeholder"), graph.output_node().args
+    in_memory: defaultdict[int, list[tuple[int, fx.Node]]] = defaultdict(list)
+    for place, node in enumerate([*inputs, *cast("Any", returned)], -len(inputs)):
         value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
         if isinstance(value, DTensor):
-            outputs, inputs = found.setdefault(_memory(value), ([], []))
-            names.setdefault(_memory(value), set()).add(node)
-            if place < len(given):
-                inputs.append(node)
-            else:
-                outputs.append(place - len(given))
-    return [one for memory, one in found.items() if one[0] and len(names[memory]) > 1]
+            in_memory[_memory(value)].append((place, node))
+    return [
+        ([place for place, _ in nodes if place >= 0], [node for place, node in nodes if place < 0])
+        for nodes in in_memory.values()
+        if nodes[-1][0] >= 0 and len({node for _, node in nodes}) > 1
+    ]
 
 
 def _memory(value: DTensor) -> int:
     return id(value if value._base is None else value._base)
+
+
+def drop_idle_objects(gm: fx.GraphModule) -> tuple[int, ...]:
+    """Drop them in place, and return the places of the remaining inputs."""
+    kept = []
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("example_value")
+        if node.users or isinstance(value, (Tensor, int, float, SymInt, SymFloat, SymBool)):
+            kept.append(place)
+        else:
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return tuple(kept)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import setitem
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -24,7 +24,7 @@ from torch import fx
 from cp_inductor.graph.nodes import recompile_all
 from cp_inductor.graph.subgraphs import calls_of, drop_unused_inputs
 from cp_inductor.mask.reader.writes import is_in_place
-from cp_inductor.passes.sites import Site
+from cp_inductor.passes.attentions import Site
 from cp_inductor.torch_private.tracing import ADD_BATCH_DIM
 
 # The place of the BlockMask among the arguments of flex_attention.
@@ -35,13 +35,10 @@ def drop_block_masks(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
     """Drop the BlockMasks of the sites that are flex_attention; idempotent."""
     calls = calls_of(gm)
     dropped: list[fx.Node] = []
-    for site in sites:
-        if site.is_flex:
-            node = site.node
-            before = node.all_input_nodes
-            block_mask: Any = node.args[BLOCK_MASK]
-            node.update_arg(BLOCK_MASK, block_mask[-1:])
-            dropped += [source for source in before if source not in node.all_input_nodes]
+    for node in (site.node for site in sites if site.is_flex):
+        before, block_mask = node.all_input_nodes, cast("Any", node.args[BLOCK_MASK])
+        node.update_arg(BLOCK_MASK, block_mask[-1:])
+        dropped += [source for source in before if source not in node.all_input_nodes]
     while dropped:
         graphs = dict.fromkeys(node.graph for node in dropped)
         for graph in graphs:

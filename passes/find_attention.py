@@ -42,10 +42,11 @@ from cp_inductor.dtensor.recipe import (
     whole_lengths,
 )
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedStrategy
-from cp_inductor.graph.nodes import graphs_of, nodes_of, place_of
+from cp_inductor.graph.nodes import nodes_of, place_of
 from cp_inductor.graph.subgraphs import Calls, calls_of, source_of
 from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, is_of_pairs
 from cp_inductor.mask.reader.lengths import lengths_as
+from cp_inductor.mask.reader.read import LEAST, MOST, MaskOfLengths, read_mask
 from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.reader.trace import Trace
 from cp_inductor.mask.rule import Rule
@@ -53,11 +54,11 @@ from cp_inductor.passes.attentions import (
     ATTENTIONS,
     CAPTURED,
     KERNELS_OF_SDPA,
+    Site,
+    Verdict,
     bind_sdpa,
     calls_to,
 )
-from cp_inductor.passes.recognize_mask import LEAST, MOST, MaskOfLengths, read_mask
-from cp_inductor.passes.sites import Site, Verdict
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.marks import region_of_query, regions_of
@@ -111,7 +112,7 @@ class _Masks:
         if place in self.of_lengths:
             return self.of_lengths[place]
         mask_of_lengths = MaskOfLengths.of(source, *self.known[numbers_place], lengths)
-        bounds = mask_of_lengths.bounds((size_hint(sizes[0]), size_hint(sizes[1])))
+        bounds = mask_of_lengths.bounds(numbers)
         self.of_lengths[place] = None if bounds is None else mask_of_lengths
         for size, multiple in zip(sizes, lengths, strict=True):
             if bounds is not None and isinstance(multiple, Multiple):
@@ -132,14 +133,9 @@ def find_attention(
         axis: the axis of the mesh that the user named: plain tensors are shards on it. None if
             plain tensors are just local.
         plan_options: the choices for plans.
-
-    Yields:
-        The verdict is a site to rewrite, the error that refuses it, or None if it is not sharded.
     """
-    nodes = calls_to(graphs_of(gm), ATTENTIONS)
-    calls = calls_of(gm)
+    nodes, calls, regions = calls_to(gm, ATTENTIONS), calls_of(gm), regions_of(gm)
     masks = _Masks(calls, FlexMasks(calls))
-    regions = regions_of(gm)
     for node in nodes:
         is_kernel = node.target in KERNELS_OF_SDPA
         if not is_kernel and node.target not in OPAQUE_ATTENTION:
@@ -151,21 +147,19 @@ def find_attention(
             isinstance(value, DTensor) and value.ndim == 4 and is_sequence_sharded(value)
             for value in values
         )
-        is_handled = is_kernel and is_distributed
-        if (is_of_shards or is_distributed) and not is_handled:
+        if (is_of_shards or is_distributed) and not (is_kernel and is_distributed):
             yield f"{node.name} ({place_of(node)})", _refuse_opaque(node)
     counts = dict.fromkeys(("sdpa", "flex"), 0)
     for node in (node for node in nodes if node.target in CAPTURED):
         kind = "flex" if node.target is FLEX else "sdpa"
         name = f"{kind}_{counts[kind]} ({place_of(node)})"
         counts[kind] += 1
+        region = region_of_query(node) or regions.get(node.graph)
+        own_axis, options = axis, plan_options
+        if region is not None:
+            own_axis, options = region.axis, replace(plan_options, lengths=region.lengths)
         try:
-            region = region_of_query(node) or regions.get(node.graph)
-            if region is None:
-                yield name, _as_site(node, name, axis, plan_options, masks)
-            else:
-                lengths = replace(plan_options, lengths=region.lengths)
-                yield name, _as_site(node, name, region.axis, lengths, masks)
+            yield name, _as_site(node, name, own_axis, options, masks)
         except CPError as error:
             yield name, error
 
@@ -209,8 +203,10 @@ def _as_site(
     plan_options: PlanOptions,
     masks: _Masks,
 ) -> Site | None:
-    call = _AttentionCall.of(node, name)
-    query, key, value = (side.meta["example_value"] for side in call.tensors)
+    (call, flex), example = _bind(node, name), node.meta["example_value"]
+    sides = (call["query"], call["key"], call["value"])
+    query, key, value = (side.meta["example_value"] for side in sides)
+    dtype = (example if flex is None else example[OUT]).dtype
     axis = axis_of_tensors(query, key, value, site=name)
     if axis is None and mesh_axis is not None:
         check_shards_of_named_mesh(query, key, value, site=name)
@@ -219,17 +215,17 @@ def _as_site(
         return None
     check_attention(query=query, key=key, site=name)
     refuse_permuted(name)
-    numbers = _numbers_of_lengths(call, query, key, plan_options)
-    if call.flex is None:
-        mask = _read_mask(call, numbers, query, axis, name, masks)
+    is_masked = call["attn_mask"] is not None
+    numbers = _numbers_of_lengths(query, key, plan_options) if is_masked else {}
+    if flex is None:
+        mask = _read_mask(call, dtype, numbers, query, axis, name, masks)
     else:
         lengths = whole_lengths(plan_options, axis, query, key, site=name)
-        mask = masks.flex.read(call.flex, lengths, name)
+        mask = masks.flex.read(flex, lengths, name)
         if not isinstance(query, DTensor):
             _check_tables_of_shards(mask, name)
-    _check_heads_and_batch(mask, query, axis, name)
+    _check_heads_and_batch(mask, query, name)
     rule = mask.rule.format()
-    dtype = call.dtype
     with _switches_at(node, masks.calls):
         where: dict[str, Any] = {
             "dtype": dtype,
@@ -239,18 +235,17 @@ def _as_site(
         }
         kernel = choose_kernel(query, key, value, site=name, **where)
         why = why_kernel(kernel, query, **where)
+    dropout_p = float(call["dropout_p"])
     is_at_run_time = _is_planned_at_run_time(
-        plan_options, mask, call, kernel, query.shape[-1], name
+        plan_options, mask, dropout_p, kernel, query.shape[-1], name
     )
     of_lengths = None
-    if numbers:
-        assert call.mask is not None
-        if is_at_run_time:
-            of_lengths = masks.read_of_lengths(call.mask, numbers, query, key)
-        if of_lengths is None:
-            # What was read holds for these lengths.
-            for tensor in (query, key):
-                int(tensor.shape[SEQUENCE_DIM])
+    if numbers and is_at_run_time:
+        of_lengths = masks.read_of_lengths(call["attn_mask"], numbers, query, key)
+    if numbers and of_lengths is None:
+        # What was read holds for these lengths.
+        for tensor in (query, key):
+            int(tensor.shape[SEQUENCE_DIM])
     if is_at_run_time:
         lengths_at_run_time(plan_options, axis, query, key, site=name)  # refuses what it cannot
         stages = plan_options.stages or STAGES_OF_BATCHES
@@ -262,31 +257,35 @@ def _as_site(
     attention = Attention(
         source,
         ANY_RANK if is_at_run_time else axis.rank,
-        call.scale,
+        call["scale"],
         kernel,
         axis.group_name,
-        dropout_p=call.dropout_p,
+        dropout_p=dropout_p,
         has_bias=mask.has_bias,
-        kernel_options="" if call.flex is None else call.flex.kernel_options,
+        kernel_options="" if flex is None else flex.kernel_options,
     )
-    site = Site(name, node, *call.tensors, dtype, axis, attention, mask)
-    return replace(site, plan_options=plan_options, of_lengths=of_lengths, why_kernel=why)
+    decided = (plan_options, of_lengths, why)
+    return Site(name, node, *sides, dtype, axis, attention, mask, *decided)
 
 
-def _numbers_of_lengths(
-    call: _AttentionCall, query: Tensor, key: Tensor, plan_options: PlanOptions
-) -> dict[Symbol, int]:
+def _bind(node: fx.Node, site: str) -> tuple[dict[str, Any], FlexCall | None]:
+    """Return the arguments of a site's call by their names in SDPA, and those of flex_attention."""
+    if node.target is not FLEX:
+        return bind_sdpa(node, site), None
+    flex = bind_flex(node, site)
+    call = {name: getattr(flex, name) for name in ("query", "key", "value", "scale")}
+    return {**call, "dropout_p": 0, "attn_mask": None, "is_causal": False}, flex
+
+
+def _numbers_of_lengths(query: Tensor, key: Tensor, plan_options: PlanOptions) -> dict[Symbol, int]:
     """Return the numbers for which a mask is read, by symbols that may have others in other calls.
 
     Empty if the plan is made when compiling: then lengths are numbers of the graph.
     """
-    is_dynamic = call.mask is not None and plan_options.plan != "static"
-    if not is_dynamic or not isinstance(query, DTensor):
+    if plan_options.plan == "static" or not isinstance(query, DTensor):
         return {}
     sizes = [tensor.shape[SEQUENCE_DIM] for tensor in (query, key)]
     multiples = [Multiple.of(size) or size for size in sizes]
-    if not any(isinstance(one, Multiple) for one in multiples):
-        return {}
     if any(isinstance(one, SymInt) for one in multiples):
         return {}
     numbers = solve(multiples, [size_hint(size) for size in sizes])
@@ -297,7 +296,7 @@ def _numbers_of_lengths(
 def _is_planned_at_run_time(
     plan_options: PlanOptions,
     mask: Recognized,
-    call: _AttentionCall,
+    dropout_p: float,
     kernel: str,
     head_dim: int | SymInt,
     site: str,
@@ -311,65 +310,24 @@ def _is_planned_at_run_time(
         return False
     of_kernel = KERNELS[kernel].under_rule.obstacle(mask.rule, head_dim)
     obstacles = {
-        "dropout": call.dropout_p > 0,
+        "dropout": dropout_p > 0,
         "a bias with a gradient, or one that is made as a tensor": mask.has_bias
         or mask.is_bias_made,
         "a mask that is a tensor of queries and keys": mask.rule.reads_pairs,
         of_kernel: of_kernel is not None,
         f"strategy={plan_options.strategy!r}": plan_options.strategy != "auto",
     }
-    found = [name for name, is_there in obstacles.items() if name and is_there]
+    names = [name for name, is_there in obstacles.items() if name and is_there]
     if plan_options.plan == "auto":
-        return bool(mask.rule.tables) and not found
-    if found:
+        return bool(mask.rule.tables) and not names
+    if names:
         raise UnsupportedStrategy(
             site=site,
             expected="an attention whose plan can be made at run time",
-            got=", ".join(found),
+            got=", ".join(names),
             remedy="use options={'plan': 'auto'}, which plans this one when it is compiled",
         )
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class _AttentionCall:
-    """What a site's call says, whichever function it is of.
-
-    Attributes:
-        tensors: query, key and value.
-        dtype: in which it computes.
-        scale: of the scores; None is 1 / sqrt(D).
-        dropout_p: probability with which a probability is dropped.
-        mask: attn_mask of SDPA.
-        is_causal: of SDPA.
-        flex: the call of flex_attention, if it is one.
-    """
-
-    tensors: tuple[fx.Node, fx.Node, fx.Node]
-    dtype: torch.dtype
-    scale: float | None
-    dropout_p: float = 0.0
-    mask: fx.Node | None = None
-    is_causal: bool = False
-    flex: FlexCall | None = None
-
-    @staticmethod
-    def of(node: fx.Node, site: str) -> _AttentionCall:
-        example = node.meta["example_value"]
-        if node.target is FLEX:
-            flex = bind_flex(node, site)
-            tensors = (flex.query, flex.key, flex.value)
-            return _AttentionCall(tensors, example[OUT].dtype, flex.scale, flex=flex)
-        call = bind_sdpa(node, site)
-        tensors = (call["query"], call["key"], call["value"])
-        return _AttentionCall(
-            tensors,
-            example.dtype,
-            call["scale"],
-            dropout_p=float(call["dropout_p"]),
-            mask=call["attn_mask"],
-            is_causal=call["is_causal"],
-        )
 
 
 def _switches_at(node: fx.Node, calls: Calls) -> ExitStack:
@@ -387,17 +345,19 @@ def _switches_at(node: fx.Node, calls: Calls) -> ExitStack:
 
 
 def _read_mask(
-    call: _AttentionCall,
+    call: Mapping[str, Any],
+    dtype: torch.dtype,
     numbers: Mapping[Symbol, int],
     query: Tensor,
     axis: SequenceAxis,
     site: str,
     masks: _Masks,
 ) -> Recognized:
-    if call.mask is None:
-        return Recognized(Rule(CAUSAL if call.is_causal else FULL))
-    mask = call.mask.meta["example_value"]
-    if call.is_causal:
+    node, is_causal = call["attn_mask"], call["is_causal"]
+    if node is None:
+        return Recognized(Rule(CAUSAL if is_causal else FULL))
+    mask = node.meta["example_value"]
+    if is_causal:
         refuse_both_masks(site, mask)
     if not 2 <= mask.ndim <= 4:
         raise UnsupportedAttention(
@@ -407,11 +367,11 @@ def _read_mask(
             remedy="broadcast it to (batch, heads, S, T)",
         )
     if is_sequence_sharded(query):
-        recognized = masks.read(call.mask, numbers)
-        if not recognized.rule.bias or query.dtype != call.dtype:  # autocast would round it
+        recognized = masks.read(node, numbers)
+        if not recognized.rule.bias or query.dtype != dtype:  # autocast would round it
             return recognized
         # SDPA adds it as it is; in bfloat16, ALiBi of distant keys would be far off.
-        is_wide = mask.dtype.itemsize > call.dtype.itemsize
+        is_wide = mask.dtype.itemsize > dtype.itemsize
         return replace(recognized, rule=replace(recognized.rule, is_wide=is_wide))
     # Indices in a local shard are not those of the sequence; nor in DTensors of which only the
     # named mesh says that their sequence is sharded.
@@ -436,7 +396,7 @@ def _check_tables_of_shards(mask: Recognized, site: str) -> None:
             )
 
 
-def _check_heads_and_batch(mask: Recognized, query: Tensor, axis: SequenceAxis, site: str) -> None:
+def _check_heads_and_batch(mask: Recognized, query: Tensor, site: str) -> None:
     """Refuse a mask that computes with head or batch indices, if those dims are sharded as well."""
     if not isinstance(query, DTensor):
         return

@@ -13,11 +13,10 @@ Assumes: a graph from Dynamo whose attentions were found.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
@@ -35,24 +34,19 @@ from cp_inductor.sequence.rules.call import numbers
 from cp_inductor.sequence.types import Mixed, Own, Same, Shards, Sum, Type, describe
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.modes import autocast_restored
-from cp_inductor.torch_private.tracing import fake_copy, fake_mode_of, unbacked_ignored
+from cp_inductor.torch_private.tracing import (
+    fake_copy,
+    fake_mode_of,
+    map_tensors,
+    unbacked_ignored,
+)
 
 aten = torch.ops.aten
 
-
-@dataclass(frozen=True)
-class Followed:
-    """A graph that was run on fake tensors.
-
-    Attributes:
-        typer: knows the types of all tensors.
-        given: the inputs.
-        returned: the results.
-    """
-
-    typer: GraphTyper
-    given: list[Any]
-    returned: Any
+# What converts between DTensors and plain tensors.
+REWRAPPING = frozenset(
+    {DTensor.from_local, DTensor.to_local, DTensor.redistribute, DTensor.full_tensor}
+)
 
 
 def follow_graph(
@@ -61,8 +55,8 @@ def follow_graph(
     values: Sequence[Any],
     types: Sequence[Type],
     is_even: Callable[[int], bool],
-) -> Followed:
-    """Run a graph on fake tensors.
+) -> tuple[GraphTyper, list[Any], Any]:
+    """Run a graph on fake tensors; return what knows their types, the inputs and the results.
 
     Args:
         gm: from Dynamo.
@@ -89,7 +83,7 @@ def follow_graph(
         typer.types.update(typed)
         returned = _Follower(gm, typer, entered, sites).run(*given)
         typer.refuse_kept([tensor for tensor, one in typed if isinstance(one, Same)])
-    return Followed(typer, given, returned)
+    return typer, given, returned
 
 
 class GraphTyper(Typer):
@@ -140,8 +134,7 @@ class _Follower(fx.Interpreter):
         if n.op not in ("call_function", "call_method"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        by_hand = self._by_hand(n)
-        if by_hand is not None:
+        if (by_hand := self._by_hand(n)) is not None:
             return by_hand(n, args, kwargs)
         if is_per_rank(n):
             with self.typer.trusting(args, kwargs) as made:
@@ -156,21 +149,20 @@ class _Follower(fx.Interpreter):
         return fake_copy(value) if isinstance(value, Tensor) else value
 
     def _by_hand(self, node: fx.Node) -> Callable[..., Any] | None:
+        if (method_of(node) or node.target) in REWRAPPING:
+            return self._rewrap
         if node.op == "call_method":
-            return self._rewrap if method_of(node) in _REWRAPPING else None
+            return None
         if node.target in CAPTURED and (node in self.sites or is_left_alone(node)):
             return self._attend
         if node.target in (torch.amp._enter_autocast, torch.amp._exit_autocast):
             return self._autocast
-        if node.target in _REWRAPPING:
-            return self._rewrap
         if node.target is count_labels:
             return self._count
         if node.target is MARK:
-            return self._pass_on
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return self._call_body
-        return None
+            return lambda node, args, kwargs: args[0]
+        is_body = isinstance(node.target, torch._ops.HigherOrderOperator)
+        return self._call_body if is_body else None
 
     def _attend(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if node.target is FLEX:
@@ -179,23 +171,19 @@ class _Follower(fx.Interpreter):
             bound = bind_arguments(aten.scaled_dot_product_attention.default, args, kwargs)
             tensors = [bound[name] for name in ("query", "key", "value")]
             self.typer.refuse_mixed(bound["attn_mask"])
-        is_local = node not in self.sites
-        if not is_local:
+        if node in self.sites:
             self.typer.check_attention(name_of(node), *tensors)
-        results = pytree.tree_map_only(Tensor, fake_copy, node.meta["example_value"])
+        results = map_tensors(fake_copy, node.meta["example_value"])
         for result in self.typer.leaves(results):
-            self.typer.attended(result, tensors, is_local=is_local)
+            self.typer.attended(result, tensors, is_local=node not in self.sites)
         return results
 
     def _count(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        counted, found = fake_copy(args[0]), self.typer.type_of(args[0])
-        if isinstance(found, Shards):
-            found = replace(found, is_counted=True)
-        self.typer.types[counted] = found
+        counted, given = fake_copy(args[0]), self.typer.type_of(args[0])
+        if isinstance(given, Shards):
+            given = replace(given, is_counted=True)
+        self.typer.types[counted] = given
         return counted
-
-    def _pass_on(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        return args[0]
 
     def _rewrap(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Convert between a local tensor and a DTensor: the tokens stay where they are."""
@@ -224,8 +212,8 @@ class _Follower(fx.Interpreter):
         operands = [operand for operand in operands if not isinstance(operand, str)]
         if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
             operands = list(operands[0])
-        if node.target is torch.ops.higher_order.autograd_function_apply:
-            bodies = bodies[:1]
+        is_function = node.target is torch.ops.higher_order.autograd_function_apply
+        bodies = bodies[:1] if is_function else bodies
         is_known = len(bodies) == 1 and not any(isinstance(one, (tuple, list)) for one in operands)
         if node.target is torch.ops.higher_order.cond:
             # All ranks must take one branch.
@@ -235,30 +223,21 @@ class _Follower(fx.Interpreter):
         counts = {len(body.graph.find_nodes(op="placeholder")) for body in bodies}
         if not is_known or counts != {len(operands)}:
             return self._lose(node, args)
-        first, *others = (
-            _Follower(body, self.typer, self.entered, self.sites).run(*operands) for body in bodies
-        )
+        followers = [_Follower(body, self.typer, self.entered, self.sites) for body in bodies]
+        results = [follower.run(*operands) for follower in followers]
         self.typer.node = node
-        for other in others:
-            if [self.typer.types.get(t) for t in self.typer.leaves(other)] != [
-                self.typer.types.get(t) for t in self.typer.leaves(first)
-            ]:
-                return self._lose(node, args)
+        types = [[*map(self.typer.types.get, self.typer.leaves(out))] for out in results]
+        if any(other != types[0] for other in types):
+            return self._lose(node, args)
         # A function with a backward of its own returns as well what that needs.
-        is_function = node.target is torch.ops.higher_order.autograd_function_apply
-        return first[0] if is_function else first
+        return results[0][0] if is_function else results[0]
 
     def _lose(self, node: fx.Node, args: Any) -> Any:
         """Return results of which nothing is known; of tensors that ranks share, the same."""
         given = [self.typer.type_of(tensor) for tensor in self.typer.leaves(args)]
         is_same = bool(given) and all(isinstance(one, Same) for one in given)
         got = f"{node.target}, which is not known to keep tokens apart"
-        out = pytree.tree_map_only(Tensor, fake_copy, node.meta["example_value"])
+        out = map_tensors(fake_copy, node.meta["example_value"])
         for leaf in self.typer.leaves(out):
             self.typer.types[leaf] = Same() if is_same else Mixed(name_of(node), got, REMEDY)
         return out
-
-
-_REWRAPPING = frozenset(
-    {DTensor.from_local, DTensor.to_local, DTensor.redistribute, DTensor.full_tensor}
-)

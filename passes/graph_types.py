@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -41,22 +41,8 @@ from cp_inductor.trust.agreement import tell_refusal
 TypeOf = Callable[[EagerTyper, int, Tensor], Type]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sized:
-    """A type, and the sizes of the tensor that it is of."""
-
-    type: Type
-    sizes: tuple[int, ...]
-
-    @staticmethod
-    def all_of(values: Sequence[Any], type_of: Callable[[Tensor], Type]) -> list[_Sized | None]:
-        """Return the types of the tensors among some values, None for others."""
-        return [
-            _Sized(type_of(one), tuple(numbers(one.shape))) if isinstance(one, Tensor) else None
-            for one in values
-        ]
-
-
+# A type, and the sizes of the tensor that it is of.
+_Sized = tuple[Type, Sequence[int]]
 # Of the inputs that a graph writes to, and of its results; None for others, and for no tensors.
 _Judgement = tuple[list[_Sized | None], list[_Sized | None]]
 
@@ -64,10 +50,7 @@ _Judgement = tuple[list[_Sized | None], list[_Sized | None]]
 class GraphTypes:
     """What a graph makes of the types of its inputs, for each types that they had in a call.
 
-    Args:
-        gm: from Dynamo. It is copied.
-        sites: its attentions over a sharded sequence.
-        type_of: returns the type of an input in a region.
+    A graph from Dynamo is copied. Its sites are the attentions over a sharded sequence.
     """
 
     def __init__(self, gm: fx.GraphModule, sites: Collection[fx.Node], type_of: TypeOf) -> None:
@@ -96,9 +79,7 @@ class GraphTypes:
     def typed(self, run: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
         """Return a compiled graph that is checked before each call, and types what it returns.
 
-        Args:
-            run: what Dynamo calls.
-            places: of its arguments, among the inputs of the graph.
+        Its arguments are at these places among the inputs of the graph.
         """
 
         @wraps(run)
@@ -135,8 +116,8 @@ class GraphTypes:
         if key not in self.known:
             types: list[Type] = [Same()] * len(self.values)
             for place, one in given.items():
-                sizes = tuple(numbers(self.values[place].shape))
-                types[place] = _resized(_Sized(one, tensors[place].shape), sizes)
+                sizes = numbers(self.values[place].shape)
+                types[place] = _resized((one, tensors[place].shape), sizes)
             try:
                 self.known[key] = self._follow(typer, types)
             except CPError as error:
@@ -150,15 +131,16 @@ class GraphTypes:
         def is_even(length: int) -> bool:
             return evens[length] if length in evens else typer.is_even(length)
 
-        run = follow_graph(self.gm, self.sites, self.values, types, is_even)
-        warn_of_sums(run.typer, run.returned)
-        given, returned = (
-            _Sized.all_of(pytree.tree_leaves(values), run.typer.type_of)
-            for values in (run.given, run.returned)
-        )
-        pairs = zip(given, types, strict=True)
-        written = [None if one is None or one.type == before else one for one, before in pairs]
-        return written, returned
+        followed, given, returned = follow_graph(self.gm, self.sites, self.values, types, is_even)
+        warn_of_sums(followed, returned)
+
+        def typed(value: Any) -> _Sized | None:
+            is_tensor = isinstance(value, Tensor)
+            return (followed.type_of(value), numbers(value.shape)) if is_tensor else None
+
+        pairs = zip(map(typed, pytree.tree_leaves(given)), types, strict=True)
+        written = [None if one is None or one[0] == before else one for one, before in pairs]
+        return written, [*map(typed, pytree.tree_leaves(returned))]
 
 
 class AlikeLengths:
@@ -167,10 +149,8 @@ class AlikeLengths:
     A mean over a rank's tokens is a part of the whole's if all ranks have as many of them. Between
     attentions ranks agree on that; here nobody else asks.
 
-    Args:
-        dims: the dim of the tokens of each input that has any, by its place.
-        group_name: of the ranks that share the sequence.
-        error: what there is to refuse if lengths differ.
+    It knows the dim of the tokens of each input that has any, by its place, the group of the ranks
+    that share the sequence, and the error that there is if lengths differ.
     """
 
     def __init__(self, dims: Mapping[int, int], group_name: str, error: CPError) -> None:
@@ -207,8 +187,8 @@ def _tell(typer: EagerTyper, values: Sequence[Any], found: Sequence[_Sized | Non
 
 def _resized(found: _Sized, sizes: Sequence[int]) -> Type:
     """Return the type of a tensor of other sizes, in the same dims."""
-    given = found.type
-    if not isinstance(given, Shards) or found.sizes == tuple(sizes):
+    given, before = found
+    if not isinstance(given, Shards) or list(before) == list(sizes):
         return given
     places = []
     for place in given.places():

@@ -36,22 +36,19 @@ LABEL = re.compile(r"cp_attention_(\d+|unknown)_(forward|backward)_(exchange|til
 def number_attentions(gm: fx.GraphModule, kind: str, place_of: dict[Any, int]) -> None:
     """Note in the meta of each attention of an unlowered graph which it is.
 
-    Args:
-        gm: of which only meta changes.
-        kind: "forward", "backward" or "inference".
-        place_of: the place of an attention by its `seq_nr`. A forward writes it, and the backward
-            of the same compile reads it.
+    `place_of` is the place of an attention by its `seq_nr`. A forward writes it, and the backward
+    of the same compile reads it.
     """
     nodes = [node for node in nodes_of(gm) if node.target in EXPANSIONS]
     if kind != "backward":
         place_of.clear()
-        forward = ((place, node) for place, node in enumerate(nodes) if node.target is FORWARD)
-        place_of.update((node.meta.get("seq_nr"), place) for place, node in forward)
     for place, node in enumerate(nodes):
-        direction = "forward" if node.target is FORWARD else "backward"
-        in_forward = place_of.get(node.meta.get("seq_nr"), "unknown")
-        is_first = kind != "backward" and direction == "forward"
-        node.meta[PLACE] = (place if is_first else in_forward, direction)
+        direction, number = "backward", node.meta.get("seq_nr")
+        if node.target is FORWARD:
+            direction = "forward"
+            if kind != "backward":
+                place_of[number] = place
+        node.meta[PLACE] = (place_of.get(number, "unknown"), direction)
 
 
 def label_exchanges(graph: fx.Graph) -> None:

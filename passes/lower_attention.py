@@ -17,28 +17,29 @@ Assumes: a forward, backward or inference graph from AOTAutograd, whose nodes ca
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from cp_inductor.graph.collectives import START, STARTS
 from cp_inductor.graph.nodes import modules_of, source_line
 from cp_inductor.ops.attention import BACKWARD, FORWARD, NUM_TENSORS, attention_of
-from cp_inductor.passes.insert_call import free_name, insert_graph
 from cp_inductor.passes.nodes import (
     BYTES_KEY,
     EXCHANGE_KEY,
     TILE_KEY,
     TILES_KEY,
     computes_numbers,
+    free_name,
+    insert_graph,
     merge_equal,
 )
 from cp_inductor.passes.share_pieces import share_pieces
 from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.run.attention import Attention
 from cp_inductor.run.executor import run_backward, run_forward
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.tiles.tile_ops import TILE_OPS
@@ -53,14 +54,11 @@ from cp_inductor.trust.claims import kind_of, tables_to_note
 from cp_inductor.trust.graph_agreement import NOTE_TABLES
 
 # What nodes of an expansion do not share with their site.
-OWN_META = (
-    *("val", "unbacked_bindings"),
-    *(BYTES_KEY, EXCHANGE_KEY, TILES_KEY, TILE_KEY, ONE_KERNEL_KEY),
-)
+OWN_KEYS = (BYTES_KEY, EXCHANGE_KEY, TILES_KEY, TILE_KEY, ONE_KERNEL_KEY)
+OWN_META = ("val", "unbacked_bindings", *OWN_KEYS)
 
 # In the meta of nodes of an expansion.
 IS_OURS = "cp_inductor_expansion"
-
 
 # What computes the results of the ops, and is traced.
 EXPANSIONS: Mapping[object, Callable[..., Sequence[Tensor]]] = {
@@ -70,34 +68,36 @@ EXPANSIONS: Mapping[object, Callable[..., Sequence[Tensor]]] = {
 
 
 def lower_attention(
-    gm: fx.GraphModule, *, decompositions: Mapping[Any, Any], note_tables: bool = False
+    gm: fx.GraphModule, decompositions: Mapping[Any, Any], *, note_tables: bool
 ) -> int:
-    """Expand every op of the pair, in subgraphs as well.
+    """Expand every op of the pair, in place and in subgraphs as well; return how many there were.
 
     Args:
-        gm: changed in place.
+        gm: the graph.
         decompositions: aten op to function, so that the expansion uses the ops of the rest of the
             graph.
         note_tables: insert ops that hand over tables which all ranks must read alike; see
             `agreement`.
-
-    Returns:
-        The number of expanded ops.
     """
     num_lowered = 0
     for module in modules_of(gm):
         nodes = [node for node in module.graph.nodes if node.target in EXPANSIONS]
+        if not nodes:
+            continue
         if note_tables:
             _note_tables([node for node in nodes if node.target is FORWARD])
         traced: dict[Any, fx.GraphModule] = {}
         counts = Counter(map(_key, nodes))
         for node in nodes:
-            _lower(node, decompositions, traced, is_repeated=counts[_key(node)] > 1)
-        if nodes:
-            # Layers that read the same tables compute the same numbers of them; tokens differ.
-            merge_equal(module.graph, lambda node: IS_OURS in node.meta and computes_numbers(node))
-            module.graph.lint()
-            module.recompile()
+            key = _key(node)
+            if key not in traced:
+                traced[key] = _trace(node, decompositions, is_repeated=counts[key] > 1)
+                _adopt_subgraphs(traced[key], module.graph)
+            _lower(node, traced[key])
+        # Layers that read the same tables compute the same numbers of them; tokens differ.
+        merge_equal(module.graph, lambda node: IS_OURS in node.meta and computes_numbers(node))
+        module.graph.lint()
+        module.recompile()
         num_lowered += len(nodes)
     return num_lowered
 
@@ -125,33 +125,13 @@ def _note_tables(nodes: Sequence[fx.Node]) -> None:
         note.meta = {**_meta_of_site(node), "val": None}
 
 
-def _lower(
-    node: fx.Node,
-    decompositions: Mapping[Any, Any],
-    known: dict[Any, fx.GraphModule],
-    *,
-    is_repeated: bool,
-) -> None:
-    """Put in place of an op what its function traces to.
-
-    Args:
-        node: the op.
-        decompositions: see `lower_attention`.
-        known: the traces of its graph, by their keys.
-        is_repeated: the graph has other attentions that are alike.
-    """
-    this = attention_of(node)
-    assert this is not None
-    inputs, used, key = _inputs_of(node), _used_of(node), _key(node)
-    if key not in known:
-        known[key] = _trace(node.target, this, inputs, used, decompositions)
-        # A template computes all tiles under a mask: such an expansion is long.
-        is_long = this.is_per_batch and KERNELS[this.kernel].under_rule.needs_graph
-        if is_repeated and is_long:
-            share_pieces(known[key])
-        _adopt_subgraphs(known[key], node.graph)
-    outputs = _inline(known[key], node, inputs)
-    for index, user in used.items():
+def _lower(node: fx.Node, traced: fx.GraphModule) -> None:
+    """Put in place of an op what its function traces to."""
+    outputs, copies = insert_graph(traced, _inputs_of(node), before=node)
+    for original, copy in copies.items():
+        own = {key: original.meta[key] for key in OWN_META if key in original.meta}
+        copy.meta = {**_meta_of_site(node), **own, IS_OURS: True}
+    for index, user in _used_of(node).items():
         assert user.target is getitem
         user.replace_all_uses_with(outputs[index])
         node.graph.erase_node(user)
@@ -159,21 +139,21 @@ def _lower(
 
 
 def _trace(
-    op: object,
-    this: Attention,
-    inputs: Sequence[fx.Node],
-    used: Container[int],
-    decompositions: Mapping[Any, Any],
+    node: fx.Node, decompositions: Mapping[Any, Any], *, is_repeated: bool
 ) -> fx.GraphModule:
+    """Trace the function of an op; if it `is_repeated`, the graph has others that are alike."""
+    this, used = attention_of(node), _used_of(node)
+    assert this is not None
+
     def run(*tensors: Tensor) -> list[Tensor | None]:
         # What nobody reads (the lse at inference) is left out, and dies with what computed it.
-        results = EXPANSIONS[op](this, *tensors)
+        results = EXPANSIONS[node.target](this, *tensors)
         return [result if index in used else None for index, result in enumerate(results)]
 
-    values = [arg.meta["val"] for arg in inputs]
+    values = [arg.meta["val"] for arg in _inputs_of(node)]
     traced = trace_fake(run, values, decompositions)
     if not this.is_per_batch:
-        plan = (forward_plan if op is FORWARD else backward_plan)(this.recipe)
+        plan = (forward_plan if node.target is FORWARD else backward_plan)(this.recipe)
         # What the busiest rank moves, so that all ranks estimate starts alike.
         starts = traced.graph.find_nodes(op="call_function", target=START)
         assert len(starts) == len(plan.exchange_bytes), "a rank starts what its plan does not have"
@@ -188,15 +168,19 @@ def _trace(
         cat.meta[ONE_KERNEL_KEY] = True
     _drop_whole_views(traced.graph)
     traced.graph.eliminate_dead_code()
+    # A template computes all tiles under a mask: such an expansion is long.
+    if is_repeated and this.is_per_batch and KERNELS[this.kernel].under_rule.needs_graph:
+        share_pieces(traced)
     return traced
 
 
 def _drop_whole_views(graph: fx.Graph) -> None:
     """Drop aliases, and slices that cut nothing off: decompositions leave them by the dozen."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
-        node.replace_all_uses_with(node.args[0])
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
-        if len(node.args) == 2:  # all but the tensor and the dim are what they are by default
+    aten = torch.ops.aten
+    for node in graph.nodes:
+        # All but the tensor and the dim of such a slice are what they are by default.
+        is_whole = node.target is aten.slice.Tensor and len(node.args) == 2
+        if is_whole or node.target is aten.alias.default:
             node.replace_all_uses_with(node.args[0])
 
 
@@ -207,13 +191,9 @@ def _key(node: fx.Node) -> Any:
 
 def _inputs_of(node: fx.Node) -> tuple[fx.Node, ...]:
     # Some are lists: extras, and what the forward kept.
-    inputs: tuple[Any, ...] = tuple(
-        leaf
-        for arg in node.args[: NUM_TENSORS[node.target]]
-        for leaf in (arg if isinstance(arg, (list, tuple)) else [arg])
-    )
+    inputs = pytree.tree_leaves(node.args[: NUM_TENSORS[node.target]])
     assert all(isinstance(arg, fx.Node) for arg in inputs)
-    return inputs
+    return tuple(inputs)
 
 
 def _used_of(node: fx.Node) -> dict[int, fx.Node]:
@@ -226,24 +206,14 @@ def _layouts(inputs: Sequence[fx.Node]) -> tuple[Any, ...]:
 
     Integers are told apart. They decide sizes, and the copies of a trace have its sizes.
     """
-    found: list[Any] = []
-    for node in inputs:
+
+    def layout(node: fx.Node) -> tuple[Any, ...]:
         value = node.meta["val"]
-        layout = repr((value.shape, value.stride(), value.storage_offset()))
+        sizes = repr((value.shape, value.stride(), value.storage_offset()))
         is_integer = not (value.is_floating_point() or value.is_complex())
-        which = node if is_integer else inputs.index(node)
-        found.append((layout, value.dtype, value.device, which))
-    return tuple(found)
+        return sizes, value.dtype, value.device, node if is_integer else inputs.index(node)
 
-
-def _inline(traced: fx.GraphModule, node: fx.Node, inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """Copy a traced graph before `node`, and return the nodes of its outputs."""
-    outputs, copies = insert_graph(traced, inputs, before=node)
-    for original, copy in copies.items():
-        own = {key: original.meta[key] for key in OWN_META if key in original.meta}
-        copy.meta = {**_meta_of_site(node), **own, IS_OURS: True}
-    assert isinstance(outputs, (list, tuple))
-    return list(outputs)
+    return tuple(map(layout, inputs))
 
 
 def _adopt_subgraphs(traced: fx.GraphModule, graph: fx.Graph) -> None:

@@ -1,4 +1,4 @@
-"""Start a collective once where a graph starts it twice, so that the graphs of all ranks are alike.
+"""Start fewer collectives: one for several that are equal, and one for the sums of small gradients.
 
     a = all_gather(constant_pad_nd(x, [0, 2 * n - s]));         plan_batch([view(a)], ...)
     b = all_gather(constant_pad_nd(x, [0, n - (s - n)]));       plan_batch([view(b)], ...)
@@ -7,18 +7,30 @@
 
 The shards of other ranks may need no padding. There nothing is computed of sizes, so AOTAutograd
 finds the two gathers equal, and starts one. So it does with what is computed of them, up to the
-plan of a batch, for which ranks meet as well.
+plan of a batch, for which ranks meet as well. The graphs of all ranks have to be alike.
 
 Two outputs may then be waits for one collective, as the gradients of two biases that are added to
 one tensor. They would share memory, and who accumulates or scales one would change both: all but
 the first are copied.
+
+    a = wait(all_reduce(da));  b = wait(all_reduce(db))
+      =>
+    both = wait(all_reduce(cat([da.reshape(-1), db.reshape(-1)])));  a, b = split(both)
+
+A parallelized model reads its weights one by one, so their gradients are summed one by one. A small
+sum takes as long as a message takes at all. Large ones stay alone: they hide behind the rest of the
+backward, and are not copied. Gradients have the same sizes on all ranks, and their sums the same
+order.
+
+Assumes: graphs of AOTAutograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -30,6 +42,11 @@ from cp_inductor.torch_private.tracing import fake_mode_of, memory_of
 
 PAD = torch.ops.aten.constant_pad_nd.default
 CLONE = torch.ops.aten.clone.default
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+# A sum of more bytes is not waited for by its latency alone.
+MOST_BYTES = 2**20
+# What is summed at once: as in torch's DDP.
+BUCKET_BYTES = 25 * 2**20
 
 
 def merge_starts(graph: fx.Graph) -> None:
@@ -49,20 +66,16 @@ def merge_starts(graph: fx.Graph) -> None:
 def _copy_what_is_shared(
     graph: fx.Graph, before: Any, is_shared: Callable[[fx.Node], bool]
 ) -> None:
-    """Copy outputs that had memory of their own, and now share that of another; in place.
+    """Copy outputs that had memory of their own `before`, and now share that of another.
 
-    Args:
-        graph: whose outputs to look at.
-        before: those that it had before nodes were merged.
-        is_shared: whether a node may stand for several, which it was merged with.
+    A node `is_shared` if it may stand for several, which it was merged with.
     """
     output = graph.output_node()
-    after: Any = output.args[0]
-    if isinstance(after, fx.Node):  # one output
+    if isinstance(output.args[0], fx.Node):  # one output
         return
     first: dict[fx.Node, fx.Node] = {}
-    results = []
-    for node, old in zip(after, before, strict=True):
+    results: list[Any] = []
+    for node, old in zip(cast("Any", output.args[0]), before, strict=True):
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
         if isinstance(value, Tensor) and is_shared(maker := _maker(node)):
             known = first.setdefault(maker, old)
@@ -86,13 +99,13 @@ def _maker(node: fx.Node) -> fx.Node:
 def _of_plans(graph: fx.Graph) -> set[fx.Node]:
     """Return plans of batches, what they are computed of, and what is taken of them."""
     plans = graph.find_nodes(op="call_function", target=PLAN_BATCH)
-    found, left = {user for plan in plans for user in plan.users}, [*plans]
+    taken, left = {user for plan in plans for user in plan.users}, [*plans]
     while left:
         node = left.pop()
-        if node not in found:
-            found.add(node)
+        if node not in taken:
+            taken.add(node)
             left += node.all_input_nodes
-    return found
+    return taken
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -103,3 +116,46 @@ def _is_pure(node: fx.Node) -> bool:
         and torch.Tag.nondeterministic_seeded not in target.tags
         and not target._schema.is_mutable
     )
+
+
+def bucket_sums(graph: fx.Graph) -> None:
+    """Make one sum of the sums of small gradients, in place."""
+    buckets: defaultdict[Any, list[fx.Node]] = defaultdict(list)
+    num_bytes: defaultdict[Any, int] = defaultdict(int)
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
+        (start,) = wait.all_input_nodes
+        value = wait.meta["val"]
+        is_known = all(type(size) is int for size in value.shape)
+        is_result = all(user.op == "output" for user in wait.users) and len(start.users) == 1
+        if start.target is ALL_REDUCE and is_known and is_result and value.nbytes <= MOST_BYTES:
+            kind = value.dtype, value.device, start.args[1:]
+            num_bytes[kind] += value.nbytes
+            buckets[kind, num_bytes[kind] // BUCKET_BYTES].append(wait)
+    for waits in buckets.values():
+        if len(waits) > 1:
+            _sum_together(graph, waits)
+
+
+def _sum_together(graph: fx.Graph, waits: Sequence[fx.Node]) -> None:
+    """Put one sum where the last of its parts is known."""
+    starts = [start for wait in waits for start in wait.all_input_nodes]
+    values = [wait.meta["val"] for wait in waits]
+    aten = torch.ops.aten
+
+    def insert(target: Callable[..., Any], *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*fx.map_arg(args, lambda node: node.meta["val"]))
+        return node
+
+    with graph.inserting_before(waits[-1]), fake_mode_of(values[0]):
+        flat = [insert(aten.reshape.default, start.args[0], [-1]) for start in starts]
+        both = insert(ALL_REDUCE, insert(aten.cat.default, flat), *starts[0].args[1:])
+        sizes = [value.numel() for value in values]
+        parts = insert(aten.split_with_sizes.default, insert(WAIT, both), sizes)
+        for place, (wait, value) in enumerate(zip(waits, values, strict=True)):
+            part = insert(getitem, parts, place)
+            whole = graph.call_function(aten.reshape.default, (part, [*value.shape]))
+            whole.meta["val"] = value.contiguous()
+            wait.replace_all_uses_with(whole)
+    for node in (*waits, *starts):
+        graph.erase_node(node)

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.rules.draws import note_drawn
-from cp_inductor.graph.nodes import graphs_of, name_of, recompile_all
+from cp_inductor.graph.nodes import graphs_of, name_of, nodes_of, recompile_all
 from cp_inductor.graph.subgraphs import bodies_of, method_of
 from cp_inductor.kept import cache
 from cp_inductor.torch_private.dtensor import local_of
@@ -56,11 +56,7 @@ def note_draws(gm: fx.GraphModule) -> None:
 
 def has_notes(gm: fx.GraphModule) -> bool:
     """Whether a graph notes draws."""
-    return any(
-        graph.find_nodes(op="call_function", target=target)
-        for graph in graphs_of(gm)
-        for target in (NOTE_DRAW, note_drawn)
-    )
+    return any(node.target in (NOTE_DRAW, note_drawn) for node in nodes_of(gm))
 
 
 def _note_in(graph: fx.Graph, numbers: Iterator[int]) -> None:
@@ -95,9 +91,8 @@ class _Drawn:
         """Note a node that draws, or reads what is drawn."""
         self.nodes.add(node)
         self.storages.update(_storages(node))
-        given = [*node.args[:1], node.kwargs.get("out")]
         if not _storages(node) or "out" in node.kwargs:  # x[...] = drawn, and the like
-            for written in given:
+            for written in (*node.args[:1], node.kwargs.get("out")):
                 if isinstance(written, fx.Node):
                     self.storages.update(_storages(written))
 
@@ -129,19 +124,15 @@ def _is_draw(node: fx.Node) -> bool:
 @cache
 def _functions_that_draw() -> frozenset[Any]:
     """Return the functions of torch, and methods of tensors, whose ops draw."""
-    spaces = (torch, torch.nn.functional, Tensor)
-    names = {name for space in spaces for name in dir(space)} - NOT_OURS
-    found = {name for name in names if _draws(name)} | set(OF_OTHER_NAME)
-    functions = (getattr(space, name, None) for space in spaces for name in found)
+    spaces, drawing = (torch, torch.nn.functional, Tensor), {*OF_OTHER_NAME}
+    for name in {name for space in spaces for name in dir(space)} - NOT_OURS:
+        packet = getattr(torch.ops.aten, name, None)
+        if isinstance(packet, torch._ops.OpOverloadPacket):
+            ops = (getattr(packet, overload) for overload in packet.overloads())
+            if any(torch.Tag.nondeterministic_seeded in op.tags for op in ops):
+                drawing.add(name)
+    functions = (getattr(space, name, None) for space in spaces for name in drawing)
     return frozenset(function for function in functions if callable(function))
-
-
-def _draws(name: str) -> bool:
-    packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return False
-    ops = (getattr(packet, overload) for overload in packet.overloads())
-    return any(torch.Tag.nondeterministic_seeded in op.tags for op in ops)
 
 
 def _note_plain(node: fx.Node, source: fx.Node, mesh: DeviceMesh, numbers: Iterator[int]) -> None:
@@ -163,9 +154,8 @@ def _note_distributed(node: fx.Node, numbers: Iterator[int]) -> None:
     written to, by other names.
     """
     value: DTensor = node.meta["example_value"]
-    mesh = value.device_mesh
-    equals = enumerate(value.placements)
-    if not any(p.is_replicate() and mesh.size(axis) > 1 for axis, p in equals):
+    places, sizes = value.placements, value.device_mesh.shape
+    if not any(p.is_replicate() and size > 1 for p, size in zip(places, sizes, strict=True)):
         return
     with node.graph.inserting_after(node):
         noted = node.graph.call_function(note_drawn, (node, next(numbers), name_of(node)))

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from torch import fx
@@ -29,39 +30,26 @@ from cp_inductor.graph.nodes import graphs_of, nodes_of
 from cp_inductor.modules.along_sequence import GATHERS
 from cp_inductor.modules.ties import check_ties
 from cp_inductor.ops.attention import attention_of
+from cp_inductor.passes import report
 from cp_inductor.passes.align_attention import align_attention
-from cp_inductor.passes.attentions import has_attentions, has_masks
-from cp_inductor.passes.bucket_sums import bucket_sums
+from cp_inductor.passes.attentions import Site, Verdict, has_attentions, has_masks
 from cp_inductor.passes.capture_attention import capture_attention
-from cp_inductor.passes.check_mesh import check_mesh
-from cp_inductor.passes.check_placements import check_placements
+from cp_inductor.passes.check_mesh import check_mesh, check_placements, check_ways
 from cp_inductor.passes.check_sequence import check_sequence
-from cp_inductor.passes.check_ways import check_ways
-from cp_inductor.passes.complete_outputs import Sharing, complete_outputs
+from cp_inductor.passes.complete_outputs import Sharing, complete_outputs, drop_idle_objects
 from cp_inductor.passes.drop_block_masks import drop_block_masks
-from cp_inductor.passes.drop_idle_objects import drop_idle_objects
 from cp_inductor.passes.find_attention import find_attention, groups_of_sequence
 from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
-from cp_inductor.passes.inline_multi_head import inline_multi_head
-from cp_inductor.passes.inline_varlen import inline_varlen
+from cp_inductor.passes.inline_attention import inline_multi_head, inline_varlen
 from cp_inductor.passes.label_exchanges import label_exchanges, number_attentions
 from cp_inductor.passes.lower_attention import lower_attention
-from cp_inductor.passes.merge_starts import merge_starts
+from cp_inductor.passes.merge_starts import bucket_sums, merge_starts
 from cp_inductor.passes.note_draws import note_draws
 from cp_inductor.passes.pin_order import number_nodes, pin_order
 from cp_inductor.passes.relax_views import relax_views
 from cp_inductor.passes.replay_writes import replay_writes
-from cp_inductor.passes.report import (
-    count,
-    count_ops,
-    graph_logged,
-    report_schedule,
-    report_site,
-    say_nothing_found,
-)
 from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
 from cp_inductor.passes.settings import Settings
-from cp_inductor.passes.sites import Site, Verdict
 from cp_inductor.passes.translate_policy import translate_policy
 from cp_inductor.passes.verify_graph import verify_graph
 from cp_inductor.region.marks import regions_of, remove_marks
@@ -77,22 +65,15 @@ from cp_inductor.trust.agreement import tell_refusal
 
 
 class Stage(Enum):
-    """On which graph a pass runs.
+    """On which graph a pass runs."""
 
-    FIND: Dynamo's. Attentions are found, and all that is refused is refused here.
-    REWRITE: the same, in which nothing was refused.
-    LOWER: a forward, backward or inference graph of AOTAutograd, before Inductor's cache is asked.
-    SCHEDULE: the same, with exchanges and tiles.
-    INTERPRET: the same, if no Inductor follows.
-    POST_GRAD: the same, after Inductor's own passes.
-    """
-
-    FIND = "find"
-    REWRITE = "rewrite"
+    FIND = "find"  # Dynamo's. Attentions are found, and all that is refused is refused here.
+    REWRITE = "rewrite"  # The same, in which nothing was refused.
+    # A forward, backward or inference graph of AOTAutograd, before Inductor's cache is asked.
     LOWER = "lower"
-    SCHEDULE = "schedule"
-    INTERPRET = "interpret"
-    POST_GRAD = "post-grad"
+    SCHEDULE = "schedule"  # The same, with exchanges and tiles.
+    INTERPRET = "interpret"  # The same, if no Inductor follows.
+    POST_GRAD = "post-grad"  # The same, after Inductor's own passes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +123,11 @@ class Capture:
         """The attentions to rewrite."""
         return [verdict for _, verdict in self.verdicts if isinstance(verdict, Site)]
 
+    @property
+    def has_axis(self) -> bool:
+        """Whether the user named the mesh axis on which plain tensors are shards."""
+        return self.settings.axis is not None
+
     @cached_property
     def has_attention(self) -> bool:
         """Whether the graph had any attention, including those that are left alone."""
@@ -154,33 +140,25 @@ class Capture:
         DTensor's handler computes the same where nothing is to be rewritten, but knows no masks.
         Plain tensors have no handler, and would attend within their shard.
         """
-        is_asked_for = self.settings.enabled or self.settings.axis is not None
-        return bool(
-            is_asked_for or has_masks(self.gm) or regions_of(self.gm) or typers_of_program()
-        )
+        is_asked_for = self.settings.enabled or self.has_axis or typers_of_program()
+        return bool(is_asked_for or has_masks(self.gm) or regions_of(self.gm))
 
     @property
     def is_checked(self) -> bool:
         """Whether operations other than attention are looked at."""
         return self.is_searched and self.settings.check_sequence
 
-    def inline_multi_head(self) -> None:
-        """Inline it on DTensors, and where plain tensors are shards."""
-        graphs = list(graphs_of(self.gm))
-        inline_multi_head(graphs, graphs if self.settings.axis is not None else regions_of(self.gm))
-
     def find(self) -> None:
         """Find all attentions; raise the first error among the verdicts."""
-        found = find_attention(self.gm, self.settings.axis, self.settings.plan_options)
-        self.verdicts += found
+        self.verdicts += find_attention(self.gm, self.settings.axis, self.settings.plan_options)
         for _, verdict in self.verdicts:
             if isinstance(verdict, CPError):
                 raise verdict
 
     def check_sequence(self) -> None:
         """Check what is not attention, and keep what checks the calls."""
-        chosen = (self.settings.seq_dims, self.settings.axis)
-        self.types = check_sequence(self.gm, self.sites, *chosen)
+        settings = self.settings
+        self.types = check_sequence(self.gm, self.sites, settings.seq_dims, settings.axis)
 
     def complete_outputs(self) -> None:
         """Complete them, and keep which of them share memory on one process."""
@@ -216,18 +194,14 @@ class Lowering:
     num_lowered: int = 0
     order: list[str] | None = None
 
-    def number_attentions(self) -> None:
-        """Number them, and keep the numbers."""
-        number_attentions(self.gm, self.kind, self.place_of)
-
     def lower_attention(self) -> None:
         """Lower all attentions. A backward reads tables that its forward has compared."""
-        how = {"note_tables": self.check_tables and self.kind != "backward"}
+        is_noted = self.check_tables and self.kind != "backward"
         attentions = filter(None, map(attention_of, nodes_of(self.gm)))
         with ExitStack() as around:
             if any(attention.is_per_batch for attention in attentions):
                 forget_fakes(around)  # whose sizes only data says
-            self.num_lowered = lower_attention(self.gm, decompositions=self.decompositions, **how)
+            self.num_lowered = lower_attention(self.gm, self.decompositions, note_tables=is_noted)
 
     @property
     def is_scheduled(self) -> bool:
@@ -238,7 +212,8 @@ class Lowering:
         """Schedule every graph that starts an exchange of attentions or of recurrences."""
         for graph in graphs_of(self.gm):
             if any(node.target in STARTS or _passes_states(node) for node in graph.nodes):
-                report_schedule(self.kind, schedule_exchange(graph, self.kind, self.scheduling))
+                costs = schedule_exchange(graph, self.kind, self.scheduling)
+                report.report_schedule(self.kind, *costs)
         self.gm.recompile()
 
     def verify(self) -> None:
@@ -261,6 +236,7 @@ def _of_all_graphs(change: Callable[[fx.Graph], None]) -> Callable[[Lowering], N
 
 
 FIND, REWRITE, LOWER, SCHEDULE, INTERPRET, POST_GRAD = Stage
+SEARCHED, FOUND = attrgetter("is_searched"), attrgetter("sites")
 
 # fmt: off
 PASSES = (
@@ -277,35 +253,30 @@ PASSES = (
         this.gm, this.settings.axis, is_mesh_named=this.settings.is_mesh_named,
         has_attention=this.has_attention), lambda this: not this.is_explained),
     # The next three change how attention is written, not what it is; so before it is found.
-    Pass(FIND, "inline_multi_head", Capture.inline_multi_head, lambda this: this.is_searched),
-    Pass(FIND, "inline_varlen", lambda this: inline_varlen(graphs_of(this.gm)),
-         lambda this: this.is_searched),
-    Pass(FIND, "align_attention",
-         lambda this: align_attention(this.gm, has_axis=this.settings.axis is not None),
-         lambda this: this.is_searched),
+    Pass(FIND, "inline_multi_head", lambda this: inline_multi_head(this.gm, has_axis=this.has_axis),
+         SEARCHED),
+    Pass(FIND, "inline_varlen", lambda this: inline_varlen(this.gm), SEARCHED),
+    Pass(FIND, "align_attention", lambda this: align_attention(this.gm, has_axis=this.has_axis),
+         SEARCHED),
     # Before masks are read: of 2 * s1 more can be said than of two symbols.
     Pass(FIND, "relate_local_lengths", lambda this: relate_local_lengths(this.gm.graph),
          lambda this: this.is_searched and this.has_attention),
-    Pass(FIND, "find_attention", Capture.find, lambda this: this.is_searched),
+    Pass(FIND, "find_attention", Capture.find, SEARCHED),
     # Before the checks, which have nothing to say of how a BlockMask was made.
-    Pass(FIND, "drop_block_masks", lambda this: drop_block_masks(this.gm, this.sites),
-         lambda this: this.is_searched, is_spare=True),
+    Pass(FIND, "drop_block_masks", lambda this: drop_block_masks(this.gm, this.sites), SEARCHED,
+         is_spare=True),
     # Behind find_attention: queries and keys tell which dims hold tokens, if nothing else does.
     Pass(FIND, "check_sequence", Capture.check_sequence, lambda this: this.is_checked),
     Pass(FIND, "check_placements", lambda this: check_placements(this.gm),
          lambda this: this.is_checked and not this.is_explained),
 
     # Behind the last pass that asks for regions.
-    Pass(REWRITE, "remove_marks", lambda this: remove_marks(this.gm),
-         lambda this: this.is_searched),
+    Pass(REWRITE, "remove_marks", lambda this: remove_marks(this.gm), SEARCHED),
     # Behind find_attention: to read a mask may make numbers of whole lengths.
-    Pass(REWRITE, "settle_local_lengths", lambda this: settle_local_lengths(this.gm.graph),
-         lambda this: bool(this.sites)),
-    Pass(REWRITE, "capture_attention", lambda this: capture_attention(this.gm, this.sites),
-         lambda this: bool(this.sites)),
+    Pass(REWRITE, "settle_local_lengths", lambda this: settle_local_lengths(this.gm.graph), FOUND),
+    Pass(REWRITE, "capture_attention", lambda this: capture_attention(this.gm, this.sites), FOUND),
     # Policies name what attention was before; nothing reads them until AOTAutograd.
-    Pass(REWRITE, "translate_policy", lambda this: translate_policy(this.gm),
-         lambda this: bool(this.sites)),
+    Pass(REWRITE, "translate_policy", lambda this: translate_policy(this.gm), FOUND),
     # What leaves the graph is known only now.
     Pass(REWRITE, "complete_outputs", Capture.complete_outputs),
     # Behind all that make numbers of whole lengths which were symbols.
@@ -314,7 +285,8 @@ PASSES = (
     Pass(REWRITE, "drop_idle_objects", Capture.drop_idle_objects),
 
     # Before lowering: the numbers are part of an expansion's meta.
-    Pass(LOWER, "number_attentions", Lowering.number_attentions),
+    Pass(LOWER, "number_attentions",
+         lambda this: number_attentions(this.gm, this.kind, this.place_of)),
     # Before the exchanges of attentions are there, which no two share.
     Pass(LOWER, "merge_starts", _of_all_graphs(merge_starts)),
     Pass(LOWER, "bucket_sums", lambda this: bucket_sums(this.gm.graph),
@@ -342,9 +314,7 @@ PASSES = (
 def run_passes(stage: Stage, this: Any) -> None:
     """Run the passes of a stage, from top to bottom.
 
-    Args:
-        stage: to run.
-        this: a `Capture` for FIND and REWRITE, a graph for POST_GRAD, otherwise a `Lowering`.
+    They take a `Capture` in FIND and REWRITE, a graph in POST_GRAD, otherwise a `Lowering`.
     """
     for one in PASSES:
         if one.stage is not stage or not one.is_wanted(this):
@@ -354,11 +324,9 @@ def run_passes(stage: Stage, this: Any) -> None:
 
 
 def capture(gm: fx.GraphModule, settings: Settings) -> Capture:
-    """Find and capture the attentions of a Dynamo graph.
+    """Find and capture the attentions of a Dynamo graph, in place.
 
-    Args:
-        gm: changed in place. Its attentions are as they were if one of them is refused.
-        settings: of the compile.
+    They are as they were if one of them is refused.
 
     Raises:
         CPError: an attention is sharded along the sequence and cannot be rewritten, or something
@@ -368,19 +336,19 @@ def capture(gm: fx.GraphModule, settings: Settings) -> Capture:
     try:
         run_passes(Stage.FIND, this)
     except CPError as error:
-        count("sites_refused")
+        report.count("sites_refused")
         for name in {*groups_of_sequence(gm, settings.axis), *groups_of_program()}:
             tell_refusal(name, error)
         raise
     if not this.sites:
         run_passes(Stage.REWRITE, this)
         return this
-    count("sites_found", len(this.sites))
+    report.count("sites_found", len(this.sites))
     for site in this.sites:
-        report_site(site)
-    with graph_logged(gm, "dynamo"):
+        report.report_site(site)
+    with report.graph_logged(gm, "dynamo"):
         run_passes(Stage.REWRITE, this)
-    count("sites_rewritten", len(this.sites))
+    report.count("sites_rewritten", len(this.sites))
     return this
 
 
@@ -400,13 +368,13 @@ def judge(gm: fx.GraphModule, settings: Settings) -> list[tuple[str, Verdict]]:
 
 def lower(this: Lowering) -> None:
     """Lower the captured attentions of a graph from AOTAutograd, and schedule their exchanges."""
-    with graph_logged(this.gm, this.kind):
+    with report.graph_logged(this.gm, this.kind):
         run_passes(Stage.LOWER, this)
         if not this.is_scheduled:
-            say_nothing_found()
+            report.say_nothing_found()
             return
         run_passes(Stage.SCHEDULE, this)
-    count_ops(this.gm)
+    report.count_ops(this.gm)
 
 
 class PostGrad(CustomGraphPass):

@@ -27,9 +27,11 @@ Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,6 +85,11 @@ def _dtensors_of(node: fx.Node) -> list[DTensor]:
     return [value for value in values if isinstance(value, DTensor)]
 
 
+def _memory_of(node: fx.Node) -> set[int]:
+    """Return the memory in which this rank has the value of a node."""
+    return {memory_of(local_of(value)) for value in _dtensors_of(node)}
+
+
 def _may_write(node: fx.Node) -> bool:
     """Whether a node's value has been written to, or may be: foreach ops count no versions."""
     values = _dtensors_of(node)
@@ -94,19 +101,15 @@ def _may_write(node: fx.Node) -> bool:
 def _is_cut(node: fx.Node) -> bool:
     """Whether ranks have parts of the value of a node."""
     value = node.meta["example_value"]
-    if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is None:
-        return False
-    return not is_whole(value)
+    is_here = isinstance(value, DTensor) and value.device_mesh.get_coordinate() is not None
+    return is_here and not is_whole(value)
 
 
 @dataclass(eq=False)
 class _Family:
-    """Nodes whose values share memory on one process.
+    """Nodes whose values share memory on one process: the first, and the others in order.
 
-    Attributes:
-        base: the first of them.
-        views: the others, in order; each is computed from one before it.
-        is_clear: whether that is so.
+    It `is_clear` if each of the views is computed from a node before it.
     """
 
     base: fx.Node
@@ -114,42 +117,27 @@ class _Family:
     is_clear: bool = True
 
 
-@dataclass
-class _Write:
-    """What a node writes in place.
-
-    Attributes:
-        families: whose memory it writes to.
-        is_simple: it writes elements alone, and not to views that it makes, as `y[:, 1:] = x` does.
-    """
-
-    families: list[_Family]
-    is_simple: bool
-
-
 class _Aliases:
     """What a graph would do on one process: it is run on fake plain tensors of the whole size.
 
     Attributes:
-        writes: by the node that writes.
+        writes: node => the families to whose memory it writes in place.
+        simple: nodes that write elements alone, and not to views that they make, as `y[:, 1:] = x`.
         same: a node that returns a tensor which it was given => the node that it was given.
+        families: that a node's value belongs to.
         like: a tensor of the fake mode of the graph.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.writes: dict[fx.Node, _Write] = {}
+        self.writes: dict[fx.Node, list[_Family]] = {}
+        self.simple: set[fx.Node] = set()
         self.same: dict[fx.Node, fx.Node] = {}
+        self.families: defaultdict[fx.Node, list[_Family]] = defaultdict(list)
         self._values: dict[fx.Node, Any] = {}
-        self._families: dict[int, _Family] = {}
-        self._of: dict[fx.Node, list[_Family]] = {}
-        some = next(value for node in graph.nodes for value in _dtensors_of(node))
-        self.like = local_of(some)
+        self._by_memory: dict[int, _Family] = {}
+        self.like = local_of(next(v for node in graph.nodes for v in _dtensors_of(node)))
         for node in graph.nodes:
             self._follow(node)
-
-    def families_of(self, node: fx.Node) -> list[_Family]:
-        """Return the families that a node's value belongs to."""
-        return self._of.get(node, [])
 
     def _follow(self, node: fx.Node) -> None:
         is_of_tensors = "example_value" in node.meta or any(map(_dtensors_of, node.all_input_nodes))
@@ -157,49 +145,47 @@ class _Aliases:
             return
         value, written = self._run(node)
         self._values[node] = value
-        given = [family for source in node.all_input_nodes for family in self.families_of(source)]
+        given = [family for source in node.all_input_nodes for family in self.families[source]]
         for leaf in tensors_in(value):
-            family = self._families.get(memory_of(leaf))
+            family = self._by_memory.get(memory_of(leaf))
             if family is None:
-                if isinstance(value, Tensor):
-                    family = self._families[memory_of(leaf)] = _Family(node)
+                if not isinstance(value, Tensor):
+                    continue
+                family = self._by_memory[memory_of(leaf)] = _Family(node)
             elif node is not family.base and node not in family.views:
                 family.is_clear &= family in given
                 family.views.append(node)
-            if family is not None and family not in self._of.setdefault(node, []):
-                self._of[node].append(family)
+            if family not in self.families[node]:
+                self.families[node].append(family)
         if written:
             self._note_write(node, value, written)
 
     def _run(self, node: fx.Node) -> tuple[Any, list[tuple[Any, Tensor]]]:
         if node.op in ("call_function", "call_method"):
-            found: list[Any] = []
-            try:
-                written = writes_of(
-                    lambda: found.append(_call(node, self._values.__getitem__)), self.like
-                )
-                return found[0], written
-            except Exception:  # what only DTensors have, bodies, and what reads numbers
-                pass
+            made: list[Any] = []
+            with suppress(Exception):  # what only DTensors have, bodies, and what reads numbers
+                run = partial(_call, node, self._values.__getitem__)
+                written = writes_of(lambda: made.append(run()), self.like)
+                return made[0], written
         return map_tensors(fake_copy, node.meta.get("example_value")), []
 
     def _note_write(self, node: fx.Node, value: Any, written: list[tuple[Any, Tensor]]) -> None:
         sources = [one for one in node.all_input_nodes if one in self._values]
         given = {id(leaf) for one in sources for leaf in tensors_in(self._values[one])}
-        known = [self._families.get(memory_of(tensor)) for _, tensor in written]
-        families = [family for family in dict.fromkeys(known) if family is not None]
-        families = [one for one in families if _is_cut(one.base) or _is_differentiated(one.base)]
+        known = dict.fromkeys(self._by_memory.get(memory_of(tensor)) for _, tensor in written)
+        families = [
+            one for one in known if one and (_is_cut(one.base) or _is_differentiated(one.base))
+        ]
         for family in families:
             part = family.base.meta.get("custom", {}).get(PART_OF_BATCH)
             if part is not None:
                 raise write_to_part(name_of(node), part)
         if families:
             is_simple = all(op in _SIMPLE or torch.Tag.pointwise in op.tags for op, _ in written)
-            is_simple &= all(id(tensor) in given for _, tensor in written)
-            self.writes[node] = _Write(families, is_simple)
-            for source in sources:
-                if self._values[source] is value:
-                    self.same[node] = source
+            if is_simple and all(id(tensor) in given for _, tensor in written):
+                self.simple.add(node)
+            self.writes[node] = families
+            self.same.update((node, one) for one in sources if self._values[one] is value)
 
 
 def _call(node: fx.Node, value_of: Callable[[fx.Node], Any], given: Any = None) -> Any:
@@ -210,13 +196,13 @@ def _call(node: fx.Node, value_of: Callable[[fx.Node], Any], given: Any = None) 
 
 def _check_outside(aliases: _Aliases, calls: Calls) -> None:
     """Refuse writes in a body to what is read outside of it by another name: it is not followed."""
-    for node, write in aliases.writes.items():
-        for tensor in (family.base for family in write.families):
+    for node, written in aliases.writes.items():
+        for tensor in (family.base for family in written):
             while tensor.op == "placeholder" and tensor.graph in calls:
                 call = calls[tensor.graph]
                 inputs = tensor.graph.find_nodes(op="placeholder")
                 (tensor,) = _nodes_in(call.args[1 + inputs.index(tensor)])
-                families = _Aliases(call.graph).families_of(tensor)
+                families = _Aliases(call.graph).families[tensor]
                 names = {name for one in families for name in (one.base, *one.views)} - {tensor}
                 places = {other: place for place, other in enumerate(call.graph.nodes)}
                 users = {user for name in names for user in name.users}
@@ -250,19 +236,14 @@ class _Replay:
             if node.target is torch._C._set_grad_enabled:
                 self.is_tracked = bool(node.args[0])
             self.tracked[node] = self.is_tracked
-            write = self.aliases.writes.get(node)
-            if write is not None and self._is_lost(node, write):
-                self._replace(node, write.families)
+            families = self.aliases.writes.get(node)
+            if families is not None and self._is_lost(node, families):
+                self._replace(node, families)
                 replaced.append(node)
         # Views of what a node writes to may have been computed for nothing.
-        old = {
-            view
-            for node in replaced
-            for family in self.aliases.writes[node].families
-            for view in family.views
-            if view not in self.aliases.writes
-        }
-        for node in sorted(old.union(replaced), key=self.places.__getitem__, reverse=True):
+        written = [family for node in replaced for family in self.aliases.writes[node]]
+        views = {view for family in written for view in family.views} - self.aliases.writes.keys()
+        for node in sorted(views.union(replaced), key=self.places.__getitem__, reverse=True):
             if not node.users:
                 self.graph.erase_node(node)
         return bool(replaced)
@@ -270,30 +251,25 @@ class _Replay:
     def _now(self, value: Any) -> Any:
         return fx.map_arg(value, lambda node: self.current.get(node, node))
 
-    def _is_lost(self, node: fx.Node, write: _Write) -> bool:
+    def _is_lost(self, node: fx.Node, families: list[_Family]) -> bool:
         """Whether DTensor does not write as one process does."""
-        bases_memory = {
-            family.base: [memory_of(local_of(value)) for value in _dtensors_of(family.base)]
-            for family in write.families
-        }
+        place = self.places[node]
         copies = any(
-            memory_of(local_of(value)) not in bases_memory[family.base]
-            for family in write.families
+            not _memory_of(view) <= _memory_of(family.base)
+            for family in families
             for view in family.views
-            if self.places[view] < self.places[node] and self._is_read(view, self.places[node])
-            for value in _dtensors_of(view)
+            if self.places[view] < place and self._is_read(view, place)
         )
         # Autograd writes to the same part of a gradient, which may be sharded.
-        is_part = any(
-            not _is_cut(one.base) and one.base not in self.given[node][0] for one in write.families
-        )
-        return copies or is_part or not write.is_simple or not _runs(node)
+        bases = [family.base for family in families]
+        is_part = any(not _is_cut(one) and one not in self.given[node][0] for one in bases)
+        return copies or is_part or node not in self.aliases.simple or not _runs(node)
 
     def _is_read(self, view: fx.Node, place: int) -> bool:
         """Whether the value of a view is used at a place or later."""
         return any(
             self.places[user] >= place
-            or (bool(self.aliases.families_of(user)) and self._is_read(user, place))
+            or (bool(self.aliases.families[user]) and self._is_read(user, place))
             for user in self.users[view]
         )
 
@@ -306,9 +282,11 @@ class _Replay:
         with self.graph.inserting_before(node):
             written = self._insert(node, families)
             bases = [family.base for family in families]
-            with self._tracking(self.is_tracked and self._tracks(node, bases)):
-                for base, new in zip(bases, written, strict=True):
-                    self._add("call_method", "copy_", (base, new), node, base)
+            was_tracked = self.is_tracked
+            self._track(was_tracked and self._tracks(node, bases))
+            for base, new in zip(bases, written, strict=True):
+                self._add("call_method", "copy_", (base, new), node, base)
+            self._track(was_tracked)
             if node in self.aliases.same:
                 self.current[node] = self._now(self.aliases.same[node])
             for family in families:
@@ -318,13 +296,8 @@ class _Replay:
         """Insert what computes the tensors as they are after a write; return them."""
         bases = [family.base for family in families]
         steps = self._steps_to(node, families)
-        outside = [
-            one
-            for step in (*steps, node)
-            for one in _nodes_in(self.given[step])
-            if one not in steps
-        ]
-        inputs = list(dict.fromkeys([*bases, *outside]))
+        read = [one for step in (*steps, node) for one in _nodes_in(self.given[step])]
+        inputs = list(dict.fromkeys([*bases, *(one for one in read if one not in steps)]))
         fakes = [map_tensors(fake_copy, one.meta["example_value"]) for one in inputs]
 
         def compute(*values: Any) -> list[Tensor]:
@@ -371,8 +344,8 @@ class _Replay:
                 env[one] = self._add("call_function", one.target, args, node, kwargs=kwargs)
                 if not one.all_input_nodes:
                     env[one] = self._add("call_function", replicated_like, (env[one], like), node)
-        (output,) = traced.graph.find_nodes(op="output")
-        return [env[one] for one in output.args[0]]
+        results: Any = traced.graph.output_node().args[0]
+        return [env[one] for one in results]
 
     def _renew(self, family: _Family, node: fx.Node) -> None:
         """Compute the views anew that are used after a write."""
@@ -385,8 +358,10 @@ class _Replay:
                 self.current[view] = self._now(same)
                 continue
             args, kwargs = self._now(self.given[view])
-            with self._tracking(self.tracked[view]):
-                self.current[view] = self._add(view.op, view.target, args, view, kwargs=kwargs)
+            was_tracked = self.is_tracked
+            self._track(self.tracked[view])
+            self.current[view] = self._add(view.op, view.target, args, view, kwargs=kwargs)
+            self._track(was_tracked)
 
     def _tracks(self, node: fx.Node, bases: list[fx.Node]) -> bool:
         """Whether autograd sees that a node writes to these tensors: not through `detach`."""
@@ -395,20 +370,14 @@ class _Replay:
         return any(
             _is_differentiated(written)
             for written in _nodes_in(self.given[node])
-            if any(family.base in bases for family in self.aliases.families_of(written))
+            if any(family.base in bases for family in self.aliases.families[written])
         )
 
-    @contextmanager
-    def _tracking(self, is_tracked: bool) -> Iterator[None]:
-        """Have what is inserted run with or without autograd."""
-        if is_tracked == self.is_tracked:
-            yield
-            return
-        self.graph.call_function(torch._C._set_grad_enabled, (is_tracked,))
-        self.is_tracked = is_tracked
-        yield
-        self.is_tracked = not is_tracked
-        self.graph.call_function(torch._C._set_grad_enabled, (not is_tracked,))
+    def _track(self, is_tracked: bool) -> None:
+        """Have what is inserted from here on run with or without autograd."""
+        if is_tracked != self.is_tracked:
+            self.graph.call_function(torch._C._set_grad_enabled, (is_tracked,))
+            self.is_tracked = is_tracked
 
     def _add(
         self,

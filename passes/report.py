@@ -14,16 +14,16 @@ from torch._dynamo.utils import counters
 from torch._logging import trace_structured
 
 from cp_inductor.graph.collectives import STARTS
-from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.graph.nodes import modules_of
 from cp_inductor.kept import cache
-from cp_inductor.mask.describe import describe
 from cp_inductor.mask.language import is_of_pairs
+from cp_inductor.mask.rule import describe
+from cp_inductor.passes.attentions import Site
 from cp_inductor.passes.nodes import tiles_of
-from cp_inductor.passes.schedule_exchange import Scheduled
 from cp_inductor.passes.share_pieces import Piece
-from cp_inductor.passes.sites import Site
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.plan.text import format_program
+from cp_inductor.schedule.overlap import Measured
 from cp_inductor.torch_private.sizes import size_hint
 
 log = logging.getLogger("cp_inductor")
@@ -39,37 +39,26 @@ def count(name: str, number: int = 1) -> None:
 def report_site(site: Site) -> None:
     """Log an attention that is going to be rewritten, and how it is planned."""
     axis, kernel = site.axis, site.attention.kernel
-    where = (site.name, describe(site.mask.rule), axis.name, axis.rank, axis.world_size)
+    on_rank = f"{axis.name}, rank {axis.rank} of {axis.world_size}"
+    where = f"{site.name}: {describe(site.mask.rule)} on {on_rank}"
     if site.attention.is_per_batch:
-        log.info(
-            "%s: %s on %s, rank %d of %d, planned once per batch in %d stages, %s",
-            *where,
-            site.attention.source.stages,
-            kernel,
-        )
+        stages = site.attention.source.stages
+        log.info("%s, planned once per batch in %d stages, %s", where, stages, kernel)
         count("sites_planned_at_run_time")
         return
     recipe = site.attention.recipe
+    forward, backward = forward_plan(recipe), backward_plan(recipe)
     # What this rank sends per run, forward and, if any, backward. Dynamic lengths count with their
     # values in the call being compiled.
-    plans = [forward_plan(recipe)] + [backward_plan(recipe)] * torch.is_grad_enabled()
+    plans = [forward, backward] if torch.is_grad_enabled() else [forward]
     num_bytes = site.batch * sum(plan.bytes_sent(axis.rank) for plan in plans)
     count("bytes_sent", num_bytes)
-    log.info(
-        "%s: %s on %s, rank %d of %d, %s in %d stages, %s, %.1f%% of pairs skipped,"
-        " sends %d bytes per run",
-        *where,
-        recipe.strategy,
-        recipe.stages,
-        kernel,
-        100 * forward_plan(recipe).skipped,
-        num_bytes,
-    )
+    how = f"{recipe.strategy} in {recipe.stages} stages, {kernel}"
+    cost = f"{100 * forward.skipped:.1f}% of pairs skipped, sends {num_bytes} bytes per run"
+    log.info("%s, %s, %s", where, how, cost)
     _warn_of_pairs(site)
-    for plan in (forward_plan(recipe), backward_plan(recipe)):
-        log.debug(
-            "%s %s\n%s", site.name, plan.direction.value, format_program(plan, site.axis.rank)
-        )
+    for plan in (forward, backward):
+        log.debug("%s %s\n%s", site.name, plan.direction.value, format_program(plan, axis.rank))
 
 
 def _warn_of_pairs(site: Site) -> None:
@@ -77,15 +66,11 @@ def _warn_of_pairs(site: Site) -> None:
     for node, indices in zip(site.mask.tables, site.mask.indices, strict=True):
         if is_of_pairs(indices):
             mask = node.meta["example_value"]
-            log.warning(
-                "%s: %s %s is used as a tensor of every query and key, %s, %.1f MiB; a"
-                " mask that is computed from indices would take no memory",
-                site.name,
-                "the captured" if site.is_flex else "the mask",
-                node.name,
-                tuple(mask.shape),
-                size_hint(mask.numel()) * mask.element_size() / (1 << 20),
-            )
+            name = f"{'the captured' if site.is_flex else 'the mask'} {node.name}"
+            mib = size_hint(mask.numel()) * mask.element_size() / (1 << 20)
+            size = f"a tensor of every query and key, {tuple(mask.shape)}, {mib:.1f} MiB"
+            remedy = "a mask that is computed from indices would take no memory"
+            log.warning("%s: %s is used as %s; %s", site.name, name, size, remedy)
     if site.mask.is_bias_made:
         log.warning(
             "%s: what its score_mod adds is computed as a tensor of this rank's queries and all"
@@ -94,37 +79,26 @@ def _warn_of_pairs(site: Site) -> None:
         )
 
 
-def report_schedule(kind: str, scheduled: Scheduled) -> None:
+def report_schedule(kind: str, before: Measured, after: Measured, budget_bytes: int) -> None:
     """Log what the schedule of a graph costs, and what it would cost if nothing overlapped."""
-    before, after = scheduled.before, scheduled.after
-    for name, value in (
-        ("peak_bytes", after.peak_bytes),
-        ("peak_bytes_unscheduled", before.peak_bytes),
-        ("memory_budget_bytes", scheduled.budget_bytes),
-    ):
+    most = {"peak_bytes": after.peak_bytes, "peak_bytes_unscheduled": before.peak_bytes}
+    for name, value in {**most, "memory_budget_bytes": budget_bytes}.items():
         key = f"{kind}_{name}"
         counters["cp_inductor"][key] = max(counters["cp_inductor"][key], value)
+    total_ms, exposed_ms, most_ms = (
+        f"{seconds * 1e3:.3f} ms" for seconds in (after.seconds, after.exposed_s, before.exposed_s)
+    )
     log.info(
-        "%s: estimated %.3f ms, %.3f ms of it exposed (%.3f ms if nothing overlapped); %d bytes"
-        " alive at most, %d if nothing overlapped, %d of exchanges",
-        kind,
-        after.seconds * 1e3,
-        after.exposed_s * 1e3,
-        before.exposed_s * 1e3,
-        after.peak_bytes,
-        before.peak_bytes,
-        after.exchange_bytes,
+        f"{kind}: estimated {total_ms}, {exposed_ms} of it exposed ({most_ms} if nothing"
+        f" overlapped); {after.peak_bytes} bytes alive at most, {before.peak_bytes} if nothing"
+        f" overlapped, {after.exchange_bytes} of exchanges"
     )
 
 
 def count_ops(gm: fx.GraphModule) -> None:
     """Count the starts and tiles of a lowered graph."""
-    nodes = [
-        node
-        for graph in graphs_of(gm)
-        if not isinstance(graph.owning_module, Piece)
-        for node in graph.nodes
-    ]
+    modules = (module for module in modules_of(gm) if not isinstance(module, Piece))
+    nodes = [node for module in modules for node in module.graph.nodes]
     count("starts", sum(node.target in STARTS for node in nodes))
     count("tiles", sum(len(tiles_of(node)) for node in nodes))
 
@@ -139,8 +113,8 @@ def say_nothing_found() -> None:
 def graph_logged(gm: fx.GraphModule, kind: str) -> Iterator[None]:
     """Log a graph before and after a change, to the logger and as artifacts of TORCH_TRACE.
 
-    Nothing is logged if the change fails, or was none. Nor is anything printed that nobody reads:
-    to print a graph takes as long as to lower it.
+    Nothing is logged if the change fails, or was none, or nobody reads it: to print a graph takes
+    as long as to lower it.
     """
     if not (log.isEnabledFor(logging.DEBUG) or trace_log.handlers):
         yield

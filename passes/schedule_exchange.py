@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from math import prod
 from operator import getitem
 from typing import Any
@@ -51,7 +52,7 @@ MOST_READ = 8
 MOST_USERS = 2
 
 
-USUAL = {"cuda": Machine(), "cpu": Machine.parse("cpu:tcp")}
+USUAL = {"cpu": Machine.parse("cpu:tcp")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,42 +86,25 @@ class Scheduling:
 
     def machine_of(self, device: torch.device) -> Machine:
         """Return how fast a rank with this device is."""
-        usual = USUAL.get(device.type, USUAL["cuda"])
+        usual = USUAL.get(device.type, Machine())
         machine = usual if self.machine in ("", AUTO) else Machine.parse(self.machine)
         return machine.with_speeds(self.link_bytes_per_s, self.device_flops_per_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """The result of scheduling a graph.
+def schedule_exchange(
+    graph: fx.Graph, kind: str, scheduling: Scheduling
+) -> tuple[Measured, Measured, int]:
+    """Reorder a lowered graph with exchanges, in place.
 
-    Attributes:
-        before: the cost if nothing overlapped.
-        after: the cost in the new order.
-        budget_bytes: by how much peak memory was allowed to rise.
-    """
-
-    before: Measured
-    after: Measured
-    budget_bytes: int
-
-
-def schedule_exchange(graph: fx.Graph, kind: str, scheduling: Scheduling) -> Scheduled:
-    """Reorder a graph with exchanges, in place.
-
-    Args:
-        graph: lowered.
-        kind: "forward", "backward" or "inference".
-        scheduling: the choices of the user.
+    Returns:
+        The cost if nothing overlapped, that of the new order, and the bytes by which peak memory
+        was allowed to rise.
     """
     nodes = [node for node in graph.nodes if node.op != "output"]
     instructions = Description(nodes, kind, scheduling).instructions
     budget = scheduling.memory_budget_bytes
     if budget < 0:
-        budget = 2 * max(
-            (instruction.num_bytes for instruction in instructions if instruction.is_start),
-            default=0,
-        )
+        budget = 2 * max((one.num_bytes for one in instructions if one.is_start), default=0)
     exposed = expose(instructions)
     orders = {
         "none": lambda: exposed,
@@ -133,7 +117,7 @@ def schedule_exchange(graph: fx.Graph, kind: str, scheduling: Scheduling) -> Sch
     output = graph.output_node()
     for index in order:
         output.prepend(nodes[index])
-    return Scheduled(measure(instructions, exposed), measure(instructions, order), budget)
+    return measure(instructions, exposed), measure(instructions, order), budget
 
 
 class Description:
@@ -149,13 +133,16 @@ class Description:
         # Where a node's value is used, views looked through: from the last node to the first.
         self.users: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(nodes):
-            users = []
-            for user in node.users:
-                users += self.users[user] if looks_through(user) else [user]
-            self.users[node] = users
+            users = (self.users[u] if looks_through(u) else [u] for u in node.users)
+            self.users[node] = list(chain.from_iterable(users))
         for node in nodes:
             self._find_sources(node)
-        self.instructions = self._instructions()
+        effects = _Effects()
+        self.instructions: list[Instruction] = []
+        for index, node in enumerate(nodes):
+            inputs = {self.index[source] for source in node.all_input_nodes}
+            inputs |= effects.before(index, node)
+            self.instructions.append(self._instruction(node, tuple(sorted(inputs))))
 
     def _find_sources(self, node: fx.Node) -> None:
         """Record which buffers a node's value consists of."""
@@ -170,15 +157,6 @@ class Description:
         users = self.users[node]
         is_cheap = 0 < len(users) <= MOST_USERS and len(read) <= MOST_READ
         return is_cheap and all(map(is_fusible, users))
-
-    def _instructions(self) -> list[Instruction]:
-        instructions: list[Instruction] = []
-        effects = _Effects()
-        for index, node in enumerate(self.nodes):
-            inputs = {self.index[source] for source in node.all_input_nodes}
-            inputs |= effects.before(index, node)
-            instructions.append(self._instruction(node, tuple(sorted(inputs))))
-        return instructions
 
     def _instruction(self, node: fx.Node, inputs: tuple[int, ...]) -> Instruction:
         if not self.makes_buffer[node] and node.target is not WAIT:
@@ -201,17 +179,15 @@ class Description:
 
     def _bytes_held(self, node: fx.Node) -> int:
         # What the caller passes in stays alive but for what the forward saved for the backward.
-        if node.op == "get_attr":
-            return 0
-        is_callers = node.op == "placeholder"
-        if is_callers and (not self.is_backward or is_input_of_forward(node)):
-            return 0
-        return num_bytes_of(node)
+        is_input = node.op == "placeholder"
+        is_callers = is_input and (not self.is_backward or is_input_of_forward(node))
+        return 0 if is_callers or node.op == "get_attr" else num_bytes_of(node)
 
     def _seconds(self, node: fx.Node, read: frozenset[fx.Node]) -> float:
         if node.op != "call_function" or not isinstance(_value(node), (Tensor, list, tuple)):
             return 0.0
-        machine = self.scheduling.machine_of(_device(node))
+        tensors = tensors_in(_value(node))
+        machine = self.scheduling.machine_of(tensors[0].device if tensors else torch.device("cpu"))
         link, device = machine.levels[-1], machine.device
         if is_start(node):
             own = max(num_bytes_of(node), sum(map(num_bytes_of, node.all_input_nodes)))
@@ -254,11 +230,6 @@ class _Effects:
 
 def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
-
-
-def _device(node: fx.Node) -> torch.device:
-    tensors = tensors_in(_value(node))
-    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def num_bytes_of(node: fx.Node) -> int:

@@ -80,14 +80,12 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
             remedy="build one with torch.distributed.device_mesh.init_device_mesh",
         )
     axis = None if mesh is None else axis_of_mesh(mesh, site='options={"mesh": ...}')
-    check_agreement = bool(config.check_agreement)
     is_checked = bool(rest.pop("check_sequence", config.check_sequence))
     seq_dims = _seq_dims(rest.pop("seq_dims", None) or {})
     for name in rest:
         _check_is_inductors(name)
-    enabled = bool(config.enabled)
-    checks = (check_agreement, is_checked, seq_dims, is_mesh_named)
-    return Settings(enabled, plan_options, scheduling, axis, rest, *checks)
+    checks = (bool(config.check_agreement), is_checked, seq_dims, is_mesh_named)
+    return Settings(bool(config.enabled), plan_options, scheduling, axis, rest, *checks)
 
 
 def _seq_dims(given: object) -> dict[str, int | None]:
@@ -120,7 +118,5 @@ def _check_is_inductors(name: str) -> None:
             site=SITE,
             expected=f"an option of Inductor, or one of {', '.join(ours)}",
             got=repr(name),
-            remedy=f"use {near[0]}, or leave it out"
-            if near
-            else "correct its name, or leave it out",
+            remedy=f"{f'use {near[0]}' if near else 'correct its name'}, or leave it out",
         )

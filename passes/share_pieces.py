@@ -17,8 +17,8 @@ A piece returns tensors that have memory of their own; views of them are made ag
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from operator import getitem
-from typing import Any
 
 import sympy
 import torch
@@ -26,13 +26,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from cp_inductor.graph.collectives import is_collective
-from cp_inductor.passes.insert_call import free_name
-from cp_inductor.passes.nodes import TILES_KEY, computes_numbers, is_view
+from cp_inductor.passes.nodes import SIZE, TILES_KEY, computes_numbers, free_name, is_view
 from cp_inductor.tiles.tile_ops import TILE_OPS
 from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH, known_results
-
-SIZE = torch.ops.aten.sym_size.int
 
 # A piece of fewer nodes is not worth a function.
 MIN_NODES = 4
@@ -108,19 +105,16 @@ def _views(node: fx.Node) -> list[fx.Node]:
 def _sizes_read(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node] | None:
     """Return nodes of the symbols in the sizes of a piece, which its function has to be given.
 
-    Returns:
-        None if one of them is nowhere a size, but only a part of sizes.
+    None if one of them is nowhere a size, but only a part of sizes.
     """
     read = (source for node in nodes for source in (node, *node.all_input_nodes))
     symbols = free_symbols([node.meta.get("val") for node in read])
     found: dict[sympy.Symbol, fx.Node] = {}
     last, inside = nodes[-1], set(nodes)
-    for node in graph.nodes:
-        if node is last:
-            break
-        value = node.meta.get("val")
+    for node in takewhile(lambda node: node is not last, graph.nodes):
         if node in inside:
             continue
+        value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
             found.setdefault(size_expression(value), node)
         for dim, length in enumerate(value.shape if isinstance(value, Tensor) else ()):
@@ -129,31 +123,23 @@ def _sizes_read(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node] | No
                 with graph.inserting_before(last):
                     found[symbol] = graph.call_function(SIZE, (node, dim))
                 found[symbol].meta["val"] = length
-    if not symbols.issubset(found):
-        return None
-    return [found[symbol] for symbol in sorted(symbols, key=str)]
+    is_given = symbols.issubset(found)
+    return [found[symbol] for symbol in sorted(symbols, key=str)] if is_given else None
 
 
 def _piece_of(
-    gm: fx.GraphModule,
-    nodes: Sequence[fx.Node],
-    given: Sequence[fx.Node],
-    results: Sequence[fx.Node],
+    gm: fx.GraphModule, nodes: Sequence[fx.Node], given: list[fx.Node], results: list[fx.Node]
 ) -> Piece:
-    graph = fx.Graph()
-    attributes: dict[str, Any] = {}
-    copies: dict[fx.Node, fx.Node] = {}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for place, node in enumerate(given):
         copies[node] = graph.placeholder(f"given_{place}")
         copies[node].meta["val"] = node.meta["val"]
     for node in nodes:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in copies:
-                name = str(source.target)
-                attributes[name] = getattr(gm, name)
-                copies[source] = graph.get_attr(name)
+                copies[source] = graph.node_copy(source)
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in results))
-    piece = Piece(attributes, graph)
+    piece = Piece(gm, graph)
     known_results(piece, [node.meta["val"] for node in results])
     return piece

@@ -33,22 +33,18 @@ def translate_policy(gm: fx.GraphModule) -> None:
     """Translate the policies of all checkpointed regions of a graph; idempotent."""
     for module in gm.modules():
         meta = getattr(module, "meta", {})
-        if CONTEXT_FN in meta and not isinstance(meta[CONTEXT_FN], _Contexts):
-            meta[CONTEXT_FN] = _Contexts(meta[CONTEXT_FN])
+        context_fn = meta.get(CONTEXT_FN)
+        if context_fn is not None and getattr(context_fn, "func", None) is not _translated:
+            meta[CONTEXT_FN] = partial(_translated, context_fn)
 
 
-class _Contexts:
-    """The contexts of a checkpointed region, with its policy translated."""
-
-    def __init__(self, context_fn: Callable[[], tuple[Any, Any]]) -> None:
-        self.context_fn = context_fn
-
-    def __call__(self) -> tuple[Any, Any]:
-        modes = self.context_fn()
-        for mode in modes:
-            if hasattr(mode, "policy_fn"):
-                mode.policy_fn = partial(_ask, mode.policy_fn)
-        return modes
+def _translated(context_fn: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return the contexts of a checkpointed region, with its policy translated."""
+    modes = context_fn()
+    for mode in modes:
+        if hasattr(mode, "policy_fn"):
+            mode.policy_fn = partial(_ask, mode.policy_fn)
+    return modes
 
 
 def _ask(policy: Callable[..., Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:

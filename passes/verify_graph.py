@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
 from cp_inductor.graph.collectives import STARTS, WAIT, is_start
 from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.passes.lower_attention import EXPANSIONS
-from cp_inductor.passes.nodes import EXCHANGE_KEY
-
-SIZE = torch.ops.aten.sym_size.int
+from cp_inductor.passes.nodes import EXCHANGE_KEY, SIZE
 
 
 def verify_graph(gm: fx.GraphModule) -> list[str]:

@@ -35,12 +35,11 @@ from cp_inductor.inspect.cross_compile import CrossCompiled, trace_and_stop
 from cp_inductor.inspect.scans import ScanReport, find_scans
 from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.world import Example
-from cp_inductor.mask.describe import describe
 from cp_inductor.mask.language import CAUSAL, FULL
-from cp_inductor.mask.rule import Rule
+from cp_inductor.mask.rule import Rule, describe
+from cp_inductor.passes.attentions import Site
 from cp_inductor.passes.pipeline import judge
 from cp_inductor.passes.settings import read_settings
-from cp_inductor.passes.sites import Site
 from cp_inductor.plan import Machine, Plan, backward_plan, forward_plan
 from cp_inductor.plan.machine import DEVICES, Rate
 from cp_inductor.plan.simulate import predict_timeline

@@ -26,7 +26,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 from cp_inductor.errors import UnsupportedTarget
 from cp_inductor.inspect.targets import Target
-from cp_inductor.passes.insert_call import insert_graph
+from cp_inductor.passes.nodes import insert_graph
 from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall
 from cp_inductor.torch_private.arguments import bind_arguments

@@ -52,12 +52,9 @@ Of = Callable[[Any], Any]
 
 
 def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operations) -> Any:
-    """Return the value of an expression or a condition.
+    """Return the value of an expression or a condition of sympy.
 
-    Args:
-        expression: of sympy.
-        values: of each index that occurs in it: arrays or tensors that broadcast.
-        with_: the operations on such values.
+    The values of the indices that occur in it are arrays or tensors that broadcast.
     """
 
     def of(part: Any) -> Any:

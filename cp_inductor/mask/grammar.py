@@ -93,11 +93,7 @@ _RELATIONS: Mapping[type[ast.cmpop], Callable[..., Any]] = {
 
 
 def parse(text: str, *, of_scores: bool = False) -> Any:
-    """Return the expression that a text stands for.
-
-    Args:
-        text: an expression of the indices b, h, q and k, as Python writes it.
-        of_scores: it may compute with the score s as well.
+    """Return what a text is: an expression of indices, or of the score s as well, as in Python.
 
     Raises:
         InvalidText: the text contains anything else, or is too large.
@@ -107,11 +103,7 @@ def parse(text: str, *, of_scores: bool = False) -> Any:
 
 
 def check_text(text: object, most: int, *, site: str) -> None:
-    """Refuse what is no text, or a longer one than is ever written.
-
-    Raises:
-        InvalidText: says what it is.
-    """
+    """Raise InvalidText for what is no text, or a longer one than is ever written."""
     if isinstance(text, str) and len(text) <= most:
         return
     raise InvalidText(

@@ -22,12 +22,7 @@ FULL: Boolean = sympy.true
 
 # What each relation is called, by `operator` and by aten.
 WORDS: Mapping[type, str] = {
-    sympy.Le: "le",
-    sympy.Lt: "lt",
-    sympy.Ge: "ge",
-    sympy.Gt: "gt",
-    sympy.Eq: "eq",
-    sympy.Ne: "ne",
+    getattr(sympy, word.title()): word for word in ("le", "lt", "ge", "gt", "eq", "ne")
 }
 
 
@@ -57,10 +52,12 @@ class _Opaque(sympy.Function):
 
     Attributes:
         compute: numbers -> the value there.
+        slope: arguments -> the derivative.
     """
 
     is_real = True
     compute: Callable[..., float]
+    slope: Callable[..., Expr]
 
     @classmethod
     def eval(cls, *arguments: Expr) -> Expr | None:
@@ -71,16 +68,17 @@ class _Opaque(sympy.Function):
         except (ValueError, OverflowError, ZeroDivisionError):
             return None
 
+    def fdiff(self, argindex: int = 1) -> Expr:
+        """Return the derivative by an argument."""
+        return self.slope(*self.args)
+
 
 class Tanh(_Opaque):
     """The hyperbolic tangent."""
 
     nargs = 1
     compute = staticmethod(math.tanh)
-
-    def fdiff(self, argindex: int = 1) -> Expr:
-        """Return the derivative."""
-        return 1 - self**2
+    slope = staticmethod(lambda x: 1 - Tanh(x) ** 2)
 
 
 class Exp(_Opaque):
@@ -88,10 +86,7 @@ class Exp(_Opaque):
 
     nargs = 1
     compute = staticmethod(math.exp)
-
-    def fdiff(self, argindex: int = 1) -> Expr:
-        """Return the derivative."""
-        return self
+    slope = staticmethod(lambda x: Exp(x))
 
 
 class Sigmoid(_Opaque):
@@ -99,10 +94,7 @@ class Sigmoid(_Opaque):
 
     nargs = 1
     compute = staticmethod(lambda x: 1 / (1 + math.exp(-x)))
-
-    def fdiff(self, argindex: int = 1) -> Expr:
-        """Return the derivative."""
-        return self * (1 - self)
+    slope = staticmethod(lambda x: Sigmoid(x) * (1 - Sigmoid(x)))
 
 
 class Power(_Opaque):

@@ -16,7 +16,6 @@ not tell them apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from sympy import Expr
 from sympy.core.function import AppliedUndef
 
 from cp_inductor.kept import lru_cache
-from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, number_of, table
+from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, is_of_pairs, number_of, table
 from cp_inductor.mask.rule import Rule
 
 # The columns that every rule on rows has.
@@ -56,24 +55,15 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class RowRule:
-    """A rule on rows.
-
-    Attributes:
-        rule: reads the four columns that every such rule has, and then `columns`.
-        columns: in order; the first is table 4 of the rule.
-    """
+    """A rule on rows: it reads the four columns that every such rule has, and then `columns`."""
 
     rule: Rule
     columns: tuple[Column, ...]
 
 
 @lru_cache(maxsize=256)
-def rule_of_rows(text: str, num_groups: int = 1) -> RowRule:
-    """Return a rule, given as text, on rows.
-
-    Args:
-        text: of the rule.
-        num_groups: that heads are cut into; 1 if the rule knows heads.
+def rule_of_rows(text: str, num_groups: int) -> RowRule:
+    """Return a rule, given as text, on rows, for heads in so many groups: 1 if it knows heads.
 
     The result has the same pairs, biases and changed scores as the rule, for rows whose columns
     say where they come from.
@@ -87,23 +77,18 @@ def rule_of_rows(text: str, num_groups: int = 1) -> RowRule:
         KEY: table(POSITION_OF_KEY)(KEY),
     }
     columns: dict[Column, Any] = {}
-    for function in sorted(rule.reads, key=str):
-        column = Column(number_of(function), function.args, _side(function.args))
-        if column.side is None:
-            column = Column(column.number, (), None)
+    for read in sorted(rule.reads, key=str):
+        column = _column_of(read)
         if column not in columns:
-            is_integer = bool(function.func(*function.args).is_integer)
-            columns[column] = table(4 + len(columns), is_integer=is_integer)
+            columns[column] = table(4 + len(columns), is_integer=bool(read.is_integer))
 
     def on_rows(expression: Any) -> Any:
         if isinstance(expression, AppliedUndef):
-            number, where = number_of(expression), expression.args
-            side = _side(where)
-            if side is None:
-                return columns[Column(number, (), None)](*map(on_rows, where))
-            column = Column(number, where, side)
+            column = _column_of(expression)
+            if column.side is None:
+                return columns[column](*map(on_rows, expression.args))
             heads = (HEAD,) if column.has_heads else ()
-            return columns[column](*heads, side)
+            return columns[column](*heads, column.side)
         if isinstance(expression, sympy.Symbol):
             return on_row.get(expression, expression)
         return expression.func(*map(on_rows, expression.args)) if expression.args else expression
@@ -120,15 +105,16 @@ def rule_of_rows(text: str, num_groups: int = 1) -> RowRule:
 _ENTRY = sympy.Max(table(LANE_OF_QUERY)(QUERY), 0)
 
 
-def _side(where: Sequence[Expr]) -> sympy.Symbol | None:
-    """Return whose rows a table read at these indices has values for; None if it is read whole.
+def _column_of(read: Any) -> Column:
+    """Return the column of what a rule reads.
 
     What depends on the batch entry alone is a value of the query's row.
     """
-    symbols = [index for index in where if index.is_Symbol]
-    if len(symbols) != len(set(symbols)) or not all(i.is_Symbol or i.is_Integer for i in where):
-        return None
-    found = set(symbols)
-    if KEY in found:
-        return None if QUERY in found else KEY
-    return QUERY if found & {QUERY, BATCH} else None
+    symbols = [index for index in read.args if index.is_Symbol]
+    are_plain = all(index.is_Symbol or index.is_Integer for index in read.args)
+    if are_plain and len(symbols) == len(set(symbols)) and not is_of_pairs(symbols):
+        if KEY in symbols:
+            return Column(number_of(read), read.args, KEY)
+        if QUERY in symbols or BATCH in symbols:
+            return Column(number_of(read), read.args, QUERY)
+    return Column(number_of(read), (), None)

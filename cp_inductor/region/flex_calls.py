@@ -33,17 +33,16 @@ from torch import Tensor, fx
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.subgraphs import Calls, body_at, method_of, source_of
 from cp_inductor.mask.language import FUNCTIONS, SCORE, number_of, tables_of
-from cp_inductor.mask.reader.functions import OPS_OF_SCORES
 from cp_inductor.mask.reader.lengths import as_number
-from cp_inductor.mask.reader.read import known_nodes, read
-from cp_inductor.mask.reader.sums import is_sum_with_score
+from cp_inductor.mask.reader.read import Reading, known_nodes
+from cp_inductor.mask.reader.scores import OPS_OF_SCORES, is_sum_with_score
 from cp_inductor.mask.reader.to_rule import (
     Recognized,
     as_rule_of_scores,
     misread,
     with_bias_made,
 )
-from cp_inductor.mask.reader.trace import Scores, Trace, trace_scores
+from cp_inductor.mask.reader.trace import Scores, Trace, trace_nodes
 from cp_inductor.region.flex_bias import Reads
 from cp_inductor.region.marks import MARK
 from cp_inductor.tiles.block_tables import BLOCK
@@ -268,7 +267,7 @@ def _trace(outside: _Outside, *, has_scores: bool = True) -> Trace:
 
     nodes = [item for item in outside.captured if _is_tensor(item)]
     try:
-        return trace_scores(Scores(outside.graph, nodes, outside.shape, outside.dtype, change))
+        return trace_nodes(nodes, outside.graph, Scores(outside.shape, outside.dtype, change))
     except Exception as error:
         # A user's function may raise anything.
         lines = str(error).splitlines() or [""]
@@ -290,7 +289,7 @@ def _recognize_sum(
         trace: of its functions.
         recognized: what they say, if they could be read.
     """
-    if not is_sum_with_score(trace, read(trace, ops=OPS_OF_SCORES)):
+    if not is_sum_with_score(trace, Reading(trace, ops=OPS_OF_SCORES)):
         return None
     if recognized is None:
         # The tensor holds all that the score_mod does, so only the mask_mod has to be read.
@@ -318,7 +317,7 @@ def _value_of(item: Any, known: Mapping[fx.Node, Any]) -> Any:
 
 
 def _recognize(trace: Trace, shape: tuple[int, ...]) -> Recognized | None:
-    reading = read(trace, ops=OPS_OF_SCORES)
+    reading = Reading(trace, ops=OPS_OF_SCORES)
     value = reading.values.get(trace.result)
     recognized = None if value is None else as_rule_of_scores(value, reading.tables)
     if recognized is None or misread(recognized, shape, reading.tables):
@@ -328,7 +327,7 @@ def _recognize(trace: Trace, shape: tuple[int, ...]) -> Recognized | None:
 
 def _first_unread(trace: Trace) -> str:
     """Say which op of a trace is the first that the functions call and that was not read."""
-    reading = read(trace, ops=OPS_OF_SCORES)
+    reading = Reading(trace, ops=OPS_OF_SCORES)
     for node in trace.gm.graph.nodes:
         is_own = node.op == "call_function" and node not in trace.origins
         if is_own and node not in reading.values:

@@ -17,10 +17,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
-from cp_inductor.mask.describe import describe
 from cp_inductor.mask.reader.aten import OPS
+from cp_inductor.mask.reader.read import read_mask
 from cp_inductor.mask.reader.to_rule import Recognized
-from cp_inductor.passes.recognize_mask import read_mask
+from cp_inductor.mask.rule import describe
 from tests.support import random_masks
 from tests.support.ranks import fake_mesh
 

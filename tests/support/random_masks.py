@@ -34,12 +34,12 @@ from sympy.core.function import AppliedUndef
 from torch import Tensor, fx
 
 from cp_inductor.mask.evaluate import Operations, evaluate
-from cp_inductor.mask.reader.read import Reading, read
+from cp_inductor.mask.reader import read as reader
+from cp_inductor.mask.reader.read import Reading
 from cp_inductor.mask.reader.to_rule import Recognized
-from cp_inductor.mask.reader.trace import trace_mask
+from cp_inductor.mask.reader.trace import trace_nodes
 from cp_inductor.mask.reader.values import DIMS, Value
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.passes import recognize_mask as recognize
 from cp_inductor.plan import Mask, Recipe, Span, Tile
 from cp_inductor.tiles import block_tables
 from cp_inductor.tiles.tile_masks import Extras, Indices, TileMasks
@@ -454,13 +454,13 @@ def is_mask_shape(shape: Sequence[int]) -> bool:
 
 def check_program(program: Program, mask: fx.Node) -> str:
     """Hold what a program is read as against what it computes; return what kind of rule it is."""
-    trace = trace_mask(mask)
-    reading = read(trace)
+    trace = trace_nodes([mask], mask.graph)
+    reading = Reading(trace)
     for node, origin in trace.origins.items():
         if node in reading.values:
             check_value(reading.values[node], program.values[origin], reading, program.values)
-    with mock.patch.object(recognize, "trace_mask", return_value=trace):
-        recognized = recognize.read_mask(mask)[0]
+    with mock.patch.object(reader, "trace_nodes", return_value=trace):
+        recognized = reader.read_mask(mask)[0]
     check_rule(recognized, program.values, program.values[mask])
     text = recognized.rule.format()
     again = Rule.parse(text)

@@ -5,5 +5,5 @@
                  -> to_rule    the mask's value as a rule: which pairs exist, and their bias
 
 `writes` finds tensors that are written in place, `values` and `sequences` say what a tensor is as a
-function of its indices. `passes/recognize_mask.py` takes the steps one after the other.
+function of its indices. `read.read_mask` takes the steps one after the other.
 """

@@ -66,7 +66,7 @@ class OpCall:
         op: what is called.
         arguments: by name. A tensor is given as its `Value`, or as `UNREADABLE` if it has none.
         result: a fake tensor like the result, or several.
-        tables: that values read.
+        tables: those that values read.
     """
 
     op: torch._ops.OpOverload
@@ -98,26 +98,15 @@ class OpCall:
             raise Unknown
         return value
 
-    def tensors(self, name: str) -> list[Value]:
-        """Return an argument that is a list of tensors."""
-        values = self.arguments[name]
-        if not all(isinstance(value, Value) for value in values):
-            raise Unknown
-        return list(values)
-
     def operands(self, *names: str) -> list[Value]:
         """Return tensor arguments in the dtype of the result, for an op that computes in it."""
         return [promote(self.tensor(name), self.dtype, self.tables) for name in names]
 
-    def alternatives(self, *names: str) -> list[Value]:
-        """Return tensor arguments in the dtype of the result, for an op that only selects.
+    def alternatives(self, *values: Value) -> list[Value]:
+        """Return tensors in the dtype of the result, for an op that only selects.
 
-        An argument that has this dtype is returned unchanged, without the checks of arithmetic.
+        One that has this dtype is returned unchanged, without the checks of arithmetic.
         """
-        return self.as_alternatives([self.tensor(name) for name in names])
-
-    def as_alternatives(self, values: Sequence[Value]) -> list[Value]:
-        """Return tensors in the dtype of the result; see `alternatives`."""
         return [
             value if value.dtype == self.dtype else promote(value, self.dtype, self.tables)
             for value in values
@@ -165,13 +154,10 @@ def _sum(function: Callable[[Expr, Expr], Expr]) -> Row:
 
 
 def _limit_of_sum(left: Value, right: Value, call: OpCall) -> float:
-    """Return the `limit` of a sum.
+    """Return the `limit` of a sum, which leaves half of the dtype's exact integers at least.
 
     If x compares with n as its expression does for |n| <= limit, and y is exact, then x + y
     compares with n as the sum's expression does for |n| <= limit - |y|.
-
-    Raises:
-        Unknown: less than half of the dtype's exact integers would be left.
     """
     limit = min(left.limit, right.limit)
     if limit == math.inf:
@@ -213,12 +199,8 @@ def _absolute(call: OpCall) -> Value:
     return call.settled(pointwise(lambda a: sympy.Max(a, -a), value, limit=value.limit))
 
 
-def _extreme(function: Callable[..., Expr], *names: str) -> Row:
-    def row(call: OpCall) -> Value:
-        values = call.operands(*(name for name in names if call[name] is not None))
-        return call.settled(_extreme_of(function, *values))
-
-    return row
+def _extreme(function: Callable[..., Expr]) -> Row:
+    return lambda call: call.settled(_extreme_of(function, *call.operands(*_BOTH)))
 
 
 def _extreme_of(function: Callable[..., Expr], *values: Value) -> Value:
@@ -238,7 +220,7 @@ def _extreme_of(function: Callable[..., Expr], *values: Value) -> Value:
 
 def _clamped(call: OpCall) -> Value:
     (value,) = call.operands("self")
-    for function, name in ((sympy.Max, "min"), (sympy.Min, "max")):
+    for name, function in (("min", sympy.Max), ("max", sympy.Min)):
         if call[name] is not None:
             value = _extreme_of(function, value, *call.operands(name))
     return call.settled(value)
@@ -261,9 +243,8 @@ def _by_whole_number(
 ) -> Row:
     """Return the row of a quotient or remainder of integers by a positive one.
 
-    Args:
-        function: that rounds down.
-        rounding: "floor" or "trunc", which are alike from 0 on; of ops that are not told.
+    The function rounds down. Ops that are not told to round by "floor" or by "trunc", which are
+    alike from 0 on, round so.
     """
 
     def row(call: OpCall) -> Value:
@@ -324,7 +305,7 @@ def _differ(left: Boolean, right: Boolean) -> Boolean:
 
 
 def _where(call: OpCall) -> Value:
-    value, other = call.alternatives("self", "other")
+    value, other = call.alternatives(call.tensor("self"), call.tensor("other"))
     return call.settled(choose(call.tensor("condition"), value, other, call.tables))
 
 
@@ -383,9 +364,8 @@ def _repeated(call: OpCall) -> Value:
 
 
 def _indexed(call: OpCall) -> Value:
-    """Index by adjacent index tensors."""
-    arrays = call["indices"]
-    return _gathered(call, {dim: array for dim, array in enumerate(arrays) if array is not None})
+    arrays = enumerate(call["indices"])
+    return _gathered(call, {dim: array for dim, array in arrays if array is not None})
 
 
 def _index_selected(call: OpCall) -> Value:
@@ -396,6 +376,7 @@ def _index_selected(call: OpCall) -> Value:
 
 
 def _gathered(call: OpCall, arrays: Mapping[int, Value]) -> Value:
+    """Return what is read at index tensors of adjacent dims."""
     value, places = call.tensor("self"), sorted(arrays)
     is_adjacent = bool(places) and places[-1] - places[0] + 1 == len(places)
     # A bool or uint8 tensor would be a mask of what to take, not indices.
@@ -436,7 +417,9 @@ def _cumulated(call: OpCall) -> Value:
 
 
 def _joined(call: OpCall) -> Value:
-    values = call.as_alternatives(call.tensors("tensors"))
+    if not all(isinstance(value, Value) for value in call["tensors"]):
+        raise Unknown
+    values = call.alternatives(*call["tensors"])
     dim = call["dim"] % len(call.shape)
     if not any(value.tables() for value in values):
         try:
@@ -480,8 +463,8 @@ OPS: Mapping[torch._ops.OpOverload, Row] = {
     aten.mul.Tensor: _product,
     aten.neg.default: _negated,
     aten.abs.default: _absolute,
-    aten.minimum.default: _extreme(sympy.Min, *_BOTH),
-    aten.maximum.default: _extreme(sympy.Max, *_BOTH),
+    aten.minimum.default: _extreme(sympy.Min),
+    aten.maximum.default: _extreme(sympy.Max),
     aten.clamp.default: _clamped,
     aten.clamp.Tensor: _clamped,
     aten.div.Tensor: _quotient,

@@ -8,7 +8,7 @@ The rule that is read holds for these numbers only. Other numbers need another r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -39,11 +39,10 @@ def as_number(value: Any) -> Any:
     if kind is None:
         return value
     numbers, expression = _numbers.get(), size_expression(value)
+    known = None
     if numbers and not expression.free_symbols.isdisjoint(numbers):
-        found = _at(expression, numbers)
-        if found is not None:
-            return kind(found)
-    return kind(value)
+        known = _at(expression, numbers)
+    return kind(value if known is None else known)
 
 
 _KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
@@ -57,12 +56,7 @@ def _at(expression: sympy.Expr, numbers: Mapping[sympy.Symbol, int]) -> Any:
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of a tensor in numbers."""
-    return numbers_of(tensor.shape)
-
-
-def numbers_of(sizes: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
-    """Return sizes in numbers."""
-    return tuple(as_number(size) for size in sizes)
+    return tuple(as_number(size) for size in tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,143 +1,145 @@
-"""Find the value of every node of a trace, by the row of its op in the table `aten.OPS`.
+"""Read the mask that a graph computes for an attention, as a function of indices.
+
+    kv_idx <= q_idx, of two aranges                        =>  k - q <= 0
+    docs[b, q_idx] == docs[b, kv_idx], docs an input       =>  Eq(t0(b, k), t0(b, q)), t0 = docs
+
+The slice of the graph that the mask depends on is traced in core aten ops. Every node of the trace
+gets a value, by the row of its op in the table `aten.OPS`:
 
     arange_1 = aten.arange.start_step(0, S)     d0
     eq = aten.eq.Tensor(ids_q, ids_k)           Eq(t0(d0), t0(d1)); t0 = ids, of the Dynamo graph
 
-A node is read as a table if its op has no row, or if the row raises `Unknown`. Only nodes of the
-Dynamo graph can be tables, because only their tensors exist when the graph runs. A node that is
-neither has no value; then a node that is computed from it becomes the table.
+A node is read as a table if its op has no row, or if the row raises `Unknown`: only the indices and
+the range of a table are known. Only nodes of the Dynamo graph can be tables, because only their
+tensors exist when the graph runs. A node that is neither has no value; then a node that is computed
+from it becomes the table, which may be the whole mask. A rule holds for every index and for
+whatever the tables may hold.
+
+Assumes: a graph from Dynamo, whose nodes carry `example_value`; shapes are of whole tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from operator import getitem
 from typing import Any
 
+import sympy
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from cp_inductor.mask.language import SCORE, number_of
+from cp_inductor.mask.language import FULL, SCORE, number_of
 from cp_inductor.mask.reader.aten import OPS, UNREADABLE, OpCall, Row
-from cp_inductor.mask.reader.lengths import numbers_of, shape_of
+from cp_inductor.mask.reader.lengths import Frozen, shape_of
 from cp_inductor.mask.reader.sequences import fit, runs_of
-from cp_inductor.mask.reader.trace import Trace
+from cp_inductor.mask.reader.to_rule import Recognized, as_it_is, as_rule, misread, with_bias
+from cp_inductor.mask.reader.trace import Trace, Traceable, trace_nodes
 from cp_inductor.mask.reader.values import DIMS, INTEGERS, MAX_TERMS, RunTimeTables, Unknown, Value
+from cp_inductor.mask.rule import Rule
 from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.sizes import Multiple, solve
 
 # Positions that number documents are assumed to lie within this. Their dtype, int64, does not say
 # so, and near its ends a position plus one would wrap.
 MAX_POSITION = 1 << 62
 
 
-@dataclass
 class Reading:
-    """The values of the nodes of a trace.
+    """The values of the nodes of a trace, of a mask or of what becomes of scores.
+
+    Args:
+        trace: that is read.
+        held: nodes of the Dynamo graph that may only be read at their own indices: element (i, j)
+            of a value may read t(i, j), but not t(i + 1, j). Anything else becomes a table, such as
+            a slice of a held node.
+        ops: the rows by which ops are read.
 
     Attributes:
         values: of the nodes that have one.
         tables: that the values read.
-        held: nodes of the Dynamo graph that may only be read at their own indices: element (i, j)
-            of a value may read t(i, j), but not t(i + 1, j). Anything else becomes a table.
-        ops: the rows by which ops are read.
     """
 
-    values: dict[fx.Node, Any] = field(default_factory=dict)
-    tables: RunTimeTables = field(default_factory=RunTimeTables)
-    held: Collection[fx.Node] = ()
-    ops: Mapping[torch._ops.OpOverload, Row] = field(default_factory=lambda: OPS)
+    def __init__(
+        self,
+        trace: Trace,
+        held: Collection[fx.Node] = (),
+        ops: Mapping[torch._ops.OpOverload, Row] = OPS,
+    ) -> None:
+        self.trace, self.held, self.ops = trace, held, ops
+        self.values: dict[fx.Node, Any] = {}
+        self.tables = RunTimeTables()
+        for node in trace.gm.graph.nodes:
+            origin = trace.origins.get(node)
+            if origin in trace.written:
+                continue
+            try:
+                value = self._value_of(node)
+            except (Unknown, TypeError, ValueError, IndexError, OverflowError):
+                value = None
+            if value is None and origin is not None:
+                value = self._table(node, origin)
+            if value is not None:
+                self.values[node] = value
 
-
-def read(
-    trace: Trace,
-    held: Collection[fx.Node] = (),
-    ops: Mapping[torch._ops.OpOverload, Row] = OPS,
-) -> Reading:
-    """Return the values of the nodes of a trace.
-
-    Args:
-        trace: of a mask, or of what becomes of scores.
-        held: see `Reading`. A slice of a held node becomes a table of its own.
-        ops: the rows by which ops are read.
-    """
-    reading = Reading(held=held, ops=ops)
-    for node in trace.gm.graph.nodes:
-        if node.op == "output":
-            break
-        origin = trace.origins.get(node)
-        if origin in trace.written:
-            continue
-        try:
-            value = _value_of(node, trace, reading)
-        except (Unknown, TypeError, ValueError, IndexError, OverflowError):
-            value = None
-        if value is None and origin is not None:
-            value = _table(node, origin, reading)
-        if value is not None:
-            reading.values[node] = value
-    return reading
-
-
-def _value_of(node: fx.Node, trace: Trace, reading: Reading) -> Any:
-    op: Any = node.target
-    if node is trace.score:
-        example = node.meta["val"]
-        return Value.of(example.shape, example.dtype, SCORE)
-    if node.op == "get_attr":
-        return fit(getattr(trace.gm, op))
-    if op is getitem:
-        source: Any = node.args[0]
-        return reading.values[source][node.args[1]] if source in reading.values else None
-    if op not in reading.ops:
-        return None
-    result = node.meta["val"]
-    arguments = {
-        name: fx.map_arg(argument, lambda source: reading.values.get(source, UNREADABLE))
-        for name, argument in bind_arguments(op, node.args, node.kwargs).items()
-    }
-    value = reading.ops[op](OpCall(op, arguments, result, reading.tables))
-    if isinstance(result, Tensor):
-        assert value.shape == tuple(result.shape) and value.dtype == result.dtype, node
-        if value.num_steps() > MAX_TERMS:
-            # Hundreds of documents of constant lengths: every op would process all steps again.
+    def _value_of(self, node: fx.Node) -> Any:
+        op: Any = node.target
+        if node is self.trace.score:
+            example = node.meta["val"]
+            return Value.of(example.shape, example.dtype, SCORE)
+        if node.op == "get_attr":
+            return fit(getattr(self.trace.gm, op))
+        if op is getitem:
+            source: Any = node.args[0]
+            return self.values[source][node.args[1]] if source in self.values else None
+        if op not in self.ops:
             return None
-        return value if _is_held_to(value, reading) else None
-    return value if all(_is_held_to(part, reading) for part in value) else None
+        result = node.meta["val"]
+        arguments = {
+            name: fx.map_arg(argument, lambda source: self.values.get(source, UNREADABLE))
+            for name, argument in bind_arguments(op, node.args, node.kwargs).items()
+        }
+        value = self.ops[op](OpCall(op, arguments, result, self.tables))
+        if not isinstance(result, Tensor):
+            return value if all(map(self._is_held_to, value)) else None
+        assert value.shape == tuple(result.shape) and value.dtype == result.dtype, node
+        # Hundreds of documents of constant lengths: every op would process all steps again.
+        is_long = value.num_steps() > MAX_TERMS
+        return None if is_long or not self._is_held_to(value) else value
 
+    def _is_held_to(self, value: Value) -> bool:
+        """Whether a value reads the held tables, if it reads any, at their own indices."""
+        for entry in value.tables() if self.held else ():
+            node = self.tables.nodes[number_of(entry)]
+            if node in self.held:
+                shape = shape_of(node.meta["example_value"])
+                for index, size in zip(entry.args, shape, strict=True):
+                    if index not in DIMS[: len(value.shape)] and size != 1:
+                        return False
+                    if index in DIMS and value.shape[DIMS.index(index)] != size:
+                        return False
+        return True
 
-def _is_held_to(value: Value, reading: Reading) -> bool:
-    """Whether a value reads the held tables, if it reads any, at their own indices."""
-    for entry in value.tables() if reading.held else ():
-        node = reading.tables.nodes[number_of(entry)]
-        if node in reading.held:
-            shape = node.meta["example_value"].shape
-            for index, size in zip(entry.args, numbers_of(shape), strict=True):
-                if index not in DIMS[: len(value.shape)] and size != 1:
-                    return False
-                if index in DIMS and value.shape[DIMS.index(index)] != size:
-                    return False
-    return True
+    def _table(self, node: fx.Node, origin: fx.Node) -> Value | None:
+        example = origin.meta["example_value"]
+        if example.is_sparse:
+            return None
+        value = self.tables.add(origin, shape_of(example), example.dtype)
+        if value is not None and node.target is torch.ops.aten.cumsum.default:
+            self._note_runs(node, value)
+        return value
 
-
-def _table(node: fx.Node, origin: fx.Node, reading: Reading) -> Value | None:
-    example, tables = origin.meta["example_value"], reading.tables
-    if example.is_sparse:
-        return None
-    value = tables.add(origin, shape_of(example), example.dtype)
-    if value is not None and node.target is torch.ops.aten.cumsum.default:
-        _note_runs(node, value, reading)
-    return value
-
-
-def _note_runs(node: fx.Node, counts: Value, reading: Reading) -> None:
-    """Record that the newest table counts where another one does not go up by one, if it does."""
-    bound = bind_arguments(torch.ops.aten.cumsum.default, node.args, node.kwargs)
-    dim = bound["dim"] % len(counts.shape)
-    runs = runs_of(reading.values.get(bound["self"]), dim)
-    # Two counts must be equal only within a run. Counts that wrap or are rounded may repeat.
-    if runs is not None and counts.dtype in INTEGERS:
-        tables = reading.tables
+    def _note_runs(self, node: fx.Node, counts: Value) -> None:
+        """Record that the newest table counts where another does not go up by one, if it does."""
+        bound = bind_arguments(torch.ops.aten.cumsum.default, node.args, node.kwargs)
+        dim, tables = bound["dim"] % len(counts.shape), self.tables
+        runs = runs_of(self.values.get(bound["self"]), dim)
+        # Two counts must be equal only within a run. Counts that wrap or are rounded may repeat.
+        if runs is None or counts.dtype not in INTEGERS:
+            return
         if counts.shape[dim] <= torch.iinfo(counts.dtype).max:
             tables.runs_of[len(tables.nodes) - 1] = runs
             tables.ranges[number_of(runs)] = (-MAX_POSITION, MAX_POSITION)
@@ -146,6 +148,127 @@ def _note_runs(node: fx.Node, counts: Value, reading: Reading) -> None:
 def known_nodes(trace: Trace) -> frozenset[fx.Node]:
     """Return the nodes that are known to only compute."""
     known = {getitem, *OPS}
-    return frozenset(
-        node for node, steps in trace.steps.items() if all(step.target in known for step in steps)
-    )
+    steps_of = trace.steps.items()
+    return frozenset(n for n, steps in steps_of if known.issuperset(step.target for step in steps))
+
+
+def read_mask(mask: fx.Node) -> tuple[Recognized, Trace]:
+    """Return what a mask is, and the trace that it was read from.
+
+    It is bool, or added to the scores, and has up to 4 dims that broadcast to (B, H, S, T).
+    """
+    trace = trace_nodes([mask], mask.graph)
+    recognized = _recognize(trace)
+    example = mask.meta["example_value"]
+    if example.requires_grad and (recognized is None or recognized.rule.bias):
+        # The gradient goes to the whole tensor; the rule still says which pairs exist.
+        recognized = with_bias(recognized or Recognized(Rule(FULL)), mask)
+    elif recognized is None:
+        recognized = as_it_is(mask)
+    return replace(recognized, computed_by=known_nodes(trace)), trace
+
+
+# A mask that is compiled at length n is read again at these lengths: a little and far below n, and
+# a little and far above. If the rule differs on both sides, the graph is compiled for n alone.
+SIDES = ((lambda n: n - 1, lambda n: n // 2 + 2), (lambda n: n + 1, lambda n: 8 * n + 3))
+# The lengths, in tokens, between which a rule is looked for. Dynamo's symbols are at least 2.
+LEAST, MOST = 2, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MaskOfLengths:
+    """A mask whose lengths are symbols, and which can be read again at other lengths.
+
+    Attributes:
+        source: the nodes that compute the mask.
+        lengths: of queries and keys.
+        recognized: as it was read when the graph was compiled, of nodes of `source`.
+    """
+
+    source: Traceable
+    lengths: Sequence[Multiple | int]
+    recognized: Recognized
+
+    @staticmethod
+    def of(
+        mask: fx.Node, recognized: Recognized, trace: Trace, lengths: Sequence[Multiple | int]
+    ) -> MaskOfLengths:
+        """Keep what was recognized at the lengths for which the graph is compiled."""
+        source = Traceable.of(trace, mask)
+        tables = tuple(source.nodes[table] for table in recognized.tables)
+        own = Recognized(recognized.rule, tables, recognized.indices)
+        return MaskOfLengths(source, lengths, own)
+
+    def holds(self, query_length: int, key_length: int) -> bool:
+        """Whether the mask is the same rule of the same tables at other lengths."""
+        numbers = solve(self.lengths, (query_length, key_length))
+        return numbers is not None and self._holds_at(numbers)
+
+    def _holds_at(self, numbers: Mapping[sympy.Symbol, int]) -> bool:
+        trace = self.source.trace(numbers)
+        return trace is not None and _recognize(trace) == self.recognized
+
+    def bounds(
+        self, compiled: Mapping[sympy.Symbol, int]
+    ) -> dict[sympy.Symbol, tuple[int, int]] | None:
+        """Return the range of each symbol within which the rule stays the same.
+
+        A sliding window is another rule at lengths up to the window: one graph serves these
+        lengths, and another one those beyond. If the rule changes and changes back, only the range
+        around the numbers for which the graph is compiled is found; `holds` tells the rest when
+        such a length comes. None if it differs soon on both sides of them.
+        """
+        here = next(iter(compiled.values()))
+
+        def numbers_at(first: int) -> dict[sympy.Symbol, int]:
+            return {symbol: max(LEAST, n * first // here) for symbol, n in compiled.items()}
+
+        @cache
+        def holds(first: int) -> bool:
+            return first >= LEAST and self._holds_at(numbers_at(first))
+
+        def last_that_holds(end: int, step: int) -> int:
+            good, bad = here, end
+            if not holds(here + step):
+                return here
+            if holds(end):
+                return end
+            while abs(good - bad) > 1:
+                middle = (good + bad) // 2
+                good, bad = (middle, bad) if holds(middle) else (good, middle)
+            return good
+
+        if not any(all(holds(probe(here)) for probe in side) for side in SIDES):
+            return None
+        low, high = numbers_at(last_that_holds(LEAST, -1)), numbers_at(last_that_holds(MOST, 1))
+        return {symbol: (low[symbol], high[symbol]) for symbol in compiled}
+
+    @property
+    def name(self) -> str:
+        """A name that only this mask has: the same on every rank, and in every process."""
+        symbols = dict.fromkeys(one.symbol for one in self.lengths if not isinstance(one, int))
+        canonical = {symbol: sympy.Symbol(f"n{place}") for place, symbol in enumerate(symbols)}
+        mask = self.recognized
+        said = [mask.rule.format(), repr(mask.indices), *map(str, mask.tables)]
+        for one in self.lengths:
+            said.append(str(one if isinstance(one, int) else one.factor * canonical[one.symbol]))
+        for node, value in self.source.values.items():
+            frozen = [one for one in pytree.tree_leaves(value) if isinstance(one, Frozen)]
+            said += [node.format_node() or node.name, *(one.said(canonical) for one in frozen)]
+        return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
+
+
+def _recognize(trace: Trace) -> Recognized | None:
+    """Return a mask as a rule; None if it cannot be written as one."""
+    held: set[fx.Node] = set()
+    while True:
+        reading = Reading(trace, held)
+        value = reading.values.get(trace.result)
+        recognized = None if value is None else as_rule(value, reading.tables)
+        if value is None or recognized is None:
+            return None
+        # Slices of a table that cannot be read at other indices are tables of their own.
+        misread_tables = misread(recognized, value.shape, reading.tables)
+        if misread_tables <= held:
+            return None if misread_tables else recognized
+        held |= misread_tables

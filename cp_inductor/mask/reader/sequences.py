@@ -8,6 +8,8 @@ A run is a part of a sequence in which every entry is the one before plus one.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import sympy
 import torch
@@ -19,7 +21,7 @@ from cp_inductor.mask.evaluate import Operations, evaluate
 from cp_inductor.mask.language import Step
 from cp_inductor.mask.reader.values import (
     DIMS,
-    INTEGERS,
+    READABLE,
     WHOLE_UP_TO,
     Unknown,
     Value,
@@ -74,17 +76,12 @@ def fit(tensor: Tensor) -> Value:
     Raises:
         Unknown: the tensor varies along several dims, or takes too many steps.
     """
-    shape, dtype = tuple(tensor.shape), tensor.dtype
-    if not tensor.numel() or len(shape) > len(DIMS) or tensor.numel() > MAX_COMPUTED:
+    shape, dtype, size = tuple(tensor.shape), tensor.dtype, tensor.numel()
+    if not 0 < size <= MAX_COMPUTED or len(shape) > len(DIMS) or dtype not in READABLE:
         raise Unknown
     with without_modes():
         if bool((tensor == tensor.flatten()[0]).all()):
-            value = constant(tensor.flatten()[0].item(), shape)
-            if value.truth is None and dtype not in {*INTEGERS, *WHOLE_UP_TO}:
-                raise Unknown
-            return Value(value.shape, dtype, value.truth, value.cases)
-        if dtype not in {torch.bool, *INTEGERS, *WHOLE_UP_TO}:
-            raise Unknown
+            return replace(constant(tensor.flatten()[0].item(), shape), dtype=dtype)
         if dtype in WHOLE_UP_TO and not bool(
             (tensor == tensor.trunc()).all() & (tensor.abs() <= WHOLE_UP_TO[dtype]).all()
         ):

@@ -93,10 +93,7 @@ def with_bias_made(
 ) -> Recognized:
     """Add a bias that is computed when the program runs, and is no node of the graph.
 
-    Args:
-        recognized: which pairs exist.
-        of_batch, of_head: whether the bias differs between batch entries, or heads.
-        has_gradient: of the bias.
+    It may differ between batch entries, or heads.
     """
     zero = sympy.Integer(0)
     where = (BATCH if of_batch else zero, HEAD if of_head else zero, QUERY, KEY)
@@ -107,11 +104,9 @@ def with_bias_made(
 
 def _with_bias_at(recognized: Recognized, where: tuple[Expr, ...]) -> Recognized:
     """Let a rule say which pairs exist, and add the table behind those that this takes."""
-    allowed = _used_only(
-        Recognized(Rule(recognized.rule.allowed), recognized.tables, recognized.indices)
-    )
-    entry = table(len(allowed.tables), is_integer=False)(*where)
-    return replace(allowed, rule=Rule(allowed.rule.allowed, entry))
+    pairs = _used_only(Rule(recognized.rule.allowed), recognized.tables)
+    entry = table(len(pairs.tables), is_integer=False)(*where)
+    return replace(pairs, rule=Rule(pairs.rule.allowed, entry))
 
 
 def as_rule(value: Value, tables: RunTimeTables) -> Recognized | None:
@@ -135,10 +130,7 @@ def as_rule(value: Value, tables: RunTimeTables) -> Recognized | None:
 def as_rule_of_scores(value: Value, tables: RunTimeTables) -> Recognized | None:
     """Return what becomes of scores as a rule, wide; None if it cannot be written as one.
 
-    Args:
-        value: (B, H, S, T), numbers that may be computed from the score; -oo where there is no
-            pair.
-        tables: that it reads.
+    The value (B, H, S, T) may be computed from the score, and is -oo where there is no pair.
     """
     rests = [_rest(e) for _, e in value.cases]
     is_sum = all(rest is not None for rest in rests)
@@ -166,10 +158,7 @@ def _rest(number: Expr) -> Expr | None:
 def _as_rule(value: Value, tables: RunTimeTables, nothing: Collection[Expr]) -> Recognized | None:
     """Return a mask's value as a rule; None if it cannot be written as one.
 
-    Args:
-        value: of the mask.
-        tables: that it reads.
-        nothing: the numbers that say that a pair does not exist.
+    A number in `nothing` says that a pair does not exist.
     """
     if len(value.shape) > 4 or value.is_wrapped:
         return None
@@ -194,20 +183,15 @@ def _as_rule(value: Value, tables: RunTimeTables, nothing: Collection[Expr]) -> 
     if sympy.count_ops(allowed) > 40 * MAX_TERMS:
         return None
     bias = _where_allowed(bias, allowed)
-    nodes = tuple(tables.nodes)
-    rule = Rule(allowed, bias)
-    if SCORE in bias.free_symbols:
-        rule = Rule(allowed, score=bias)
-    found = _used_only(Recognized(rule, nodes, ((),) * len(nodes)))
-    return found if _can_be_written(found.rule) else None
-
-
-def _can_be_written(rule: Rule) -> bool:
-    """Whether the text of a rule parses to the rule: plans, caches and ranks exchange the text."""
+    is_score = SCORE in bias.free_symbols
+    rule = Rule(allowed, score=bias) if is_score else Rule(allowed, bias)
+    recognized = _used_only(rule, tables.nodes)
     try:
-        return Rule.parse(rule.format()) == rule
+        # Plans, caches and ranks exchange the text of a rule.
+        is_written = Rule.parse(recognized.rule.format()) == recognized.rule
     except InvalidText:
-        return False
+        return None
+    return recognized if is_written else None
 
 
 def _where_allowed(bias: Expr, allowed: Boolean) -> Expr:
@@ -256,38 +240,28 @@ def _equal_of_both(part: Any) -> Any:
     return counted if part.lhs in (difference, -difference) else None
 
 
-def _used_only(recognized: Recognized) -> Recognized:
-    """Drop tables that the rule does not read, and number the others from 0."""
-    rule = recognized.rule
-    functions = rule.reads
-    numbers = sorted({number_of(function) for function in functions})
-    renamed = {
-        function: table(numbers.index(number_of(function)), is_integer=bool(function.is_integer))(
-            *function.args
-        )
-        for function in functions
-    }
+def _used_only(rule: Rule, nodes: Sequence[fx.Node]) -> Recognized:
+    """Drop tables that a rule does not read, and number the others from 0."""
+    renamed, where = {}, []
+    used = sorted(rule.tables)
+    for place, index in enumerate(used):
+        reads = [read for read in rule.reads if number_of(read) == index]
+        # A table may be read at queries and at keys; give one of the two.
+        where.append(max((read.args for read in reads), key=str))
+        for read in reads:
+            renamed[read] = table(place, is_integer=bool(read.is_integer))(*read.args)
     allowed = substitute(rule.allowed, renamed)
     bias, score = rule.bias.xreplace(renamed), rule.score.xreplace(renamed)
-    where: list[tuple[Expr, ...]] = []
-    for index in numbers:
-        # A table may be read at queries and at keys; give one of the two.
-        where.append(max((f.args for f in functions if number_of(f) == index), key=str))
-    nodes = tuple(recognized.tables[index] for index in numbers)
-    return Recognized(Rule(allowed, bias, score=score), nodes, tuple(where))
+    tables = tuple(nodes[index] for index in used)
+    return Recognized(Rule(allowed, bias, score=score), tables, tuple(where))
 
 
 def misread(recognized: Recognized, shape: Sequence[int], tables: RunTimeTables) -> set[fx.Node]:
-    """Return the tables that a rule reads in a way that a rank cannot.
+    """Return the tables that the rule of a mask of this shape reads in a way that a rank cannot.
 
     A rank holds its own batch entries and heads of a table, and the rows of its own queries if the
     table has a value for every pair. Such a dim must be as long as that of the scores. Every other
     index must lie within its dim.
-
-    Args:
-        recognized: the mask.
-        shape: of the mask.
-        tables: of the reading that the mask comes from.
     """
     sizes = dict(zip(INDICES, [1] * (4 - len(shape)) + list(shape), strict=True))
     found = set()

@@ -27,7 +27,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.fx.traceback import annotate
 
 from cp_inductor.mask.reader.lengths import Frozen, UnknownLength, as_number, shape_of
-from cp_inductor.mask.reader.writes import Writes, is_in_place, is_writing_op, storages_of
+from cp_inductor.mask.reader.writes import Writes, is_in_place, storages_of
 from cp_inductor.torch_private.tracing import core_decompositions, tensors_in, trace_of_shapes
 
 # Trace at most this many nodes: a mask may depend on all that a model computes before it.
@@ -70,14 +70,6 @@ class _Cut(Exception):
         self.nodes = nodes
 
 
-def trace_mask(mask: fx.Node) -> Trace:
-    """Trace the nodes of a Dynamo graph that a mask depends on, back to those that cannot run.
-
-    In the worst case the mask itself is the only input of the trace.
-    """
-    return _trace_after_cuts([mask], Writes(mask.graph), None)
-
-
 @dataclass(frozen=True, slots=True)
 class Traceable:
     """A copy of the nodes of a trace, which can be traced again at other lengths.
@@ -98,74 +90,51 @@ class Traceable:
     def of(trace: Trace, mask: fx.Node) -> Traceable:
         """Copy the nodes of a trace."""
         graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-
-        def as_input(node: fx.Node) -> None:
-            if node not in nodes:
-                nodes[node] = graph.placeholder(node.name)
-
         for node, is_input in trace.nodes.items():
-            if is_input:
-                as_input(node)
-                continue
-            for source in node.all_input_nodes:
-                as_input(source)
-            nodes[node] = graph.node_copy(node, nodes.__getitem__)
-            nodes[node].meta.clear()
+            for source in [node] if is_input else node.all_input_nodes:
+                if source not in nodes:
+                    nodes[source] = graph.placeholder(source.name)
+            if not is_input:
+                nodes[node] = graph.node_copy(node, nodes.__getitem__)
+                nodes[node].meta.clear()
         values = {copy: Frozen.of(node.meta["example_value"]) for node, copy in nodes.items()}
         written = frozenset(nodes[node] for node in trace.written)
         return Traceable(nodes[mask], nodes, values, written)
 
-    def trace(self, numbers: Mapping[Symbol, int]) -> Trace:
+    def trace(self, numbers: Mapping[Symbol, int]) -> Trace | None:
         """Trace the mask for some numbers of the symbols in its lengths.
 
-        Raises:
-            CannotTrace: some node that was traced before cannot run, or has another shape.
+        None if a node that was traced before cannot run, or has another shape.
         """
         try:
             for node, value in self.values.items():
                 node.meta["example_value"] = Frozen.thaw(value, numbers)
             return _trace([self.mask], set(), self, None)
-        except (_Cut, UnknownLength) as cut:
-            raise CannotTrace from cut
+        except (_Cut, UnknownLength):
+            return None
 
     def has(self, node: fx.Node, *, besides: Collection[fx.Node]) -> bool:
         """Whether any node but these writes to the tensors of a node; see `Writes`."""
         return node in self.written and node not in besides
 
 
-class CannotTrace(Exception):
-    """Some node cannot run at other lengths."""
-
-
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A change of scores: a function of them and of some nodes of a Dynamo graph.
+    """A change of scores (B, H, S, T): from them and tensors by node to what takes their place."""
 
-    Attributes:
-        graph: that holds the nodes, or the graph around it.
-        nodes: whose tensors the function takes.
-        shape, dtype: of the scores (B, H, S, T).
-        function: (scores, tensors by node) -> what takes their place.
-    """
-
-    graph: fx.Graph
-    nodes: Sequence[fx.Node]
     shape: tuple[int, ...]
     dtype: torch.dtype
     function: Callable[[Tensor, Mapping[fx.Node, Any]], Tensor]
 
 
-def trace_scores(scores: Scores) -> Trace:
-    """Trace a change of scores, and the nodes of a Dynamo graph that it depends on.
+def trace_nodes(ends: Sequence[fx.Node], graph: fx.Graph, scores: Scores | None = None) -> Trace:
+    """Trace the nodes of a Dynamo graph that some depend on, back to those that cannot run.
 
-    Raises:
-        Exception: whatever the function raises.
+    These are a mask, or all whose tensors a change of scores takes, which is traced behind them. In
+    the worst case they themselves are the only inputs of the trace. The graph holds them, or is
+    around theirs. What the function of `scores` raises is raised.
     """
-    return _trace_after_cuts(list(scores.nodes), Writes(scores.graph), scores)
-
-
-def _trace_after_cuts(ends: list[fx.Node], writes: Writes, scores: Scores | None) -> Trace:
-    leaves = set[fx.Node]()
+    writes, leaves = Writes(graph), set[fx.Node]()
     for _ in range(MAX_CUTS):
         try:
             return _trace(ends, leaves, writes, scores)
@@ -175,7 +144,7 @@ def _trace_after_cuts(ends: list[fx.Node], writes: Writes, scores: Scores | None
 
 
 def _trace(
-    ends: list[fx.Node], leaves: set[fx.Node], writes: Writes | Traceable, scores: Scores | None
+    ends: Sequence[fx.Node], leaves: set[fx.Node], writes: Writes | Traceable, scores: Scores | None
 ) -> Trace:
     nodes = _slice(ends, lambda node: node in leaves or not _can_run(node))
     inputs = [node for node, is_leaf in nodes.items() if is_leaf]
@@ -189,7 +158,7 @@ def _trace(
         results = [known[node] for node in nodes if isinstance(known[node], Tensor)]
         return results if scores is None else [*results, scores.function(values[-1], known)]
 
-    examples = [node.meta["example_value"] for node in inputs]
+    examples = (node.meta["example_value"] for node in inputs)
     shapes = [(shape_of(example), example.dtype) for example in examples]
     if scores is not None:
         shapes.append((scores.shape, scores.dtype))
@@ -210,10 +179,13 @@ def _trace(
 
 def _steps_of(gm: fx.GraphModule, calls: Sequence[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
     steps: dict[fx.Node, list[fx.Node]] = {node: [] for node in calls}
+    writing = []
     for step in gm.graph.nodes:
         if _ORIGIN in step.meta.get("custom", {}):
-            steps[calls[step.meta["custom"][_ORIGIN]]].append(step)
-    writing = [node for node, of_node in steps.items() if any(map(is_writing_op, of_node))]
+            node = calls[step.meta["custom"][_ORIGIN]]
+            steps[node].append(step)
+            if isinstance(step.target, torch._ops.OpOverload) and step.target._schema.is_mutable:
+                writing.append(node)
     if writing:
         raise _Cut(*writing)
     return {node: tuple(of_node) for node, of_node in steps.items()}

@@ -53,12 +53,11 @@ WHOLE_UP_TO = {
     torch.bfloat16: 1 << 8,
 }
 # Without uint64: rules are evaluated in int64, which does not hold all its numbers.
-INTEGERS = frozenset(
-    {
-        *(torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.uint8, torch.uint16, torch.uint32),
-    }
-)
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+INTEGERS = frozenset({*_SIGNED, torch.uint8, torch.uint16, torch.uint32})
+
+# What a table may hold, and a constant.
+READABLE = frozenset({torch.bool, *INTEGERS, *WHOLE_UP_TO})
 
 Range = tuple[Any, Any]
 
@@ -130,16 +129,15 @@ class Value:
 
     def tables(self) -> set[Any]:
         """Return the reads of tables, such as t0(d1)."""
-        return set().union(*(part.atoms(AppliedUndef) for part in self._parts()))
+        return self._atoms(AppliedUndef)
 
     def num_steps(self) -> int:
         """Return the number of different steps, that is, of boundaries of constant documents."""
-        return len(set().union(*(part.atoms(Step) for part in self._parts())))
+        return len(self._atoms(Step))
 
-    def _parts(self) -> list[Any]:
-        if self.truth is not None:
-            return [self.truth]
-        return [part for case in self.cases for part in case]
+    def _atoms(self, kind: Any) -> set[Any]:
+        parts = [self.truth] if self.truth is not None else sum(self.cases, ())
+        return set().union(*(part.atoms(kind) for part in parts))
 
 
 @dataclass
@@ -161,7 +159,7 @@ class RunTimeTables:
 
     def add(self, node: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> Value | None:
         """Make a node a table, and return its value; None if rules cannot read such a tensor."""
-        if not shape or dtype not in {torch.bool, *INTEGERS, *WHOLE_UP_TO}:
+        if not shape or dtype not in READABLE:
             return None
         index = len(self.nodes)
         self.nodes.append(node)
@@ -210,10 +208,7 @@ def constant(value: float, shape: Sequence[int] = ()) -> Value:
 def range_of(expression: Expr, sizes: Mapping[Expr, int], tables: RunTimeTables) -> Range:
     """Return bounds of an expression, computed without rounding; they may not be tight.
 
-    Args:
-        expression: of indices and tables.
-        sizes: of the dims of the indices, which count from 0.
-        tables: that the expression reads.
+    Its indices count from 0 to the sizes of their dims.
     """
     if expression in sizes:  # as most are
         return 0, sizes[expression] - 1
@@ -269,9 +264,7 @@ def settle(value: Value, dtype: torch.dtype, tables: RunTimeTables) -> Value:
 
 
 def _rounded(expression: Expr, dtype: torch.dtype) -> float:
-    """Return a number rounded to a floating dtype."""
-    rounded: float = torch.tensor(float(expression), dtype=dtype).item()
-    return rounded
+    return float(torch.tensor(float(expression), dtype=dtype).item())
 
 
 def promote(value: Value, dtype: torch.dtype, tables: RunTimeTables) -> Value:
@@ -304,19 +297,15 @@ def _check_cast(value: Value, dtype: torch.dtype) -> None:
     if value.is_wrapped or (value.limit < math.inf and (is_wider or dtype not in WHOLE_UP_TO)):
         raise Unknown
     is_half = value.dtype in (torch.float16, torch.bfloat16)
-    if is_wider and is_half and any(_is_computed(e) for _, e in value.numbers()):
-        raise Unknown
+    for _, e in value.numbers() if is_wider and is_half else ():
+        # What is not whole was computed, rather than read or constant.
+        if not (isinstance(e, AppliedUndef) or e.is_number or _is_whole(e)):
+            raise Unknown
 
 
 def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
     """Whether both are floats, and the first holds more integers exactly."""
     return WHOLE_UP_TO.get(dtype, 0) > WHOLE_UP_TO.get(other, math.inf)
-
-
-def _is_computed(expression: Expr) -> bool:
-    """Whether a number that is not whole was computed, rather than read or constant."""
-    is_entry = isinstance(expression, AppliedUndef) or expression.is_number
-    return not is_entry and not _is_whole(expression)
 
 
 def _check_native(value: Value, tables: RunTimeTables) -> None:

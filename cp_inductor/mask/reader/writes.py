@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,12 +34,6 @@ from cp_inductor.torch_private.tracing import (
     tensors_written,
     without_vmap,
 )
-
-
-def is_writing_op(node: fx.Node) -> bool:
-    """Whether a node calls an op that writes to one of its arguments."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
 
 # add_, __iadd__, __setitem__
 _IN_PLACE = re.compile(r".*[^_]_|__i(?!nvert__).*__|__setitem__")
@@ -73,24 +67,17 @@ class Writes:
                 self.users.setdefault(storage, []).append(node)
         self.known: dict[fx.Node, set[int]] = {}
 
-    def has(self, node: fx.Node, *, besides: Collection[fx.Node]) -> bool:
-        """Whether any node writes to the tensors of a node.
-
-        Args:
-            node: whose tensors are asked about.
-            besides: nodes whose writes do not count.
-        """
-        return any(
-            storage in self._written_by(user)
-            for storage in storages_of(node)
-            for user in self.users.get(storage, ())
-            if user not in besides
-        )
-
-    def _written_by(self, node: fx.Node) -> set[int]:
-        if node not in self.known:
-            self.known[node] = _written_by(node)
-        return self.known[node]
+    def has(self, node: fx.Node, *, besides: Collection[fx.Node] = ()) -> bool:
+        """Whether any node but these writes to the tensors of a node."""
+        for storage in storages_of(node):
+            for user in self.users.get(storage, ()):
+                if user in besides:
+                    continue
+                if user not in self.known:
+                    self.known[user] = _written_by(user)
+                if storage in self.known[user]:
+                    return True
+        return False
 
 
 def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule | None]]:
@@ -106,8 +93,8 @@ def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule | None]]:
         for node in module.graph.find_nodes(op="call_function", target=flex_attention_op())
         for body in bodies_of(node, module)
     }
-    modules = [module for module in modules if module not in of_flex]
-    for part, module in [(graph, owner), *((m.graph, m) for m in modules if m.graph is not graph)]:
+    parts = {graph: owner, **{m.graph: m for m in modules if m not in of_flex}}
+    for part, module in parts.items():
         for node in part.nodes:
             if node.op in ("call_function", "call_method", "call_module"):
                 yield node, module
@@ -123,30 +110,30 @@ def _written_by(node: fx.Node) -> set[int]:
         return {_storage_of(inputs[0])} if is_in_place(node) else set()
     try:
         if any(isinstance(tensor, DTensor) for tensor in inputs):
-            written = tensors_written(partial(_run, node, lambda value: value), inputs[0])
+            written = tensors_written(partial(_run, node), inputs[0])
             return {_storage_of(tensor) for tensor in written}
         # What is written to does not depend on how long it is.
         shapes = [(tuple(map(size_hint, tensor.shape)), tensor.dtype) for tensor in inputs]
         fakes = dict(zip(map(id, inputs), fakes_of_shapes(shapes), strict=True))
-        like = fakes[id(inputs[0])]
-        written = tensors_written(partial(_run, node, partial(_fake_of, fakes)), like)
+        written = tensors_written(partial(_run, node, fakes), fakes[id(inputs[0])])
         storages = {_storage_of(fakes[id(tensor)]): _storage_of(tensor) for tensor in inputs}
         return {storages[s] for s in map(_storage_of, written) if s in storages}
     except Exception:  # a model may call anything, which may raise anything
         return {_storage_of(tensor) for tensor in inputs}
 
 
-def _fake_of(fakes: Mapping[int, Tensor], value: Any) -> Any:
-    if isinstance(value, torch.SymInt):
-        return size_hint(value)
-    return fakes[id(value)] if isinstance(value, Tensor) else value
+def _run(node: fx.Node, fakes: Mapping[int, Tensor] | None = None) -> None:
+    """Call what a node calls: on its own tensors, or on others by their `id`."""
 
+    def replaced(value: Any) -> Any:
+        if fakes is None:
+            return value
+        if isinstance(value, torch.SymInt):
+            return size_hint(value)
+        return fakes[id(value)] if isinstance(value, Tensor) else value
 
-def _run(node: fx.Node, of: Callable[[Any], Any]) -> None:
-    """Call what a node calls, with each argument replaced by `of` of it."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["example_value"])
-    args, kwargs = map_aggregate((args, kwargs), of)
-    call_target(node, args, kwargs)
+    call_target(node, *map_aggregate((args, kwargs), replaced))
 
 
 def _inputs_of(node: fx.Node) -> list[Tensor]:

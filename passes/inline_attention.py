@@ -1,4 +1,17 @@
-"""Write attention over packed documents, as varlen_attn has it, as flex_attention.
+"""Inline the attentions that Dynamo keeps as one call of another function, so that they are found.
+
+    out, _ = multi_head_attention_forward(x, x, x, 32, 8, w, b, ...)
+      =>
+    qkv = aten::linear(x, w, b)
+    ...
+    out = aten::scaled_dot_product_attention(q, k, v, None, 0.0, True)
+    ...
+
+nn.MultiheadAttention, and with it nn.TransformerEncoderLayer, reaches a Dynamo graph as this one
+function. On plain tensors, which are shards only because the user says so, it would attend within
+the shard. On DTensors, DTensor's handler would compute the attention inside, but take a mask for a
+tensor, instead of reading which pairs exist. A call on DTensors that returns attention weights uses
+no SDPA, and stays: DTensor computes its products.
 
     out, lse, _ = torch_attn::_varlen_attn(q, k, v, cu, cu, ..., window_size=[-1, 0])   q (T, H, D)
       =>
@@ -8,70 +21,112 @@
     out (T, H, D), lse (H, T)
 
 torch has kernels of varlen_attn for CUDA alone; what it becomes here has them everywhere. Its lse
-has a gradient, which torch does not give.
+has a gradient, which torch does not give. Calls whose tokens are not sharded, as DTensors, are left
+alone.
 
-Assumes: a graph from Dynamo, whose nodes carry `example_value`; the tokens of query, key and value
-are sharded, as DTensors. Calls on other tensors are left alone.
+Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx
+import torch.nn.functional as F
+from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
 
 from cp_inductor.dtensor.documents import document_numbers
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import name_of
 from cp_inductor.passes.attentions import calls_to
-from cp_inductor.passes.insert_call import free_name, insert_call
+from cp_inductor.passes.nodes import free_name, insert_call, insert_graph
 from cp_inductor.region.flex_calls import FLEX, LSE, OF_VARLEN, OUT
+from cp_inductor.region.marks import regions_of
 from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.tracing import trace_pre_dispatch
 from cp_inductor.torch_private.varlen import VARLEN_OPS, varlen_op
 
 TOKENS = 0
 # Arguments that change numbers, and how many parts a kernel splits keys into; others are refused.
-READ = frozenset(
-    {
-        *("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal", "scale"),
-        *("window_size", "enable_gqa", "num_splits"),
-    }
+READ = (
+    *("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal", "scale"),
+    *("window_size", "enable_gqa", "num_splits"),
 )
 
 
-def inline_varlen(graphs: Iterable[fx.Graph]) -> None:
-    """Rewrite every call whose tokens are sharded; idempotent.
+def inline_multi_head(gm: fx.GraphModule, *, has_axis: bool) -> None:
+    """Replace calls of F.multi_head_attention_forward on DTensors and on shards by its body.
 
-    Args:
-        graphs: of a Dynamo graph module, and below it.
+    If it `has_axis`, a user named the mesh axis on which plain tensors are shards.
+
+    Raises:
+        UnsupportedAttention: a call on shards returns attention weights, for which it uses no SDPA.
+    """
+    wanted, regions = [], regions_of(gm)
+    for node in calls_to(gm, {F.multi_head_attention_forward}):
+        values = [source.meta["example_value"] for source in node.all_input_nodes]
+        is_distributed = any(isinstance(value, DTensor) for value in values)
+        is_of_shards = not is_distributed and (has_axis or node.graph in regions)
+        if not node.kwargs.get("need_weights", True):
+            wanted += [node] if is_distributed or is_of_shards else []
+        elif is_of_shards:
+            raise UnsupportedAttention(
+                site=name_of(node),
+                expected="need_weights=False",
+                got="need_weights=True, which uses no attention kernel",
+                remedy="pass need_weights=False to nn.MultiheadAttention",
+            )
+    for node in wanted:
+        _inline_multi_head(node)
+
+
+def _inline_multi_head(node: fx.Node) -> None:
+    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+    inputs = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+
+    def run(*tensors: Tensor) -> Tensor:
+        given = iter(tensors)
+        args, kwargs = pytree.tree_unflatten(
+            [next(given) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], spec
+        )
+        return F.multi_head_attention_forward(*args, **kwargs)[0]
+
+    traced = trace_pre_dispatch(run, [leaf.meta["example_value"] for leaf in inputs])
+    out, copies = insert_graph(traced, inputs, before=node)
+    for original, copy in copies.items():
+        copy.meta = {**node.meta, "example_value": original.meta.get("val")}
+    for user in list(node.users):
+        # The result is (out, None). Dynamo knows the None for what it is and takes the out alone.
+        assert user.args[1] == 0
+        user.replace_all_uses_with(out)
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+def inline_varlen(gm: fx.GraphModule) -> None:
+    """Rewrite every call whose tokens are sharded, in a Dynamo graph and below it; idempotent.
 
     Raises:
         UnsupportedAttention: something is asked for that is no rule of positions.
     """
-    calls = [
-        (node, bind_arguments(varlen_op(), node.args, node.kwargs))
-        for node in calls_to(graphs, VARLEN_OPS)
-    ]
-    calls = [(node, call) for node, call in calls if _is_sharded(call["query"])]
-    for node, call in calls:
-        _check(node, call)
-    for node, call in calls:
-        _inline(node, call)
+    calls = {}
+    for node in calls_to(gm, VARLEN_OPS):
+        call = bind_arguments(varlen_op(), node.args, node.kwargs)
+        value = call["query"].meta["example_value"]
+        placements = value.placements if isinstance(value, DTensor) else ()
+        if any(isinstance(p, Shard) and p.dim == TOKENS for p in placements):
+            _check_varlen(node, call)
+            calls[node] = call
+    for node, call in calls.items():
+        _inline_varlen(node, call)
 
 
-def _is_sharded(query: fx.Node) -> bool:
-    value = query.meta["example_value"]
-    return isinstance(value, DTensor) and any(
-        isinstance(placement, Shard) and placement.dim == TOKENS for placement in value.placements
-    )
-
-
-def _check(node: fx.Node, call: dict[str, Any]) -> None:
+def _check_varlen(node: fx.Node, call: dict[str, Any]) -> None:
     site = name_of(node)
     defaults = bind_arguments(varlen_op(), (), {})
     for name in sorted(call.keys() - READ):
@@ -97,7 +152,7 @@ def _window(call: dict[str, Any]) -> tuple[int, int]:
     return (left, 0) if call["is_causal"] else (left, right)
 
 
-def _inline(node: fx.Node, call: dict[str, Any]) -> None:
+def _inline_varlen(node: fx.Node, call: dict[str, Any]) -> None:
     with node.graph.inserting_before(node):
         # (T, H, D) => (1, H, T, D)
         sides = [

@@ -1,0 +1,129 @@
+"""Read what takes the place of scores: ops that masks are not read through, and sums.
+
+    tanh(div(s, 20))               Tanh(0.05*s)
+    pow(0.5, h + 1)                Power(0.5, h + 1)
+
+Only scores are read through these functions. They exist nowhere but within a tile, whereas a mask
+that a model computes as a tensor had better stay a table, which is computed once.
+
+    where(q >= k, s + table[bucket(q - k)], -inf)      a sum, whatever `bucket` calls
+    s * table[q]    50 * tanh(s / 50)                  none
+
+A sum is f(s) = s + f(0), and f(0) may be computed as a tensor. So what is added need not be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from sympy import Expr
+from torch import fx
+
+from cp_inductor.mask.language import Exp, Power, Sigmoid, Tanh
+from cp_inductor.mask.reader.aten import OPS, OpCall, Row, true_quotient
+from cp_inductor.mask.reader.read import Reading
+from cp_inductor.mask.reader.trace import Trace
+from cp_inductor.mask.reader.values import Unknown, Value, multiply, pointwise
+from cp_inductor.torch_private.arguments import bind_arguments
+
+aten = torch.ops.aten
+
+
+def _exact(function: Callable[..., Expr], *names: str) -> Row:
+    """Return the row of a function of finite numbers, which no operand may approximate."""
+
+    def finite(*numbers: Expr) -> Expr:
+        result = function(*numbers)
+        if any(number.is_infinite for number in (*numbers, result)):
+            raise Unknown
+        return result
+
+    def row(call: OpCall) -> Value:
+        operands = [value.exact() for value in call.operands(*names)]
+        return call.settled(pointwise(finite, *operands))
+
+    return row
+
+
+def _power(base: Expr, exponent: Expr) -> Expr:
+    # A power of a negative number may be NaN, but not one that repeats a product.
+    if not (base.is_Number and base > 0) and not (exponent.is_Integer and exponent > 0):
+        raise Unknown
+    return Power(base, exponent)
+
+
+def _ratio(left: Expr, right: Expr) -> Expr:
+    if right.is_number:
+        return true_quotient(left, right)
+    if left.is_number or right.free_symbols & left.free_symbols:
+        raise Unknown
+    return multiply(left, Power(right, sympy.Integer(-1)))
+
+
+OPS_OF_SCORES: Mapping[torch._ops.OpOverload, Row] = {
+    **OPS,
+    aten.tanh.default: _exact(Tanh, "self"),
+    aten.exp.default: _exact(Exp, "self"),
+    aten.exp2.default: _exact(lambda x: Power(sympy.Integer(2), x), "self"),
+    aten.sigmoid.default: _exact(Sigmoid, "self"),
+    aten.pow.Scalar: _exact(_power, "self", "exponent"),
+    aten.pow.Tensor_Scalar: _exact(_power, "self", "exponent"),
+    aten.div.Tensor: _exact(_ratio, "self", "other"),
+}
+
+# What moves numbers, and leaves them as they are.
+_MOVES = (
+    aten.alias.default,
+    aten.clone.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.view.default,
+)
+
+
+def is_sum_with_score(trace: Trace, reading: Reading) -> bool:
+    """Whether a trace of scores adds to them, or removes pairs, and does nothing else.
+
+    The reading of the trace knows which branches are -oo.
+    """
+    assert trace.score is not None
+    of_score, sums = {trace.score}, {trace.score}
+    for node in trace.gm.graph.nodes:
+        if node.op != "call_function" or of_score.isdisjoint(node.all_input_nodes):
+            continue
+        of_score.add(node)
+        if _is_sum(node, of_score, sums, reading):
+            sums.add(node)
+    return trace.result in sums
+
+
+def _is_sum(node: fx.Node, of_score: set[fx.Node], sums: set[fx.Node], reading: Reading) -> bool:
+    op: Any = node.target
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    call = bind_arguments(op, node.args, node.kwargs)
+    if op in _MOVES:
+        return call["self"] in sums
+    if op is aten._to_copy.default:
+        before, after = call["self"].meta["val"].dtype, node.meta["val"].dtype
+        is_wider = after.is_floating_point and after.itemsize >= before.itemsize
+        return call["self"] in sums and is_wider
+    if op in (aten.add.Tensor, aten.sub.Tensor):
+        left, right = call["self"], call["other"]
+        if right in sums and op is aten.add.Tensor and call["alpha"] == 1:
+            return left not in of_score
+        return left in sums and right not in of_score
+    if op is aten.where.self:
+
+        def is_kept(branch: Any) -> bool:
+            cases = getattr(reading.values.get(branch), "cases", ())
+            return branch in sums or {number for _, number in cases} == {-sympy.oo}
+
+        are_kept = is_kept(call["self"]) and is_kept(call["other"])
+        return call["condition"] not in of_score and are_kept
+    return False

@@ -20,7 +20,7 @@ from cp_inductor.kept import lru_cache
 from cp_inductor.mask.canonical import normal
 from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, shortened
 from cp_inductor.mask.rule import Rule
-from cp_inductor.plan.assign_cells import pairs_of
+from cp_inductor.plan.assign_cells import Assignment, Tiles, halve_own_tiles, pairs_of
 from cp_inductor.plan.checks import (
     MAX_CHUNKS,
     MAX_LENGTH,
@@ -42,7 +42,6 @@ from cp_inductor.plan.strategies import (
     own_in_groups,
     parse_strategy,
 )
-from cp_inductor.plan.tiles import Assignment, Tiles, halve_own_tiles
 from cp_inductor.plan.timeline import loads_of
 from cp_inductor.plan.transfers import fetch_directly, homes_of, plan_backward, stages_of
 

@@ -23,7 +23,7 @@ from cp_inductor.passes.schedule_exchange import Scheduled
 from cp_inductor.passes.share_pieces import Piece
 from cp_inductor.passes.sites import Site
 from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.plan.text import format_program
+from cp_inductor.plan.facade import format_program
 from cp_inductor.torch_private.sizes import size_hint
 
 log = logging.getLogger("cp_inductor")

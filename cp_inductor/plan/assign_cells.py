@@ -54,13 +54,7 @@ class Pairs:
 
 @lru_cache(maxsize=4)
 def pairs_of(grid: Grid, mask: Mask, rule: str) -> Pairs:
-    """Return which pairs exist.
-
-    Args:
-        grid: of the chunks.
-        mask: of the attention.
-        rule: which pairs exist, if the mask is partial.
-    """
+    """Return which pairs exist, as the rule says if the mask is partial."""
     cells = np.full((grid.num_chunks, grid.num_chunks), Cell.FULL, np.int8)
     if mask is Mask.CAUSAL:
         cells = np.tril(cells)
@@ -149,11 +143,8 @@ def tiles_of_cells(
     """Make tiles of cells.
 
     Args:
-        grid: of the chunks.
-        rank: that computes them.
-        heads: of the tiles.
-        rows: the query chunk of each row.
-        columns: the key chunk of each column.
+        grid, rank, heads: of the tiles.
+        rows, columns: the query chunk of each row, and the key chunk of each column.
         cells: (rows, columns), the cells to compute.
         everything: these and those that are computed elsewhere, if there are such.
     """
@@ -309,11 +300,8 @@ def halve_own_tiles(grid: Grid, shape: Shape, assigned: Assignment) -> Assignmen
 def parts_of_equal_weight(weights: np.ndarray, num_parts: int) -> np.ndarray:
     """Return the part of each item, so that runs of items have about equal weight.
 
-    An item belongs to the part in which its middle lies. Parts may be empty.
-
-    Args:
-        weights: integers, in order.
-        num_parts: how many parts there are.
+    An item belongs to the part in which its middle lies. Parts may be empty. Weights
+    are integers.
     """
     done = np.cumsum(weights)
     total = int(done[-1]) if len(done) else 0

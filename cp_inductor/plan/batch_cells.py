@@ -82,14 +82,7 @@ def find_cells(
     batch: int,
     num_heads: int,
 ) -> Cells:
-    """Return the cells that may hold pairs.
-
-    Args:
-        rule: whose `allowed` says which pairs exist.
-        tables: the whole table of each number, with as many dims as the rule reads it at.
-        queries, keys: the chunks.
-        batch, num_heads: of the attention.
-    """
+    """Return the cells that may hold pairs, by what the rule allows; see `plan_batch`."""
     if not len(queries) or not len(keys):
         return Cells(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
     sides = _levels_of(queries, batch), _levels_of(keys, batch)
@@ -107,7 +100,7 @@ def find_cells(
 
     boxes = _meet(sides[0][0], sides[1][0])
     must, may = decider.decide(boxes, 0)
-    boxes, is_full = _cut(boxes, sides, 0, must, may)
+    boxes, is_full = _cut(_take(boxes, may), sides, 0, must[may])
     is_open = np.flatnonzero(~is_full)
     must, may = decider.decide(_take(boxes, is_open), 1)
     exists = is_full.copy()
@@ -233,23 +226,12 @@ def _meet(queries: _Level, keys: _Level) -> _Boxes:
 
 
 def _cut(
-    boxes: _Boxes,
-    sides: tuple[_Levels, _Levels],
-    level: int,
-    label: np.ndarray,
-    which: np.ndarray | None = None,
+    boxes: _Boxes, sides: tuple[_Levels, _Levels], level: int, label: np.ndarray
 ) -> tuple[_Boxes, np.ndarray]:
-    """Return the boxes of the next level that some boxes consist of, and the label of each.
+    """Return the boxes of the next level that boxes of a level consist of, and the label of each.
 
-    Args:
-        boxes: to cut.
-        sides: the levels.
-        level: of the boxes.
-        label: of each box.
-        which: cut only these.
+    The label of a box goes to all its parts.
     """
-    if which is not None:
-        boxes, label = _take(boxes, which), label[which]
     queries, keys = (side[level] for side in sides)
     num_queries, num_keys = queries.num_children[boxes[0]], keys.num_children[boxes[1]]
     origin, index = spread(num_queries * num_keys)
@@ -359,9 +341,7 @@ def _exact(low: np.ndarray, high: np.ndarray) -> Bounds:
 def _decidable(condition: Boolean, otherwise: bool) -> Boolean:
     """Return a condition that can be bounded, and holds at least where the given one does.
 
-    Args:
-        condition: of a rule.
-        otherwise: replaces a relation that cannot be bounded; flipped under a negation.
+    `otherwise` replaces a relation that cannot be bounded, and is flipped under a negation.
     """
     if isinstance(condition, Not):
         return Not(_decidable(condition.args[0], not otherwise))

@@ -33,16 +33,7 @@ def assign_stages(
     stages: int,
     prices: Prices,
 ) -> np.ndarray:
-    """Return the stage of each cell.
-
-    Args:
-        cells: of the batch.
-        rank: of each cell.
-        queries, keys: the chunks.
-        world_size: number of ranks.
-        stages: of what is fetched.
-        prices: of what is fetched.
-    """
+    """Return the stage of each cell, given its rank; what is fetched comes in so many stages."""
     foreign_query = queries.rank[cells.query] != rank
     foreign_key = keys.rank[cells.key] != rank
     stage = np.zeros(len(rank), dtype=np.int64)
@@ -63,7 +54,7 @@ def assign_stages(
         (queries, query, foreign_query, prices.query_in),
         (keys, key, foreign_key, prices.key_in),
     ):
-        first = _firsts(at * len(chunks) + chunk, world_size * len(chunks))
+        _, first = np.unique(at * len(chunks) + chunk, return_index=True)
         first = first[foreign[far][order][first]]
         cost[first] += chunks.length[chunk[first]] * price
     weight = cells.weight[far][order]
@@ -74,14 +65,6 @@ def assign_stages(
     ends = _ends_of_stages(own, stages)
     stage[far[order]] = 1 + (part[:, None] > ends[at, :-1]).sum(1)
     return stage
-
-
-def _firsts(numbers: np.ndarray, size: int) -> np.ndarray:
-    """Return where each number below `size` occurs first, of those that do."""
-    first = np.full(size, -1)
-    # The last one that is written stays, so the first is written last.
-    first[numbers[::-1]] = np.arange(len(numbers))[::-1]
-    return first[first >= 0]
 
 
 def _ends_of_stages(own: np.ndarray, stages: int) -> np.ndarray:

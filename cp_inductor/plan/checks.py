@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NoReturn
 
 from cp_inductor.errors import InvalidArgument
 
@@ -24,11 +25,7 @@ MAX_BYTES = (1 << 63) - 1
 
 
 def check_shape(sizes: Mapping[str, int], *, site: str) -> None:
-    """Refuse an attention of impossible sizes.
-
-    Args:
-        sizes: by their names in a recipe.
-        site: for the error.
+    """Refuse an attention of impossible sizes, by their names in a recipe.
 
     Raises:
         InvalidArgument: a size is out of its range, or KV heads do not divide the query heads.
@@ -58,14 +55,8 @@ def check_count(name: str, value: object, least: int, most: int, *, site: str) -
     Raises:
         InvalidArgument: names the argument. True and False are refused as well.
     """
-    if type(value) is int and least <= value <= most:
-        return
-    raise InvalidArgument(
-        site=site,
-        expected=f"{name} to be an integer from {least} to {most}",
-        got=_written(value),
-        remedy=f"correct {name}",
-    )
+    if type(value) is not int or not least <= value <= most:
+        _refuse(name, f"an integer from {least} to {most}", value, site)
 
 
 def check_speed(name: str, value: object, *, site: str, is_zero_allowed: bool = False) -> None:
@@ -79,9 +70,7 @@ def check_speed(name: str, value: object, *, site: str, is_zero_allowed: bool = 
         if is_there and math.isfinite(value):
             return
     least = "zero, or a finite number above" if is_zero_allowed else "a finite number above zero"
-    raise InvalidArgument(
-        site=site, expected=f"{name} to be {least}", got=_written(value), remedy=f"correct {name}"
-    )
+    _refuse(name, least, value, site)
 
 
 def check_type(name: str, value: object, kind: type, *, site: str) -> None:
@@ -91,15 +80,14 @@ def check_type(name: str, value: object, kind: type, *, site: str) -> None:
         InvalidArgument: names the argument.
     """
     if not isinstance(value, kind):
-        raise InvalidArgument(
-            site=site,
-            expected=f"{name} to be a {kind.__name__}",
-            got=_written(value),
-            remedy=f"correct {name}",
-        )
+        _refuse(name, f"a {kind.__name__}", value, site)
 
 
-def _written(value: object) -> str:
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"  # Python may refuse to print it
-    return repr(value)[:60]
+def _refuse(name: str, expected: str, value: object, site: str) -> NoReturn:
+    if isinstance(value, int) and value.bit_length() > 128:  # Python may refuse to print it
+        got = f"an integer of {value.bit_length()} bits"
+    else:
+        got = repr(value)[:60]
+    raise InvalidArgument(
+        site=site, expected=f"{name} to be {expected}", got=got, remedy=f"correct {name}"
+    )

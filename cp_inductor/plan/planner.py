@@ -296,12 +296,7 @@ def _resolved(recipe: Recipe, machine: Machine) -> Recipe:
 
 
 def weigh(recipe: Recipe, machine: Machine | None = None) -> list[Trial]:
-    """Return all that `resolve` chooses from, and what each would cost.
-
-    Args:
-        recipe: valid; may leave strategy, stages and chunks open.
-        machine: to price for.
-    """
+    """Return all that `resolve` chooses from, and what each would cost."""
     machine = machine or Machine()
     strategies, known = _strategies(recipe, machine), dict[Recipe, Trial]()
     if recipe.world_size > MAX_TRIED_WORLD and len(strategies) > 1:

@@ -167,12 +167,7 @@ def _transfers(uses: Uses, payload: Payload, end: int, others: np.ndarray) -> np
 
 
 def by_stage(found: Sequence[np.ndarray], num_stages: int) -> list[Transfers]:
-    """Return the transfers of each stage, in the order of messages.
-
-    Args:
-        found: (transfers, 8) each, the stage and the columns of `Transfers`.
-        num_stages: how many there are.
-    """
+    """Return the transfers of each stage, in the order of messages; for arrays of `_transfers`."""
     rows = np.concatenate(found)
     rows = rows[message_order(rows[:, 1:], rows[:, 0])]
     edges = np.searchsorted(rows[:, 0], np.arange(1, num_stages))

@@ -24,7 +24,7 @@ Communication-avoiding attention: Attention2D (arXiv 2503.15758), Mesh-Attention
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -126,43 +126,35 @@ def cut_blocks(before: np.ndarray, num_blocks: int, aspect: float) -> list[Block
         num_blocks: how many to make, at least 1; some are empty where there are few pairs.
         aspect: how much longer than high a block is to be, 1.0 for squares.
     """
-    blocks: list[Block] = []
     whole = Block(0, before.shape[0] - 1, 0, before.shape[1] - 1)
-    _cut(whole, before, num_blocks, aspect, blocks)
-    return blocks
+    return _cut(whole, before, num_blocks, aspect)
 
 
-def _cut(
-    block: Block, before: np.ndarray, num_blocks: int, aspect: float, done: list[Block]
-) -> None:
+def _cut(block: Block, before: np.ndarray, num_blocks: int, aspect: float) -> list[Block]:
     part = before[block.top : block.bottom + 1, block.left : block.right + 1]
     rows, columns = np.diff(part[:, -1] - part[:, 0]), np.diff(part[-1] - part[0])
     if not rows.any():
-        done += [Block(0, 0, 0, 0)] * num_blocks
-        return
+        return [Block(0, 0, 0, 0)] * num_blocks
     block = _shrink(block, rows, columns)
     if num_blocks == 1:
-        done.append(block)
-        return
+        return [block]
     first = num_blocks // 2
     height, width = block.bottom - block.top, block.right - block.left
     is_tall = height * aspect >= width
     counts = np.trim_zeros(rows if is_tall else columns)
-    at = _cut_position(counts, first, num_blocks)
+    # Where the first part has the share of its blocks, as well as may be.
+    pairs = np.cumsum(counts)
+    at = int(np.argmin(np.abs(pairs * num_blocks - pairs[-1] * first))) + 1
     if is_tall:
         middle = block.top + at
-        halves = (
-            Block(block.top, middle, block.left, block.right),
-            Block(middle, block.bottom, block.left, block.right),
-        )
+        one, other = replace(block, bottom=middle), replace(block, top=middle)
     else:
         middle = block.left + at
-        halves = (
-            Block(block.top, block.bottom, block.left, middle),
-            Block(block.top, block.bottom, middle, block.right),
-        )
-    for half, share in zip(halves, (first, num_blocks - first), strict=True):
-        _cut(half, before, share, aspect, done)
+        one, other = replace(block, right=middle), replace(block, left=middle)
+    return [
+        *_cut(one, before, first, aspect),
+        *_cut(other, before, num_blocks - first, aspect),
+    ]
 
 
 def _shrink(block: Block, rows: np.ndarray, columns: np.ndarray) -> Block:
@@ -176,22 +168,10 @@ def _shrink(block: Block, rows: np.ndarray, columns: np.ndarray) -> Block:
     )
 
 
-def _cut_position(counts: np.ndarray, first: int, num_blocks: int) -> int:
-    """Return how many rows give the first part the share of `first` blocks, as well as may be."""
-    done = np.cumsum(counts)
-    return int(np.argmin(np.abs(done * num_blocks - done[-1] * first))) + 1
-
-
 def assign_blocks(
     blocks: list[Block], owners: np.ndarray, world_size: int, prices: Prices
 ) -> tuple[list[int], int]:
     """Assign a block to every rank so that the most that any rank receives is least.
-
-    Args:
-        blocks: as many as ranks.
-        owners: the owner of the chunk at each position.
-        world_size: P, the number of ranks.
-        prices: of tokens; counted here per chunk.
 
     Returns:
         The rank of each block, and what the rank that receives most receives.

@@ -155,10 +155,7 @@ def groups_of(grid: Grid, num_ranks: int) -> Grid:
 def in_groups(num_groups: int, rest: Strategy) -> Strategy:
     """Split the heads within each group of ranks, and everything else among the groups.
 
-    Args:
-        num_groups: into how many parts the heads are split, which is the number of ranks of a
-            group; divides the world size.
-        rest: the strategy of the groups, each of which acts as one rank.
+    A group has `num_groups` ranks, which divides the world size, and acts as one rank of `rest`.
     """
 
     def assign(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
@@ -183,10 +180,7 @@ def in_groups(num_groups: int, rest: Strategy) -> Strategy:
 def heads_own(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int, num_groups: int) -> Tiles:
     """Every rank computes its own tile, and other ranks' rows for its heads.
 
-    Args:
-        grid, shape, pairs: of the attention.
-        num_stages: the most stages after the first.
-        num_groups: the number of ranks of the largest groups.
+    There are at most `num_stages` after the first. The largest groups have `num_groups` ranks.
     """
     owners = range(grid.world_size)
     tiles: Tiles = [[*tiles_of_owners(grid, shape, pairs)], *([] for _ in range(num_stages))]
@@ -237,11 +231,7 @@ def _row(grid: Grid, shape: Shape, pairs: Pairs, owner: int, size: int) -> list[
 
 
 def own_in_groups(num_groups: int) -> Strategy:
-    """Split the heads within each group of ranks, and what is left among the groups by blocks.
-
-    Args:
-        num_groups: the number of ranks of a group; divides the world size.
-    """
+    """Split the heads within each group of ranks, and what is left among the groups by blocks."""
     return _strategy(f"heads{num_groups}_own+blocks", lambda world_size: num_groups, num_groups)
 
 

@@ -25,9 +25,7 @@ from cp_inductor.plan.transfers import fetch_by_way
 def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
     """Split the heads among nodes, and everything else among the ranks of each.
 
-    Args:
-        num_nodes: into how many parts the heads are split; divides the world size.
-        rest: the strategy of the ranks of a node, which hold the whole sequence for its heads.
+    To the strategy of the rest, the ranks of a node hold the whole sequence for its heads.
     """
 
     def assign(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:

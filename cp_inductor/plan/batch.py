@@ -26,8 +26,7 @@ import numpy as np
 
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch_assign import assign_ranks
-from cp_inductor.plan.batch_cells import Cells, find_cells
-from cp_inductor.plan.batch_chunks import BLOCK, Chunks, chunks_of
+from cp_inductor.plan.batch_cells import BLOCK, Cells, Chunks, chunks_of, find_cells
 from cp_inductor.plan.batch_nodes import Nodes, assign_over_nodes
 from cp_inductor.plan.batch_stages import assign_stages
 from cp_inductor.plan.ir import (

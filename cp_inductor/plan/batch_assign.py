@@ -18,8 +18,7 @@ from itertools import product
 
 import numpy as np
 
-from cp_inductor.plan.batch_cells import Cells
-from cp_inductor.plan.batch_chunks import Chunks
+from cp_inductor.plan.batch_cells import Cells, Chunks
 from cp_inductor.plan.batch_improve import LineMoves, Segments
 from cp_inductor.plan.grid import spread
 from cp_inductor.plan.ir import Prices

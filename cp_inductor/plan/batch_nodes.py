@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cp_inductor.plan.batch_assign import NOBODY, assign_ranks
-from cp_inductor.plan.batch_cells import Cells
-from cp_inductor.plan.batch_chunks import BLOCK, Chunks
+from cp_inductor.plan.batch_cells import BLOCK, Cells, Chunks
 from cp_inductor.plan.ir import (
     Direction,
     Payload,

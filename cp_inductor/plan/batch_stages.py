@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cp_inductor.plan.batch_cells import Cells
-from cp_inductor.plan.batch_chunks import Chunks
+from cp_inductor.plan.batch_cells import Cells, Chunks
 from cp_inductor.plan.ir import Prices
 
 # The least share of own work that is counted with: a rank without any fetches something for stage 1

@@ -29,7 +29,7 @@ from functools import cached_property
 import numpy as np
 
 from cp_inductor.plan.batch import BatchPlan
-from cp_inductor.plan.batch_chunks import BLOCK
+from cp_inductor.plan.batch_cells import BLOCK
 from cp_inductor.plan.grid import spread
 from cp_inductor.plan.ir import IS_OF_KEYS, PAYLOAD, STOP, Transfers
 

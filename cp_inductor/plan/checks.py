@@ -9,7 +9,6 @@ overflow.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import NoReturn
 
 from cp_inductor.errors import InvalidArgument
@@ -22,31 +21,6 @@ MAX_LENGTH = (1 << 31) - 1
 MAX_HEADS = MAX_HEAD_DIM = 1 << 16
 MAX_ITEMSIZE = 16
 MAX_BYTES = (1 << 63) - 1
-
-
-def check_shape(sizes: Mapping[str, int], *, site: str) -> None:
-    """Refuse an attention of impossible sizes, by their names in a recipe.
-
-    Raises:
-        InvalidArgument: a size is out of its range, or KV heads do not divide the query heads.
-    """
-    for name, most in (
-        ("world_size", MAX_WORLD_SIZE),
-        ("query_length", MAX_LENGTH),
-        ("key_length", MAX_LENGTH),
-        ("num_heads", MAX_HEADS),
-        ("num_kv_heads", MAX_HEADS),
-        ("head_dim", MAX_HEAD_DIM),
-        ("itemsize", MAX_ITEMSIZE),
-    ):
-        check_count(name, sizes[name], 1, most, site=site)
-    if sizes["num_heads"] % sizes["num_kv_heads"]:
-        raise InvalidArgument(
-            site=site,
-            expected=f"a num_kv_heads that divides num_heads={sizes['num_heads']}",
-            got=str(sizes["num_kv_heads"]),
-            remedy="choose a num_kv_heads that divides num_heads",
-        )
 
 
 def check_count(name: str, value: object, least: int, most: int, *, site: str) -> None:

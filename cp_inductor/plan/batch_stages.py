@@ -70,11 +70,8 @@ def _ends_of_stages(own: np.ndarray, stages: int) -> np.ndarray:
     """Return where the stages 1, 2, ... of each rank end, as shares of what is not its own.
 
     The fetch of a stage hides behind the work of the one before: its share f(s) is proportional to
-    that work, which is the rank's own work for stage 1, and (1 - own) f(s - 1) for the others.
-
-    Args:
-        own: the share of its own work in all of a rank's, (ranks,).
-        stages: their number.
+    that work, which is the rank's own work for stage 1, and (1 - own) f(s - 1) for the others. The
+    share of its own work in all of a rank's is `own`, (ranks,).
     """
     own = np.clip(own, MIN_OWN_SHARE, 1.0)[:, None]
     low, high = np.zeros_like(own), np.full_like(own, 1 / MIN_OWN_SHARE)

@@ -142,11 +142,7 @@ def fetch_by_way(
 def _transfers(uses: Uses, payload: Payload, end: int, others: np.ndarray) -> np.ndarray:
     """Return (transfers, 8), the stage and the columns of each: runs of parts of one owner.
 
-    Args:
-        uses: the stage in which a part moves to, or from, a rank.
-        payload: what moves.
-        end: SOURCE or DESTINATION, where the other rank is.
-        others: (parts,) or (lines, parts), the other rank.
+    The other ranks, `others` of (parts,) or (lines, parts), are at one end: SOURCE or DESTINATION.
     """
     is_edge = np.ones(uses.stages.shape, bool)
     is_edge[:, 1:] = (uses.stages[:, 1:] != uses.stages[:, :-1]) | (np.diff(uses.owners) != 0)

@@ -102,7 +102,7 @@ class Share:
     def shape_within(self, shape: Shape) -> Shape:
         """Return the shape of an attention that has these heads only."""
         num_kv_heads = len(shape.kv_heads(self.heads))
-        return Shape(shape.batch, len(self.heads), num_kv_heads, shape.head_dim, shape.itemsize)
+        return replace(shape, num_heads=len(self.heads), num_kv_heads=num_kv_heads)
 
     def split(self, tiles: Iterable[Tile]) -> list[Tile]:
         """Split the tiles of groups, which have these heads only, among the ranks of each group."""
@@ -144,12 +144,8 @@ def can_split(shape: Shape, world_size: int, num_groups: int) -> bool:
 
 def groups_of(grid: Grid, num_ranks: int) -> Grid:
     """Return the grid in which each group of so many ranks is one rank; it has the same chunks."""
-    return Grid(
-        grid.world_size // num_ranks,
-        grid.chunks_per_rank * num_ranks,
-        grid.query_length,
-        grid.key_length,
-    )
+    num_chunks = grid.chunks_per_rank * num_ranks
+    return replace(grid, world_size=grid.world_size // num_ranks, chunks_per_rank=num_chunks)
 
 
 def in_groups(num_groups: int, rest: Strategy) -> Strategy:

@@ -22,7 +22,7 @@ from cp_inductor.passes.attentions import Site
 from cp_inductor.passes.nodes import tiles_of
 from cp_inductor.passes.share_pieces import Piece
 from cp_inductor.plan import backward_plan, forward_plan
-from cp_inductor.plan.text import format_program
+from cp_inductor.plan.facade import format_program
 from cp_inductor.schedule.overlap import Measured
 from cp_inductor.torch_private.sizes import size_hint
 

@@ -42,7 +42,7 @@ from cp_inductor.passes.pipeline import judge
 from cp_inductor.passes.settings import read_settings
 from cp_inductor.plan import Machine, Plan, backward_plan, forward_plan
 from cp_inductor.plan.machine import DEVICES, Rate
-from cp_inductor.plan.simulate import predict_timeline
+from cp_inductor.plan.timeline import loads_of
 from cp_inductor.tiles.kernel_table import KERNELS, implementation_of, known_wrong_of
 from cp_inductor.torch_private.dynamo import graph_break_reason
 from cp_inductor.torch_private.sizes import size_hint
@@ -348,7 +348,7 @@ def _rate(site: Site, chip: str) -> Rate | None:
 def _of_plan(plan: Plan, rank: int, batch: int, machine: Machine) -> PassReport:
     ranks = range(plan.grid.world_size)
     tiles = [tile for each in ranks for stage in plan.program(each) for tile in stage.tiles]
-    timeline = predict_timeline(plan, machine)
+    timeline = loads_of(plan, machine).timeline(machine)
     return PassReport(
         collectives=sum(bool(stage.fetch) + bool(stage.home) for stage in plan.stages),
         tiles=sum(len(stage.tiles) for stage in plan.program(rank)),

@@ -28,6 +28,7 @@ import numpy as np
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.inspect.cross_compile import CrossCompiled
 from cp_inductor.plan import Machine, Plan
+from cp_inductor.plan.facade import format_program
 from cp_inductor.plan.ir import DESTINATION, SOURCE
 from cp_inductor.plan.planner import (
     MAX_IMBALANCE,
@@ -37,7 +38,6 @@ from cp_inductor.plan.planner import (
     forward_plan,
     weigh,
 )
-from cp_inductor.plan.text import format_program
 from cp_inductor.plan.timeline import loads_of
 
 # Ends of a side of the matrix of bytes; with more ranks, each stands for several.

@@ -15,7 +15,7 @@ and rectangles with a mask, in which some cells may be empty if that saves a cal
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -24,7 +24,6 @@ from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan.grid import Grid, Span, join_spans, lengths_of
 from cp_inductor.plan.ir import Mask, Shape, Tile
-from cp_inductor.plan.tiles import Tiles, parts_of_equal_weight
 
 # Rows of cells join to one tile under a mask as long as cells that hold pairs are at least this
 # share of it. From LONG_CHUNK_TOKENS on, empty cells cost more than another call, so more is asked.
@@ -36,6 +35,8 @@ LONG_CHUNK_TOKENS = 512
 # as its partial ones.
 MAX_FULL_PER_PARTIAL = 2
 
+# Tiles of all ranks, for each stage.
+Tiles = list[list[Tile]]
 # The query chunks and the key chunks whose cells a rank computes, in the order of stages.
 Area = tuple[np.ndarray, np.ndarray]
 
@@ -53,13 +54,7 @@ class Pairs:
 
 @lru_cache(maxsize=4)
 def pairs_of(grid: Grid, mask: Mask, rule: str) -> Pairs:
-    """Return which pairs exist.
-
-    Args:
-        grid: of the chunks.
-        mask: of the attention.
-        rule: which pairs exist, if the mask is partial.
-    """
+    """Return which pairs exist, as the rule says if the mask is partial."""
     cells = np.full((grid.num_chunks, grid.num_chunks), Cell.FULL, np.int8)
     if mask is Mask.CAUSAL:
         cells = np.tril(cells)
@@ -148,11 +143,8 @@ def tiles_of_cells(
     """Make tiles of cells.
 
     Args:
-        grid: of the chunks.
-        rank: that computes them.
-        heads: of the tiles.
-        rows: the query chunk of each row.
-        columns: the key chunk of each column.
+        grid, rank, heads: of the tiles.
+        rows, columns: the query chunk of each row, and the key chunk of each column.
         cells: (rows, columns), the cells to compute.
         everything: these and those that are computed elsewhere, if there are such.
     """
@@ -247,3 +239,79 @@ def _spans(chunks: Sequence[int] | np.ndarray) -> tuple[Span, ...]:
     chunks = np.asarray(chunks)
     breaks = np.flatnonzero(np.diff(chunks) != 1) + 1
     return tuple(Span(int(run[0]), int(run[-1]) + 1) for run in np.split(chunks, breaks))
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The tiles of all ranks, for each stage.
+
+    Attributes:
+        tiles: of the forward.
+        later: those of the backward, if they are others; as many stages.
+    """
+
+    tiles: Tiles
+    later: Tiles
+
+    @property
+    def reads(self) -> Tiles:
+        """For each stage, the tiles that read what its fetch brings."""
+        return [[*now, *later] for now, later in zip(self.tiles, self.later, strict=True)]
+
+    def with_tokens(self, grid: Grid) -> tuple[Tiles, Tiles]:
+        """Return the tiles and those of the backward, without those of short sequences' ends."""
+        if all(lengths_of(grid, of_keys=of_keys).all() for of_keys in (False, True)):
+            return self.tiles, self.later
+
+        def kept(tiles: Tiles) -> Tiles:
+            return [[tile for tile in stage if has_tokens(grid, tile)] for stage in tiles]
+
+        return kept(self.tiles), kept(self.later)
+
+
+def has_tokens(grid: Grid, tile: Tile) -> bool:
+    """Whether a tile has queries and keys; in short sequences some chunks are empty."""
+    return any(grid.num_tokens(span, of_keys=False) for span in tile.queries) and any(
+        grid.num_tokens(span, of_keys=True) for span in tile.keys
+    )
+
+
+def halve_own_tiles(grid: Grid, shape: Shape, assigned: Assignment) -> Assignment | None:
+    """Move half of the heads of stage 0 behind all other stages, where they hide the last results.
+
+    Returns:
+        One stage more. None if stage 0 is not of own tiles, or is all there is, or has one KV head.
+    """
+    first, *others = assigned.tiles
+    if not any(others) or shape.num_kv_heads < 2:
+        return None
+    for tile in first:
+        own = grid.own(tile.rank)
+        spans = [*tile.queries, *tile.keys]
+        if tile.heads != shape.all_heads or any(span.intersect(own) != span for span in spans):
+            return None
+    group = shape.num_heads // shape.num_kv_heads
+    middle = (shape.num_kv_heads + 1) // 2 * group
+    halves = Span(0, middle), Span(middle, shape.num_heads)
+    early, late = ([replace(tile, heads=half) for tile in first] for half in halves)
+    return Assignment([early, *others, late], [*assigned.later, []])
+
+
+def parts_of_equal_weight(weights: np.ndarray, num_parts: int) -> np.ndarray:
+    """Return the part of each item, so that runs of items have about equal weight.
+
+    An item belongs to the part in which its middle lies. Parts may be empty. Weights
+    are integers.
+    """
+    done = np.cumsum(weights)
+    total = int(done[-1]) if len(done) else 0
+    middle = 2 * done - weights
+    return np.minimum(middle * num_parts // max(1, 2 * total), num_parts - 1)
+
+
+def is_head_split(shape: Shape, num_parts: int) -> bool:
+    """Whether query heads split into this many parts, each with whole KV heads or part of one."""
+    if shape.num_heads % num_parts:
+        return False
+    size, group = shape.num_heads // num_parts, shape.num_heads // shape.num_kv_heads
+    return size % group == 0 or group % size == 0

@@ -26,8 +26,7 @@ import numpy as np
 
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch_assign import assign_ranks
-from cp_inductor.plan.batch_cells import Cells, find_cells
-from cp_inductor.plan.batch_chunks import BLOCK, Chunks, chunks_of
+from cp_inductor.plan.batch_cells import BLOCK, Cells, Chunks, chunks_of, find_cells
 from cp_inductor.plan.batch_nodes import Nodes, assign_over_nodes
 from cp_inductor.plan.batch_stages import assign_stages
 from cp_inductor.plan.ir import (
@@ -217,8 +216,7 @@ def groups_of_heads(
 
     Args:
         rule: which pairs exist, and what is added to their scores.
-        num_heads, num_kv_heads: of the attention.
-        world_size: number of ranks.
+        num_heads, num_kv_heads, world_size: of the attention.
         nodes: which ranks share a node; None if all are alike.
     """
     if world_size == 1 or num_heads % num_kv_heads or rule.knows_heads:
@@ -263,9 +261,9 @@ def plan_batch(
     queries, keys = (chunks_of(batch, of, size) for of in (query_lengths, key_lengths))
     cells = find_cells(rule, tables, queries, keys, batch=batch, num_heads=num_heads)
     if num_groups > 1:
-        cells = _cells_of_groups(cells, queries, keys, batch, num_groups)
         queries = chunks_of(batch, query_lengths, size, num_groups)
         keys = chunks_of(batch, key_lengths, size, num_groups)
+        cells = _cells_of_groups(cells, queries, keys)
     prices = Prices.in_elements(num_heads, num_kv_heads)
     sides = cells, queries, keys, world_size, prices
     if nodes is None or nodes.size >= world_size:
@@ -278,24 +276,17 @@ def plan_batch(
     )
 
 
-def _cells_of_groups(
-    cells: Cells, queries: Chunks, keys: Chunks, batch: int, num_groups: int
-) -> Cells:
-    """Return the cells of each group of heads, given those of all heads and their chunks."""
-    query = _chunks_of_groups(queries, batch, num_groups)[cells.query].ravel()
-    key = _chunks_of_groups(keys, batch, num_groups)[cells.key].ravel()
-    order = np.argsort(query * (len(keys) * num_groups) + key, kind="stable")
-    return Cells(query[order], key[order], np.repeat(cells.weight, num_groups)[order])
+def _cells_of_groups(cells: Cells, queries: Chunks, keys: Chunks) -> Cells:
+    """Return the cells of each group of heads, given those of all heads and the groups' chunks."""
 
+    def of_groups(chunks: Chunks, chunk: np.ndarray) -> np.ndarray:
+        # Chunks of all heads are sorted by (rank, entry, position); here groups of each follow.
+        by_tokens = np.lexsort((chunks.group, chunks.first, chunks.entry, chunks.rank))
+        return by_tokens.reshape(-1, chunks.num_groups)[chunk].ravel()
 
-def _chunks_of_groups(chunks: Chunks, batch: int, num_groups: int) -> np.ndarray:
-    """Return the chunks of each group that have the tokens of a chunk of all heads, (n, groups)."""
-    of_rank = np.bincount(chunks.rank, minlength=1)
-    before = (np.cumsum(of_rank) - of_rank)[chunks.rank]
-    of_lane = of_rank[chunks.rank] // batch
-    inside = np.arange(len(chunks)) - before - chunks.entry * of_lane
-    lane = chunks.entry[:, None] * num_groups + np.arange(num_groups)
-    return (before * num_groups + inside)[:, None] + lane * of_lane[:, None]
+    query, key = of_groups(queries, cells.query), of_groups(keys, cells.key)
+    order = np.argsort(query * len(keys) + key, kind="stable")
+    return Cells(query[order], key[order], np.repeat(cells.weight, keys.num_groups)[order])
 
 
 def _size_of(tokens: int, world_size: int, factor: int) -> int:

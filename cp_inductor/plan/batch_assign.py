@@ -18,8 +18,7 @@ from itertools import product
 
 import numpy as np
 
-from cp_inductor.plan.batch_cells import Cells
-from cp_inductor.plan.batch_chunks import Chunks
+from cp_inductor.plan.batch_cells import Cells, Chunks
 from cp_inductor.plan.batch_improve import LineMoves, Segments
 from cp_inductor.plan.grid import spread
 from cp_inductor.plan.ir import Prices
@@ -41,8 +40,6 @@ MAX_SEGMENTS = 4096
 # Lines are moved after the first level, if at most so many shares of ranks are left to take then;
 # otherwise after the second.
 MAX_SHARES_LEFT = 2
-# How many moves are tried, and of how many of the ranks that receive most.
-MAX_MOVES, MAX_MOVING_RANKS = 50, 4
 # How much less welcome a segment is for each rank that its owner is away, over the world size: next
 # to nothing, so that it decides between segments that are worth as much.
 DISTANCE_PENALTY = 1e-4
@@ -68,9 +65,7 @@ def assign_ranks(
     """Return the rank of each cell.
 
     Args:
-        cells, queries, keys: of the batch.
-        world_size: number of ranks.
-        prices: of tokens.
+        cells, queries, keys, world_size, prices: of the batch.
         taken: the ranks of cells that are decided; NOBODY for others.
         num_growing: the ranks before this one take cells, and the others only store chunks; 0: all.
         max_load: the most weight that moves may give to a rank; 0: `MAX_IMBALANCE` of the mean.
@@ -127,24 +122,14 @@ def _improve(
     max_load: float,
     fixed: np.ndarray,
 ) -> np.ndarray:
-    """Improve what ranks have taken. All cells of two segments go to one rank.
-
-    Args:
-        cells, rank: that may move, and who has taken them.
-        segments: of queries, and of keys.
-        prices: of tokens.
-        max_load: the most weight of a rank.
-        fixed: the weight of each rank that does not move.
-    """
+    """Improve what ranks have taken; see `LineMoves`. All cells of two segments go to one rank."""
     queries, keys = segments
     shape = len(queries.rank), len(keys.rank)
     row, column = queries.of_chunk[cells.query], keys.of_chunk[cells.key]
     weight = np.bincount(row * shape[1] + column, cells.weight, shape[0] * shape[1]).reshape(shape)
     taken = np.full(shape, NOBODY)
     taken[row, column] = rank
-    moves = LineMoves(weight, taken, segments, prices, len(fixed), max_load)
-    moves.load = moves.load + fixed
-    moves.improve(max_moves=MAX_MOVES, max_ranks=MAX_MOVING_RANKS)
+    LineMoves(weight, taken, segments, prices, max_load, fixed).improve()
     return taken[row, column]
 
 

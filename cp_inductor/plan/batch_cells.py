@@ -1,4 +1,7 @@
-"""Which chunks of a batch meet, and in how many blocks: a rule and its tables, bounded by blocks.
+"""Chunks of a batch, and which of them meet: a rule and its tables, bounded by blocks.
+
+    ranks of 300 and 200 tokens, chunks of 256, one entry
+      => rank 0: tokens 0..255, 256..299     rank 1: tokens 300..499
 
     t0(b, q), block by block of 128     [3, 3] [3, 4] [4, 4]     the least and the greatest value
     Eq(t0(b, q), t0(b, k))              holds for every pair, for none, or may hold for some
@@ -13,7 +16,7 @@ value, so that no cell that holds a pair is ever dropped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,15 +29,81 @@ from cp_inductor.kept import lru_cache
 from cp_inductor.mask.intervals import Bounds, decide
 from cp_inductor.mask.language import BATCH, HEAD, KEY, QUERY, number_of, tables_of
 from cp_inductor.mask.rule import Rule
-from cp_inductor.plan.batch_chunks import BLOCK, Chunks
 from cp_inductor.plan.grid import spread
 
+BLOCK = 128  # tokens of a side of a block, in which work is counted
 # Integers up to here are exact in float64, and so are sums of some thousands of them.
 MAX_EXACT = 2.0**40
 # Integers up to here are exact in every floating-point dtype that a program may compare in.
 MAX_EXACT_OF_ANY = 256
 # Nodes of the next level that a side of a box is cut into; the coarsest boxes have so many chunks.
 CUT = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Chunks, sorted by (rank, entry, group, position); arrays of int64 with one number per chunk.
+
+    Attributes:
+        rank: the rank that stores it.
+        entry: its batch entry.
+        group: its group of heads.
+        first: the position of its first token along the sequence.
+        length: its tokens, 1 to `size`. All but the last of a rank's entry are full.
+        row: its first row in its rank's storage, whose rows are (entry, local token, group). The
+            next token's is `num_groups` behind it.
+        size: tokens of a full chunk, a multiple of BLOCK.
+        num_groups: of heads.
+    """
+
+    rank: np.ndarray
+    entry: np.ndarray
+    group: np.ndarray
+    first: np.ndarray
+    length: np.ndarray
+    row: np.ndarray
+    size: int
+    num_groups: int
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    @property
+    def num_blocks(self) -> np.ndarray:
+        """The blocks of each chunk; the last may be short."""
+        return -(-self.length // BLOCK)
+
+
+def chunks_of(batch: int, lengths: Sequence[int], size: int, num_groups: int = 1) -> Chunks:
+    """Cut the shards of all ranks into chunks.
+
+    With groups of heads, the same tokens are a chunk of each group.
+
+    Args:
+        batch: number of batch entries.
+        lengths: the tokens of each rank, of one entry; may be 0 and need not be equal.
+        size: tokens of a full chunk, a multiple of BLOCK.
+        num_groups: of heads.
+    """
+    assert size > 0 and size % BLOCK == 0, size
+    local = np.asarray(lengths, dtype=np.int64)
+    start = np.cumsum(local) - local
+    num_of_entry = -(-local // size)
+    num_of_rank = num_of_entry * batch * num_groups
+    rank, index = spread(num_of_rank)
+    lane, number = np.divmod(index, np.maximum(1, num_of_entry)[rank])
+    entry, group = np.divmod(lane, num_groups)
+    token = number * size
+    return Chunks(
+        rank=rank,
+        entry=entry,
+        group=group,
+        first=start[rank] + token,
+        length=np.minimum(size, local[rank] - token),
+        row=(entry * local[rank] + token) * num_groups + group,
+        size=size,
+        num_groups=num_groups,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,14 +151,7 @@ def find_cells(
     batch: int,
     num_heads: int,
 ) -> Cells:
-    """Return the cells that may hold pairs.
-
-    Args:
-        rule: whose `allowed` says which pairs exist.
-        tables: the whole table of each number, with as many dims as the rule reads it at.
-        queries, keys: the chunks.
-        batch, num_heads: of the attention.
-    """
+    """Return the cells that may hold pairs, by what the rule allows; see `plan_batch`."""
     if not len(queries) or not len(keys):
         return Cells(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
     sides = _levels_of(queries, batch), _levels_of(keys, batch)
@@ -107,7 +169,7 @@ def find_cells(
 
     boxes = _meet(sides[0][0], sides[1][0])
     must, may = decider.decide(boxes, 0)
-    boxes, is_full = _cut(boxes, sides, 0, must, may)
+    boxes, is_full = _cut(_take(boxes, may), sides, 0, must[may])
     is_open = np.flatnonzero(~is_full)
     must, may = decider.decide(_take(boxes, is_open), 1)
     exists = is_full.copy()
@@ -233,23 +295,12 @@ def _meet(queries: _Level, keys: _Level) -> _Boxes:
 
 
 def _cut(
-    boxes: _Boxes,
-    sides: tuple[_Levels, _Levels],
-    level: int,
-    label: np.ndarray,
-    which: np.ndarray | None = None,
+    boxes: _Boxes, sides: tuple[_Levels, _Levels], level: int, label: np.ndarray
 ) -> tuple[_Boxes, np.ndarray]:
-    """Return the boxes of the next level that some boxes consist of, and the label of each.
+    """Return the boxes of the next level that boxes of a level consist of, and the label of each.
 
-    Args:
-        boxes: to cut.
-        sides: the levels.
-        level: of the boxes.
-        label: of each box.
-        which: cut only these.
+    The label of a box goes to all its parts.
     """
-    if which is not None:
-        boxes, label = _take(boxes, which), label[which]
     queries, keys = (side[level] for side in sides)
     num_queries, num_keys = queries.num_children[boxes[0]], keys.num_children[boxes[1]]
     origin, index = spread(num_queries * num_keys)
@@ -359,9 +410,7 @@ def _exact(low: np.ndarray, high: np.ndarray) -> Bounds:
 def _decidable(condition: Boolean, otherwise: bool) -> Boolean:
     """Return a condition that can be bounded, and holds at least where the given one does.
 
-    Args:
-        condition: of a rule.
-        otherwise: replaces a relation that cannot be bounded; flipped under a negation.
+    `otherwise` replaces a relation that cannot be bounded, and is flipped under a negation.
     """
     if isinstance(condition, Not):
         return Not(_decidable(condition.args[0], not otherwise))

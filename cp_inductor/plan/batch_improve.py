@@ -30,6 +30,8 @@ MAX_PRICE = 1 << 12
 # An assignment is better if the sum over ranks of what each receives, to this power, is less. A
 # high power counts most what the worst rank receives.
 RECEIVED_POWER = 4
+# How many moves are tried, and of how many of the ranks that receive most.
+MAX_MOVES, MAX_MOVING_RANKS = 50, 4
 # If the best lines were tried in vain, so many of the next best are considered.
 MAX_LINES_TRIED = 4
 
@@ -76,8 +78,8 @@ class LineMoves:
         rank: np.ndarray,
         sides: tuple[Segments, Segments],
         prices: Prices,
-        world_size: int,
         max_load: float,
+        fixed: np.ndarray,
     ) -> None:
         """Begin with an assignment.
 
@@ -86,9 +88,10 @@ class LineMoves:
             rank: who computes it; -1 for nobody. Changed in place.
             sides: the query segments, and the key segments.
             prices: of a token that is fetched, or whose result is sent home.
-            world_size: number of ranks.
             max_load: the most weight that a rank may have after a move.
+            fixed: the weight of each rank that does not move.
         """
+        world_size = len(fixed)
         self.weight, self.rank, self.sides = weight, rank, sides
         self.world_size, self.max_load = world_size, max_load
         # In halves of an element, of what is fetched and what is sent home, for each side.
@@ -98,7 +101,7 @@ class LineMoves:
         )
         row, column = np.nonzero(rank >= 0)
         of_cell = rank[row, column]
-        self.load = np.bincount(of_cell, weight[row, column], world_size)
+        self.load = np.bincount(of_cell, weight[row, column], world_size) + fixed
         # For each side, how many cells of each segment a rank computes, (ranks, segments).
         self.num_cells = [
             np.bincount(
@@ -120,19 +123,14 @@ class LineMoves:
             total += np.bincount(side.rank, home, self.world_size)
         return total
 
-    def improve(self, *, max_moves: int, max_ranks: int) -> None:
-        """Move lines of the ranks that receive most, as long as that helps.
-
-        Args:
-            max_moves: the moves to try at most.
-            max_ranks: a rank is given up if it receives less than so many others that have no move.
-        """
+    def improve(self) -> None:
+        """Move lines of the ranks that receive most, as long as that helps."""
         received = self.received()
         least = _badness(received)
         rejected: set[LineMove] = set()
         is_stuck = np.zeros(self.world_size, dtype=bool)
-        for _ in range(max_moves):
-            busiest = np.argsort(-received, kind="stable")[:max_ranks]
+        for _ in range(MAX_MOVES):
+            busiest = np.argsort(-received, kind="stable")[:MAX_MOVING_RANKS]
             busiest = busiest[~is_stuck[busiest]]
             if not len(busiest):
                 break

@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cp_inductor.plan.batch_assign import NOBODY, assign_ranks
-from cp_inductor.plan.batch_cells import Cells
-from cp_inductor.plan.batch_chunks import BLOCK, Chunks
+from cp_inductor.plan.batch_cells import BLOCK, Cells, Chunks
 from cp_inductor.plan.ir import (
     Direction,
     Payload,
@@ -225,8 +224,7 @@ class _Imports:
     def search(self, kept: float) -> _Taken:
         """Return who takes what, so that the rank that receives most receives little.
 
-        Args:
-            kept: the work of a rank of a node, up to which the node keeps what it stores.
+        A node keeps what it stores up to so much work of each of its ranks.
         """
         low, limit = FIRST_LIMIT / 2, FIRST_LIMIT
         best = _Taken(self, kept, limit)

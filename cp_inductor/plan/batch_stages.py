@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cp_inductor.plan.batch_cells import Cells
-from cp_inductor.plan.batch_chunks import Chunks
+from cp_inductor.plan.batch_cells import Cells, Chunks
 from cp_inductor.plan.ir import Prices
 
 # The least share of own work that is counted with: a rank without any fetches something for stage 1
@@ -33,16 +32,7 @@ def assign_stages(
     stages: int,
     prices: Prices,
 ) -> np.ndarray:
-    """Return the stage of each cell.
-
-    Args:
-        cells: of the batch.
-        rank: of each cell.
-        queries, keys: the chunks.
-        world_size: number of ranks.
-        stages: of what is fetched.
-        prices: of what is fetched.
-    """
+    """Return the stage of each cell, given its rank; what is fetched comes in so many stages."""
     foreign_query = queries.rank[cells.query] != rank
     foreign_key = keys.rank[cells.key] != rank
     stage = np.zeros(len(rank), dtype=np.int64)
@@ -63,7 +53,7 @@ def assign_stages(
         (queries, query, foreign_query, prices.query_in),
         (keys, key, foreign_key, prices.key_in),
     ):
-        first = _firsts(at * len(chunks) + chunk, world_size * len(chunks))
+        _, first = np.unique(at * len(chunks) + chunk, return_index=True)
         first = first[foreign[far][order][first]]
         cost[first] += chunks.length[chunk[first]] * price
     weight = cells.weight[far][order]
@@ -76,23 +66,12 @@ def assign_stages(
     return stage
 
 
-def _firsts(numbers: np.ndarray, size: int) -> np.ndarray:
-    """Return where each number below `size` occurs first, of those that do."""
-    first = np.full(size, -1)
-    # The last one that is written stays, so the first is written last.
-    first[numbers[::-1]] = np.arange(len(numbers))[::-1]
-    return first[first >= 0]
-
-
 def _ends_of_stages(own: np.ndarray, stages: int) -> np.ndarray:
     """Return where the stages 1, 2, ... of each rank end, as shares of what is not its own.
 
     The fetch of a stage hides behind the work of the one before: its share f(s) is proportional to
-    that work, which is the rank's own work for stage 1, and (1 - own) f(s - 1) for the others.
-
-    Args:
-        own: the share of its own work in all of a rank's, (ranks,).
-        stages: their number.
+    that work, which is the rank's own work for stage 1, and (1 - own) f(s - 1) for the others. The
+    share of its own work in all of a rank's is `own`, (ranks,).
     """
     own = np.clip(own, MIN_OWN_SHARE, 1.0)[:, None]
     low, high = np.zeros_like(own), np.full_like(own, 1 / MIN_OWN_SHARE)

@@ -29,7 +29,7 @@ from functools import cached_property
 import numpy as np
 
 from cp_inductor.plan.batch import BatchPlan
-from cp_inductor.plan.batch_chunks import BLOCK
+from cp_inductor.plan.batch_cells import BLOCK
 from cp_inductor.plan.grid import spread
 from cp_inductor.plan.ir import IS_OF_KEYS, PAYLOAD, STOP, Transfers
 
@@ -138,13 +138,7 @@ class RankTables:
 
 
 def rank_tables(plan: BatchPlan, rank: int, *, num_queries: int, num_keys: int) -> RankTables:
-    """Return a rank's part of a plan as numbers.
-
-    Args:
-        plan: of a batch.
-        rank: whose part.
-        num_queries, num_keys: tokens that the rank stores, of all batch entries.
-    """
+    """Return a rank's part of a plan as numbers, given the tokens that it stores of all entries."""
     return _NumbersOfRank(plan, rank, {Side.QUERY: num_queries, Side.KEY: num_keys}).make()
 
 
@@ -287,7 +281,7 @@ class _NumbersOfRank:
         in_tile: dict[int, np.ndarray] = {}
         for stage in range(self.layout.stages + 2):
             used = self._used(side, stage)
-            blocks = -(-chunks.length[used] // BLOCK)
+            blocks = chunks.num_blocks[used]
             rows = np.full(len(chunks.rank), -1, np.int64)
             rows[used] = (np.cumsum(blocks) - blocks) * BLOCK
             in_tile[stage] = rows

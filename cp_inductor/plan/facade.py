@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from cp_inductor.plan.ir import PlanData
+from cp_inductor.plan.grid import Grid
+from cp_inductor.plan.ir import PlanData, Shape, Stage, Tile, Transfer
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.picture import draw_plan
 from cp_inductor.plan.simulate import simulate
-from cp_inductor.plan.text import format_plan
 from cp_inductor.plan.timeline import Timeline, loads_of
 from cp_inductor.plan.transfers import plan_backward
 
@@ -20,8 +21,17 @@ class Plan(PlanData):
     """Which rank computes which tile of an attention, what moves, and when; for all ranks."""
 
     def format(self) -> str:
-        """Return the plan as text, one line per action."""
-        return format_plan(self)
+        """Return the plan as text, one line per action; see `cp_inductor.plan.ir` for a sample."""
+        lines = [
+            f"plan {self.strategy} {self.mask.value} {self.direction.value} kept={self.num_kept}"
+            + " returning" * self.returns,
+            *([f"rule {self.rule}"] if self.rule else []),
+            "grid " + _format_fields(self.grid),
+            "shape " + _format_fields(self.shape),
+            *(f"kept: {_format_transfer(transfer)}" for transfer in self.kept_fetches),
+            *_format_stages(self.stages),
+        ]
+        return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:
         return self.format()
@@ -73,3 +83,32 @@ class Plan(PlanData):
     def backward(self) -> Plan:
         """Return the plan of the backward pass, derived from this one."""
         return plan_backward(self)
+
+
+def format_program(plan: PlanData, rank: int) -> str:
+    """Return one rank's part of a plan as text, for reading."""
+    return "\n".join(_format_stages(plan.program(rank)))
+
+
+def _format_stages(stages: Iterable[Stage]) -> Iterator[str]:
+    """Yield the actions of stages, in the order in which they happen."""
+    for index, stage in enumerate(stages):
+        yield f"stage {index}"
+        yield from (f"  fetch: {_format_transfer(transfer)}" for transfer in stage.fetch)
+        yield from (f"  {_format_tile(tile)}" for tile in stage.tiles)
+        yield from (f"  home: {_format_transfer(transfer)}" for transfer in stage.home)
+        yield from (f"  {_format_tile(tile, 'backward tile')}" for tile in stage.backward_tiles)
+
+
+def _format_fields(value: Grid | Shape) -> str:
+    return " ".join(f"{field.name}={getattr(value, field.name)}" for field in fields(value))
+
+
+def _format_transfer(transfer: Transfer) -> str:
+    what = f"{transfer.payload.word}{transfer.span} h{transfer.heads}"
+    return f"{what} {transfer.source} -> {transfer.destination}"
+
+
+def _format_tile(tile: Tile, word: str = "tile") -> str:
+    queries, keys = ("".join(map(str, spans)) for spans in (tile.queries, tile.keys))
+    return f"rank {tile.rank}: {word} q{queries} x kv{keys} h{tile.heads} {tile.mask.value}"

@@ -314,10 +314,7 @@ class PlanData:
 
     def num_bytes(self, transfer: Transfer) -> int:
         """Return how many bytes a transfer moves."""
-        of_keys = transfer.payload.is_of_keys
-        rows = self.shape.batch * len(transfer.heads)
-        rows *= self.grid.num_tokens(transfer.span, of_keys=of_keys)
-        return rows * bytes_per_row(transfer.payload, self.shape)
+        return int(self.bytes_of(Transfers.of([transfer]).columns)[0])
 
     @cached_property
     def columns(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:

@@ -246,25 +246,20 @@ def _parse(text: str, known: Mapping[str, _Part], site: str) -> _Part:
             f" '{next(iter(known))}[bytes_per_s=1e9]'",
         )
     usual = known[match[1]]
+    names = _NUMBERS[type(usual)]
     numbers: dict[str, Any] = {}
     for change in filter(None, (match[2] or "").split(",")):
         name, _, number = change.partition("=")
-        try:
-            numbers[_named(name, usual)] = float(number)
+        try:  # a name or a number that is none is a ValueError
+            numbers[names[names.index(name.strip())]] = float(number)
         except ValueError:
             raise InvalidText(
                 site=site,
-                expected=f"a number for one of {', '.join(_NUMBERS[type(usual)])}",
+                expected=f"a number for one of {', '.join(names)}",
                 got=shortened(change),
-                remedy=f"write {usual.name}[{_NUMBERS[type(usual)][0]}=1e9]",
+                remedy=f"write {usual.name}[{names[0]}=1e9]",
             ) from None
     return replace(usual, **numbers)
-
-
-def _named(name: str, part: Level | Device) -> str:
-    if name.strip() not in _NUMBERS[type(part)]:
-        raise ValueError(name)
-    return name.strip()
 
 
 # Of the forward's rate, where no backward was published: all three kernels have it on the H100.

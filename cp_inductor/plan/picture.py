@@ -114,12 +114,10 @@ def draw_panels(
     """Draw panels beside each other, and a legend to the right of them.
 
     Args:
-        path: of the file, which ends in .png or .svg.
-        panels: what is drawn.
+        path: ends in .png or .svg.
+        panels: what is drawn, under one title.
         ends: for queries and for keys, the token at which the shard of each rank ends.
-        loads: of each rank, in units that the legend names.
-        unit: their name.
-        title: of all panels.
+        loads: of each rank, in the unit, both for the legend.
     """
     try:
         import matplotlib

@@ -10,23 +10,23 @@ and plans are cached by it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from itertools import compress
 from typing import Any
 
-from cp_inductor.errors import InvalidText, UnsupportedStrategy
+from cp_inductor.errors import InvalidArgument, InvalidText, UnsupportedStrategy
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.canonical import normal
 from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, shortened
 from cp_inductor.mask.rule import Rule
-from cp_inductor.plan.assign_cells import pairs_of
+from cp_inductor.plan.assign_cells import Assignment, Tiles, halve_own_tiles, pairs_of
 from cp_inductor.plan.checks import (
     MAX_CHUNKS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_ITEMSIZE,
     MAX_LENGTH,
     MAX_WORLD_SIZE,
     check_count,
-    check_shape,
     check_type,
 )
 from cp_inductor.plan.facade import Plan
@@ -42,7 +42,6 @@ from cp_inductor.plan.strategies import (
     own_in_groups,
     parse_strategy,
 )
-from cp_inductor.plan.tiles import Assignment, Tiles, halve_own_tiles
 from cp_inductor.plan.timeline import loads_of
 from cp_inductor.plan.transfers import fetch_directly, homes_of, plan_backward, stages_of
 
@@ -118,12 +117,27 @@ class Recipe:
     late: int = 0
 
     def __post_init__(self) -> None:
-        check_shape({f.name: getattr(self, f.name) for f in fields(self)}, site=SITE)
-        # The ring has a stage for each other rank.
-        for name, most in (("stages", MAX_WORLD_SIZE), ("keep", MAX_WORLD_SIZE)):
-            check_count(name, getattr(self, name), 0, most, site=SITE)
-        check_count("chunks", self.chunks, 0, MAX_CHUNKS, site=SITE)
-        check_count("late", self.late, 0, 1, site=SITE)
+        for name, least, most in (
+            ("world_size", 1, MAX_WORLD_SIZE),
+            ("query_length", 1, MAX_LENGTH),
+            ("key_length", 1, MAX_LENGTH),
+            ("num_heads", 1, MAX_HEADS),
+            ("num_kv_heads", 1, MAX_HEADS),
+            ("head_dim", 1, MAX_HEAD_DIM),
+            ("itemsize", 1, MAX_ITEMSIZE),
+            ("stages", 0, MAX_WORLD_SIZE),  # the ring has one for each other rank
+            ("keep", 0, MAX_WORLD_SIZE),
+            ("chunks", 0, MAX_CHUNKS),
+            ("late", 0, 1),
+        ):
+            check_count(name, getattr(self, name), least, most, site=SITE)
+        if self.num_heads % self.num_kv_heads:
+            raise InvalidArgument(
+                site=SITE,
+                expected=f"a num_kv_heads that divides num_heads={self.num_heads}",
+                got=str(self.num_kv_heads),
+                remedy="choose a num_kv_heads that divides num_heads",
+            )
 
     def format(self) -> str:
         """Return the recipe as text that `parse` reads."""
@@ -297,12 +311,7 @@ def _resolved(recipe: Recipe, machine: Machine) -> Recipe:
 
 
 def weigh(recipe: Recipe, machine: Machine | None = None) -> list[Trial]:
-    """Return all that `resolve` chooses from, and what each would cost.
-
-    Args:
-        recipe: valid; may leave strategy, stages and chunks open.
-        machine: to price for.
-    """
+    """Return all that `resolve` chooses from, and what each would cost."""
     machine = machine or Machine()
     strategies, known = _strategies(recipe, machine), dict[Recipe, Trial]()
     if recipe.world_size > MAX_TRIED_WORLD and len(strategies) > 1:
@@ -315,7 +324,11 @@ def weigh(recipe: Recipe, machine: Machine | None = None) -> list[Trial]:
     candidates = [c for strategy in strategies for c in _stagings(recipe, strategy)]
     staged = [(candidate, tiles_of(candidate)) for candidate in candidates]
     if not recipe.stages:
-        staged += [pair for candidate, tiles in staged for pair in _late(candidate, tiles)]
+        staged += [
+            (replace(candidate, late=1), halved)
+            for candidate, tiles in staged
+            if (halved := _halved(candidate, tiles))
+        ]
     return [known.get(tried) or _try(tried, tiles, machine) for tried, tiles in staged]
 
 
@@ -406,12 +419,11 @@ def _stagings(recipe: Recipe, strategy: Strategy) -> list[Recipe]:
     return [replace(recipe, stages=stages, keep=kept(stages)) for stages in choices]
 
 
-def _late(recipe: Recipe, tiles: Assignment) -> Iterator[tuple[Recipe, Assignment]]:
-    """Yield the recipe with half of the own tiles last, if that can be."""
-    if parse_strategy(recipe.strategy).fetch is fetch_directly:
-        halved = halve_own_tiles(recipe.grid, recipe.shape, tiles)
-        if halved is not None:
-            yield replace(recipe, late=1), halved
+def _halved(recipe: Recipe, tiles: Assignment) -> Assignment | None:
+    """Return the tiles with half of the own ones last, if that can be."""
+    if parse_strategy(recipe.strategy).fetch is not fetch_directly:
+        return None
+    return halve_own_tiles(recipe.grid, recipe.shape, tiles)
 
 
 def _num_chunks(recipe: Recipe) -> int:
@@ -467,9 +479,8 @@ def tiles_of(recipe: Recipe) -> Assignment:
     if strategy.assign_backward is not None and recipe.keep:  # else for inference
         later = strategy.assign_backward(*sizes)
     assigned = Assignment(tiles, later)
-    if recipe.late:
-        (_, assigned), *_ = [*_late(recipe, assigned), (recipe, assigned)]
-    return assigned
+    halved = _halved(recipe, assigned) if recipe.late else None
+    return halved or assigned
 
 
 def plan_tiles(recipe: Recipe, assigned: Assignment) -> Plan:
@@ -479,15 +490,10 @@ def plan_tiles(recipe: Recipe, assigned: Assignment) -> Plan:
     # A rank without tokens may still hand on what passes it.
     fetches = strategy.fetch(grid, shape, assigned.reads)
     tiles, later = assigned.with_tokens(grid)
-    is_used = [
-        bool(fetch or now or then or not index)
-        for index, (fetch, now, then) in enumerate(zip(fetches, tiles, later, strict=True))
-    ]
-    fetches, tiles, later = (
-        [*compress(fetches, is_used)],
-        [*compress(tiles, is_used)],
-        [*compress(later, is_used)],
-    )
+    stages = enumerate(zip(fetches, tiles, later, strict=True))
+    used = [stage for index, stage in stages if any(stage) or not index]
+    fetches, tiles = [fetch for fetch, _, _ in used], [now for _, now, _ in used]
+    later = [then for _, _, then in used]
     way = fetches if strategy.returns else None
     homes = homes_of(grid, shape, tiles, (Payload.PARTIAL,), way)
     return Plan(

@@ -58,11 +58,6 @@ def simulate(plan: PlanData, machine: Machine | None = None) -> Timeline:
         _check_data(plan, places)
         if plan.direction is Direction.BACKWARD or not of_keys:
             _check_homes(plan, places)
-    return predict_timeline(plan, machine)
-
-
-def predict_timeline(plan: PlanData, machine: Machine | None = None) -> Timeline:
-    """Return the timeline of a plan without checking it."""
     machine = machine or Machine()
     return loads_of(plan, machine).timeline(machine)
 

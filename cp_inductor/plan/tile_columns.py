@@ -106,15 +106,7 @@ class Uses:
         is_last: bool = False,
         by_chunk: bool = False,
     ) -> Uses:
-        """Return the first uses of chunks of queries, or of keys.
-
-        Args:
-            grid, shape: of the attention.
-            tiles: of all stages.
-            of_keys: of keys, or of queries.
-            is_last: the last uses.
-            by_chunk: each chunk is a part.
-        """
+        """Return the first, or the last, uses of chunks; with `by_chunk` each chunk is a part."""
         group = shape.num_heads // shape.num_kv_heads if of_keys else 1
         heads = tiles.first_head // group, (tiles.last_head - 1) // group + 1
         lines, line = np.unique(line_of(tiles.rank, *heads), return_inverse=True)

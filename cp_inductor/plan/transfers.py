@@ -142,11 +142,7 @@ def fetch_by_way(
 def _transfers(uses: Uses, payload: Payload, end: int, others: np.ndarray) -> np.ndarray:
     """Return (transfers, 8), the stage and the columns of each: runs of parts of one owner.
 
-    Args:
-        uses: the stage in which a part moves to, or from, a rank.
-        payload: what moves.
-        end: SOURCE or DESTINATION, where the other rank is.
-        others: (parts,) or (lines, parts), the other rank.
+    The other ranks, `others` of (parts,) or (lines, parts), are at one end: SOURCE or DESTINATION.
     """
     is_edge = np.ones(uses.stages.shape, bool)
     is_edge[:, 1:] = (uses.stages[:, 1:] != uses.stages[:, :-1]) | (np.diff(uses.owners) != 0)
@@ -167,12 +163,7 @@ def _transfers(uses: Uses, payload: Payload, end: int, others: np.ndarray) -> np
 
 
 def by_stage(found: Sequence[np.ndarray], num_stages: int) -> list[Transfers]:
-    """Return the transfers of each stage, in the order of messages.
-
-    Args:
-        found: (transfers, 8) each, the stage and the columns of `Transfers`.
-        num_stages: how many there are.
-    """
+    """Return the transfers of each stage, in the order of messages; for arrays of `_transfers`."""
     rows = np.concatenate(found)
     rows = rows[message_order(rows[:, 1:], rows[:, 0])]
     edges = np.searchsorted(rows[:, 0], np.arange(1, num_stages))

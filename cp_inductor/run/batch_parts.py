@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_inductor.graph.exchange_rows import read_part
-from cp_inductor.plan.batch_chunks import BLOCK
+from cp_inductor.plan.batch_cells import BLOCK
 from cp_inductor.plan.batch_tables import COLUMNS, ROW_COLUMNS, Layout, Side
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.sizes import new_size

@@ -29,7 +29,7 @@ from cp_inductor.graph.exchange_rows import EXCHANGE_ROWS, unpack
 from cp_inductor.mask.language import BATCH, HEAD
 from cp_inductor.mask.rows import Column, rule_of_rows
 from cp_inductor.plan.batch import groups_of_heads
-from cp_inductor.plan.batch_chunks import BLOCK
+from cp_inductor.plan.batch_cells import BLOCK
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.plan.batch_tables import Kind, Part, Side
 from cp_inductor.run.attention import Attention

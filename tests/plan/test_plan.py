@@ -37,7 +37,6 @@ from cp_inductor.plan import (
     resolve,
 )
 from cp_inductor.plan.ir import Transfers
-from cp_inductor.plan.simulate import predict_timeline
 from cp_inductor.plan.strategies import TABLE
 from cp_inductor.plan.timeline import loads_of
 from tests.support.plans import make_plan, received_bytes
@@ -329,7 +328,8 @@ def test_auto_is_as_fast_as_the_fastest(world_size: int, num_heads: int, num_kv_
         assert auto is not None and auto.balance <= 1.03
 
         def seconds(plan: Plan) -> float:
-            return sum(predict_timeline(one).total_s for one in (plan, plan.backward()))
+            both = (plan, plan.backward())
+            return sum(loads_of(one).timeline(Machine()).total_s for one in both)
 
         assert seconds(auto) <= 1.031 * min(map(seconds, named))
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cp_inductor.plan.batch import BatchPlan
-from cp_inductor.plan.batch_chunks import BLOCK, Chunks
+from cp_inductor.plan.batch_cells import BLOCK, Chunks
 from cp_inductor.plan.batch_tables import COLUMNS, Kind, Layout, Part, RankTables, Side
 from cp_inductor.plan.grid import spread
 from cp_inductor.plan.ir import Transfers

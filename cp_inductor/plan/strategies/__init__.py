@@ -2,7 +2,7 @@
 
 ring, allgather     queries stay with their owners
 rows                rows of queries move between ranks until all have the same work
-blocks              two-dimensional; see `cp_inductor.plan.block_search`
+blocks              two-dimensional; see `cp_inductor.plan.strategies.blocks`
 heads               every rank computes all queries and keys of some heads
 heads_own           the same, but for the tile of its own chunks, which it computes for all heads
 heads_own_forward   the same in the forward; the backward is that of `heads`
@@ -19,11 +19,16 @@ from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.grammar import shortened
 from cp_inductor.plan.strategies.blocks import BLOCKS
-from cp_inductor.plan.strategies.heads import HEADS, can_split, in_groups
-from cp_inductor.plan.strategies.heads_own import HEADS_OWN, HEADS_OWN_FORWARD, own_in_groups
+from cp_inductor.plan.strategies.heads import (
+    HEADS,
+    HEADS_OWN,
+    HEADS_OWN_FORWARD,
+    can_split,
+    in_groups,
+    own_in_groups,
+)
 from cp_inductor.plan.strategies.nodes import in_nodes
-from cp_inductor.plan.strategies.ring import ALLGATHER, RING
-from cp_inductor.plan.strategies.rows import ROWS
+from cp_inductor.plan.strategies.rows import ALLGATHER, RING, ROWS
 from cp_inductor.plan.strategies.strategy import Strategy
 
 __all__ = [

@@ -1,17 +1,42 @@
-"""Two-dimensional: each rank computes a block of the grid of tiles; see `plan.block_search`."""
+"""Two-dimensional: each rank computes a block of the grid of tiles.
+
+    keys ->     0 1 2 3 4 5 6 7
+    queries 0   .
+            1   a .                     . the diagonal stays with its owners
+            2   a a .                   a ... h blocks of as many ranks
+            3   a a b .
+            4   c c d d .
+            5   c c d d e .
+            6   f f g g e e .
+            7   f f g g h h h .
+
+The part below the diagonal is cut in two along its longer side, and each half again, until there
+are P blocks with equally many pairs. For a block of a x b chunks, a rank fetches a + b chunks; for
+a row with as many pairs it would fetch a b. So traffic per rank grows with the square root of the
+number of ranks.
+
+Blocks are assigned so that the rank that receives most receives as little as possible, counting
+what it fetches and the results sent home to it. Everything is computed in integers, because all
+ranks must find the same assignment.
+
+Communication-avoiding attention: Attention2D (arXiv 2503.15758), Mesh-Attention (2512.20968).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
+from scipy.optimize import linear_sum_assignment
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell
-from cp_inductor.plan.assign_cells import Area, Pairs, chunks_before, stage_areas
-from cp_inductor.plan.block_search import assign_blocks, cut_blocks
+from cp_inductor.plan.assign_cells import Area, Pairs, Tiles, chunks_before, stage_areas
 from cp_inductor.plan.grid import Grid, owners_of
 from cp_inductor.plan.ir import Prices, Shape
 from cp_inductor.plan.strategies.strategy import Strategy
-from cp_inductor.plan.tiles import Tiles
 
 # How much longer than high a block is made. Each is tried, and the one that moves least is taken.
 # Without a rule this multiplies the aspect at which both sides cost as many bytes. The last two are
@@ -20,6 +45,12 @@ ASPECTS = (1.0, 1.3, 0.77)
 ASPECTS_UNDER_RULES = (1.0, 1.6, 0.62)
 # Beyond so many ranks one is as good as another, and planning takes its time.
 MAX_ASPECTS_WORLD = 256
+# From here on the exact search for the smallest maximum takes longer than the plan is worth.
+MAX_EXACT_ASSIGNMENT = 256
+# Beyond, the sum of costs to this power is made least, which follows its largest terms. Costs are
+# rounded to so many steps, because the fewer there are, the sooner the search ends.
+STEEPNESS = 8
+NUM_STEPS = 256
 
 
 def blocks(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
@@ -77,10 +108,116 @@ def _search(grid: Grid, prices: Prices, pairs: Pairs) -> list[Area]:
     return areas
 
 
-BLOCKS = Strategy(
-    name="blocks",
-    assign=blocks,
-    is_groupable=True,
-    fine=1,
-    moves_queries=True,
-)
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Queries [top, bottom) against those keys in [left, right) that are in their past."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+
+def cut_blocks(before: np.ndarray, num_blocks: int, aspect: float) -> list[Block]:
+    """Cut any pairs into blocks with equally many pairs.
+
+    Args:
+        before: (rows + 1, columns + 1), the number of pairs before each row and column.
+        num_blocks: how many to make, at least 1; some are empty where there are few pairs.
+        aspect: how much longer than high a block is to be, 1.0 for squares.
+    """
+    whole = Block(0, before.shape[0] - 1, 0, before.shape[1] - 1)
+    return _cut(whole, before, num_blocks, aspect)
+
+
+def _cut(block: Block, before: np.ndarray, num_blocks: int, aspect: float) -> list[Block]:
+    part = before[block.top : block.bottom + 1, block.left : block.right + 1]
+    rows, columns = np.diff(part[:, -1] - part[:, 0]), np.diff(part[-1] - part[0])
+    if not rows.any():
+        return [Block(0, 0, 0, 0)] * num_blocks
+    block = _shrink(block, rows, columns)
+    if num_blocks == 1:
+        return [block]
+    first = num_blocks // 2
+    height, width = block.bottom - block.top, block.right - block.left
+    is_tall = height * aspect >= width
+    counts = np.trim_zeros(rows if is_tall else columns)
+    # Where the first part has the share of its blocks, as well as may be.
+    pairs = np.cumsum(counts)
+    at = int(np.argmin(np.abs(pairs * num_blocks - pairs[-1] * first))) + 1
+    if is_tall:
+        middle = block.top + at
+        one, other = replace(block, bottom=middle), replace(block, top=middle)
+    else:
+        middle = block.left + at
+        one, other = replace(block, right=middle), replace(block, left=middle)
+    return [
+        *_cut(one, before, first, aspect),
+        *_cut(other, before, num_blocks - first, aspect),
+    ]
+
+
+def _shrink(block: Block, rows: np.ndarray, columns: np.ndarray) -> Block:
+    """Drop rows and columns at the borders that hold no pairs."""
+    full_rows, full_columns = np.flatnonzero(rows), np.flatnonzero(columns)
+    return Block(
+        block.top + int(full_rows[0]),
+        block.top + int(full_rows[-1]) + 1,
+        block.left + int(full_columns[0]),
+        block.left + int(full_columns[-1]) + 1,
+    )
+
+
+def assign_blocks(
+    blocks: list[Block], owners: np.ndarray, world_size: int, prices: Prices
+) -> tuple[list[int], int]:
+    """Assign a block to every rank so that the most that any rank receives is least.
+
+    Returns:
+        The rank of each block, and what the rank that receives most receives.
+    """
+    cost = _received(blocks, owners, world_size, prices)
+    if world_size <= MAX_EXACT_ASSIGNMENT:
+        cost_bound = _smallest_maximum(cost)
+        # The assignment within the bound that moves least in all.
+        cost = np.where(cost <= cost_bound, cost, cost_bound * world_size + cost)
+        ranks = linear_sum_assignment(cost)[1]
+    else:
+        steep = (cost / max(1, cost.max())) ** STEEPNESS
+        ranks = linear_sum_assignment(np.round(steep * NUM_STEPS).astype(np.int64))[1]
+    chosen = cost[np.arange(world_size), ranks]
+    return [int(rank) for rank in ranks], int(chosen.max())
+
+
+def _received(
+    blocks: list[Block], owners: np.ndarray, world_size: int, prices: Prices
+) -> np.ndarray:
+    """Return what a rank (column) receives if it computes a block (row)."""
+    counts = np.zeros((owners.size + 1, world_size), dtype=np.int64)
+    counts[np.arange(owners.size) + 1, owners] = 1
+    before = counts.cumsum(0)
+    bounds = np.array([(b.top, b.bottom, b.left, b.right) for b in blocks])
+    queries = before[bounds[:, 1]] - before[bounds[:, 0]]
+    keys = before[bounds[:, 3]] - before[bounds[:, 2]]
+    fetched = queries.sum(1) * prices.query_in + keys.sum(1) * prices.key_in
+    home = queries.sum(0) * prices.query_home + keys.sum(0) * prices.key_home
+    saved = queries * (prices.query_in + prices.query_home)
+    saved = saved + keys * (prices.key_in + prices.key_home)
+    return fetched[:, None] + home[None, :] - saved
+
+
+def _smallest_maximum(cost: np.ndarray) -> int:
+    """Return the least bound under which every row can have its own column."""
+    bounds = np.unique(cost)
+    low, high = 0, len(bounds) - 1
+    while low < high:
+        middle = (low + high) // 2
+        allowed = csr_array(cost <= bounds[middle])
+        if (maximum_bipartite_matching(allowed, perm_type="column") >= 0).all():
+            high = middle
+        else:
+            low = middle + 1
+    return int(bounds[low])
+
+
+BLOCKS = Strategy("blocks", blocks, is_groupable=True, fine=1, moves_queries=True)

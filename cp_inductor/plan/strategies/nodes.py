@@ -14,28 +14,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from cp_inductor.plan.assign_cells import Pairs
+from cp_inductor.plan.assign_cells import Pairs, Tiles, is_head_split
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Shape, Tile, Transfers
-from cp_inductor.plan.strategies.heads import groups_of
+from cp_inductor.plan.strategies.heads import Share, groups_of, num_parts_of
 from cp_inductor.plan.strategies.strategy import Strategy
-from cp_inductor.plan.tiles import Tiles, is_head_split
 from cp_inductor.plan.transfers import fetch_by_way
 
 
 def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
     """Split the heads among nodes, and everything else among the ranks of each.
 
-    Args:
-        num_nodes: into how many parts the heads are split; divides the world size.
-        rest: the strategy of the ranks of a node, which hold the whole sequence for its heads.
+    To the strategy of the rest, the ranks of a node hold the whole sequence for its heads.
     """
 
     def assign(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
-        num_parts = _num_parts(shape, num_nodes, num_stages)
+        num_parts = num_parts_of(shape, num_nodes, num_stages)
         num_heads = shape.num_heads // (num_nodes * num_parts)
-        num_kv_heads = len(shape.kv_heads(Span(0, num_heads)))
-        within = Shape(shape.batch, num_heads, num_kv_heads, shape.head_dim, shape.itemsize)
+        within = Share(Span(0, num_heads), 1).shape_within(shape)
         num_inside = max(1, num_stages // num_parts)
         own, *others = rest.assign(groups_of(grid, num_nodes), within, pairs, num_inside)
 
@@ -67,7 +63,7 @@ def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
         fetch=fetch,
         returns=True,
         num_stages=rest.num_stages,
-        free_keep=lambda shape, num_stages: _num_parts(shape, num_nodes, num_stages),
+        free_keep=lambda shape, num_stages: num_parts_of(shape, num_nodes, num_stages),
         splits=lambda shape, world_size: (
             world_size % num_nodes == 0
             and 1 < num_nodes < world_size
@@ -78,8 +74,3 @@ def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
         min_chunks=rest.min_chunks,
         moves_queries=True,
     )
-
-
-def _num_parts(shape: Shape, num_nodes: int, num_stages: int) -> int:
-    """Return in how many parts the heads of a node come, so that one hides the next."""
-    return max(n for n in range(1, num_stages + 1) if is_head_split(shape, num_nodes * n))

@@ -1,4 +1,9 @@
-"""Queries stay with their owners, or rows of them move until all ranks have the same work."""
+"""Queries stay with their owners, or rows of them move until all ranks have the same work.
+
+ring         keys travel from neighbour to neighbour
+allgather    all keys in one exchange
+rows         rows of queries move
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,13 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from cp_inductor.mask.rule import Cell
-from cp_inductor.plan.assign_cells import Pairs, chunks_before, own_chunks, stage_areas
+from cp_inductor.plan.assign_cells import Pairs, Tiles, chunks_before, own_chunks, stage_areas
 from cp_inductor.plan.grid import Grid
-from cp_inductor.plan.ir import Shape
+from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, Transfer, Transfers
 from cp_inductor.plan.strategies.strategy import Strategy
-from cp_inductor.plan.tiles import Tiles
+
+# A cell of which all pairs exist, or half of them, is a tile of that mask.
+_MASKS = {Cell.FULL: Mask.FULL, Cell.CAUSAL: Mask.CAUSAL}
 
 
 def own_rows(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
@@ -44,8 +51,48 @@ def _is_causal(cells: np.ndarray) -> bool:
     return is_below and np.count_nonzero(cells == Cell.FULL) == len(cells) * (len(cells) - 1) // 2
 
 
-ROWS = Strategy(
-    name="rows",
-    assign=rows,
-    is_groupable=True,
+ROWS = Strategy("rows", rows, is_groupable=True)
+
+
+def ring(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+    """The neighbour ring: stage i has the tile of own queries and the keys of rank - i."""
+    own = [(grid.own(rank),) for rank in range(grid.world_size)]
+    first = [spans[0].start for spans in own]
+    of_ranks = pairs.cells[np.ix_(first, first)].tolist()
+    return [
+        [
+            Tile(rank, own[rank], own[rank - step], shape.all_heads, _MASKS[row[rank - step]])
+            for rank, row in enumerate(of_ranks)
+            if row[rank - step]
+        ]
+        for step in range(grid.world_size)
+    ]
+
+
+def fetch_from_neighbours(grid: Grid, shape: Shape, tiles: Tiles) -> list[Transfers]:
+    """Fetch keys from the neighbour, which had them one stage before."""
+    heads = shape.kv_heads(shape.all_heads)
+    return [
+        Transfers.of(
+            Transfer(Payload.KEY_VALUE, tile.keys[0], heads, before, tile.rank)
+            for tile in stage * bool(index)
+            for before in [(tile.rank - 1) % grid.world_size]
+            if grid.num_tokens(tile.keys[0], of_keys=True)
+        ).sorted()
+        for index, stage in enumerate(tiles)
+    ]
+
+
+RING = Strategy(
+    name="ring",
+    assign=ring,
+    fetch=fetch_from_neighbours,
+    under_rules=ROWS,
+    num_stages=lambda world_size, mask: max(1, world_size - 1),
+    is_of_auto=False,
+    min_chunks=1,
+)
+
+ALLGATHER = Strategy(
+    "allgather", own_rows, num_stages=lambda world_size, mask: 1, is_groupable=True
 )

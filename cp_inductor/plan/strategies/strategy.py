@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cp_inductor.plan.assign_cells import Pairs
+from cp_inductor.plan.assign_cells import Pairs, Tiles
 from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Mask, Shape, Transfers
-from cp_inductor.plan.tiles import Tiles
 from cp_inductor.plan.transfers import fetch_directly
 
 Assign = Callable[[Grid, Shape, Pairs, int], Tiles]

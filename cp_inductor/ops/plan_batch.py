@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cp_inductor.batches.plans import copy_numbers, numbers_of
 from cp_inductor.ops.rules_of_lengths import check_lengths
-from cp_inductor.run.batch_parts import layout_of
+from cp_inductor.run.tables import layout_of
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.sizes import new_size
 from cp_inductor.trust.agreement import agree_on_tables

@@ -253,7 +253,7 @@ class Tables:
         queries, keys = (((0, length),) for length in lengths)
         heads = (0, int(self.shapes[Side.QUERY][1]) // self.num_groups)
         geometry, columns = Geometry(heads, queries, keys, queries), self._columns(tile.rows)
-        indices = Indices(geometry, columns, batch=1, dtype=self.dtype, device=self.device)
+        indices = Indices(geometry, columns, 1, self.dtype, self.device)
         options = self.attention.kernel_options
         kernel = self.kernel(self.rule.rule, indices, options, tile.is_computed)
         call = TileCall(query, key, value, False, self.attention.scale)

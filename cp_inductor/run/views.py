@@ -72,7 +72,9 @@ class Views:
         self.store = Store(tokens, like=query)
         self.messages = Messages(self.store, self.rank, attention.group_name)
         self.results = Results(plan, self.rank, self.store)
-        self.masks = TileMasks(attention.rule, tokens, self.own, attention.extras(extras), query)
+        self.seed = extras[-1] if attention.dropout_p else None
+        tables = extras if self.seed is None else extras[:-1]
+        self.masks = TileMasks(attention.rule, tokens, self.own, tables, query)
         self.kernels = KERNELS[attention.kernel]
         self.plain, self.maths = get_kernel(attention.kernel), list[tuple[Tile, Math]]()
         self.fetches = [fetch_of(plan, self.rank, index) for index in range(len(self.program))]
@@ -230,8 +232,8 @@ class Views:
             return
         for rows in self._row_slices(tile, query, key):
             keep, kernel = None, self.plain
-            if attention.dropout_p:
-                keep = self.masks.keep(tile, rows, attention.dropout_p)
+            if self.seed is not None:
+                keep = self.masks.keep(tile, rows, self.seed, attention.dropout_p)
             if needs_math:
                 kernel = Math(keep, needs_bias_grad=attention.has_bias)
                 self.maths.append((tile, kernel))
@@ -280,4 +282,4 @@ class Views:
         for tile, math in self.maths:
             of_tiles.setdefault(tile, []).append(math.bias_grad)
         parts = [(tile, torch.cat(of_tile, SEQUENCE_DIM)) for tile, of_tile in of_tiles.items()]
-        return self.masks.put_together(parts).to(self.masks.extras.tables[-1].dtype)
+        return self.masks.put_together(parts).to(self.masks.tables[-1].dtype)

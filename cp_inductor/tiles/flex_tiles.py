@@ -161,9 +161,7 @@ def list_blocks(
         first, in order, (B | 1, H | 1, rows, columns). The same of those that are FULL. Then the
         same four of columns, (B | 1, H | 1, columns) and (B | 1, H | 1, columns, rows).
     """
-    indices = Indices(
-        Geometry.decode(geometry), tables, batch=batch, dtype=dtype, device=like.device
-    )
+    indices = Indices(Geometry.decode(geometry), tables, batch, dtype, like.device)
     # A change of scores makes no block empty.
     cells = make_block_table(Rule.parse(rule), indices, is_computed)
     kinds = [cells == kind for kind in (Cell.PARTIAL, Cell.FULL)]
@@ -227,13 +225,8 @@ class _AtScore(Indices):
     def __init__(
         self, indices: Indices, at: Sequence[Tensor], captured: dict[object, Tensor]
     ) -> None:
-        super().__init__(
-            indices.geometry,
-            indices.tables,
-            batch=indices.batch,
-            dtype=indices.dtype,
-            device=indices.device,
-        )
+        batch, dtype, device = indices.batch, indices.dtype, indices.device
+        super().__init__(indices.geometry, indices.tables, batch, dtype, device)
         # Sums and differences of positions, and products of them, do not wrap.
         self.at = [index.to(torch.int64) for index in at]
         self.captured = captured

@@ -50,20 +50,6 @@ _FUNCTIONS: dict[str, Any] = {
 MAX_SCORE_BYTES = 1 << 28
 
 
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """What an attention reads beside query, key and value.
-
-    Attributes:
-        tables: of the rule, by number. Whole ones, but a table of queries and keys holds only the
-            rows of this rank's queries. Where the bias has a gradient, it is the last.
-        seed: () int64, of dropout, of this rank's first batch entry and head; see `seed_of_shard`.
-    """
-
-    tables: tuple[Tensor, ...] = ()
-    seed: Tensor | None = None
-
-
 class TileMasks:
     """Makes the masks of a rank's tiles.
 
@@ -71,13 +57,16 @@ class TileMasks:
         rule: of the plan.
         tokens: lengths of spans.
         own: this rank's chunks.
-        extras: what the rule reads, and more.
+        tables: of the rule, by number. Whole ones, but a table of queries and keys holds only the
+            rows of this rank's queries. Where the bias has a gradient, it is the last.
         like: any tensor (B, H, S, D) of the attention.
     """
 
-    def __init__(self, rule: Rule, tokens: Tokens, own: Span, extras: Extras, like: Tensor) -> None:
+    def __init__(
+        self, rule: Rule, tokens: Tokens, own: Span, tables: Sequence[Tensor], like: Tensor
+    ) -> None:
         self.rule, self.tokens, self.own = rule, tokens, own
-        self.extras, self.like = extras, like
+        self.tables, self.like = tables, like
 
     def bias(self, tile: Tile, rows: slice) -> Tensor | None:
         """Return what is added to some rows of a tile's scores, -inf where there is no pair.
@@ -101,13 +90,7 @@ class TileMasks:
     def indices(self, tile: Tile) -> Indices:
         """Return the indices of a tile."""
         like = self.like
-        return Indices(
-            self.geometry(tile),
-            self.extras.tables,
-            batch=like.shape[0],
-            dtype=like.dtype,
-            device=like.device,
-        )
+        return Indices(self.geometry(tile), self.tables, like.shape[0], like.dtype, like.device)
 
     def geometry(self, tile: Tile) -> Geometry:
         """Return where a tile is."""
@@ -143,7 +126,7 @@ class TileMasks:
         Args:
             parts: tiles, and tensors (B | 1, H | 1, S, T) of theirs.
         """
-        bias = self.extras.tables[-1]
+        bias = self.tables[-1]
         total = bias.new_zeros(bias.shape, dtype=torch.promote_types(bias.dtype, torch.float32))
         for tile, part in parts:
             heads = (tile.heads.start, bias.shape[1] - tile.heads.stop)
@@ -161,17 +144,21 @@ class TileMasks:
                 row += last - first
         return total
 
-    def keep(self, tile: Tile, rows: slice, dropout_p: float) -> Tensor:
+    def keep(self, tile: Tile, rows: slice, seed: Tensor, dropout_p: float) -> Tensor:
         """Return 1 / (1 - p) where a score's probability is kept, and 0 where it is dropped.
+
+        Args:
+            tile, rows: as of `bias`.
+            seed: () int64, of this rank's first batch entry and head; see `seed_of_shard`.
+            dropout_p: p.
 
         Returns:
             (B, H, rows, T) in float32 (float64 for float64).
         """
-        assert self.extras.seed is not None
         indices, place = self.indices(tile), _at_rows(rows)
         places = [place(indices.of(symbol)) for symbol in INDICES]
         dtype = torch.promote_types(self.like.dtype, torch.float32)
-        return draw_kept(self.extras.seed, *places, dropout_p=dropout_p, dtype=dtype)
+        return draw_kept(seed, *places, dropout_p=dropout_p, dtype=dtype)
 
     def token_range(self, span: Span, *, of_keys: bool) -> tuple[int | SymInt, int | SymInt]:
         """Return the first token of a span, and the one after its last."""
@@ -289,7 +276,6 @@ class Indices:
         self,
         geometry: Geometry,
         tables: Sequence[Tensor],
-        *,
         batch: int | SymInt,
         dtype: torch.dtype,
         device: torch.device,

@@ -10,7 +10,7 @@ from torch import SymInt, Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from cp_inductor.graph.collectives import is_collective
-from cp_inductor.tiles.tile_ops import TILE_OPS
+from cp_inductor.tiles.kernel_table import TILE_OPS
 from cp_inductor.torch_private.sizes import size_expression
 
 # In the meta of a start: what the rank moves that moves most in this exchange, in bytes.

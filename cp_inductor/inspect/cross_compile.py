@@ -36,7 +36,7 @@ from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.triton_kernels import CompiledKernel, compile_kernels
 from cp_inductor.inspect.world import Placer, pretended_world
 from cp_inductor.passes.settings import read_settings
-from cp_inductor.tiles.tile_ops import TILE_OPS
+from cp_inductor.tiles.kernel_table import TILE_OPS
 from cp_inductor.torch_private.dynamo import compile_state_kept
 
 

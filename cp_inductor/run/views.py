@@ -253,7 +253,8 @@ class Views:
     def _under_rule(self) -> type[RuleKernel] | None:
         """What reads the rule itself; None if nothing does here."""
         like, kernel = self.store.like, self.kernels.under_rule
-        serves = kernel.serves(self.masks.rule, like.shape[-1], is_traced=is_fake(like))
+        is_usable = is_fake(like) or not kernel.needs_graph
+        serves = is_usable and kernel.obstacle(self.masks.rule, like.shape[-1]) is None
         return kernel if serves else None
 
     def _row_slices(self, tile: Tile, query: Tensor, key: Tensor) -> Iterator[slice]:

@@ -160,10 +160,7 @@ class _Tensors(Numbers):
     """What both kinds of tensors have in common."""
 
     minimum, maximum = staticmethod(torch.minimum), staticmethod(torch.maximum)
-
-    @staticmethod
-    def where(condition: Tensor, a: Any, b: Any) -> Tensor:
-        return torch.where(condition, a, b)
+    where: Any = staticmethod(torch.where)
 
     def match(self, a: Interval, b: Any) -> tuple[Interval, Interval, Numbers]:
         """Bring two operands to the dtype in which torch computes with them."""
@@ -225,9 +222,8 @@ class _Integers(_Tensors):
     def multiply(self, ends: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         # An end of int64 counts as large, so that no bound times anything but 0 is no bound.
         is_large = [(x.double() * y.double()).abs() >= _LARGE for x, y in ends]
-        products = [
-            x.masked_fill(large, 0) * y for large, (x, y) in zip(is_large, ends, strict=True)
-        ]
+        inside = zip(is_large, ends, strict=True)
+        products = [x.masked_fill(large, 0) * y for large, (x, y) in inside]
         low, high = reduce(torch.minimum, products), reduce(torch.maximum, products)
         any_large = reduce(or_, is_large)
         return low.masked_fill(any_large, self.least), high.masked_fill(any_large, self.most)

@@ -6,6 +6,8 @@ rank's batch entries and heads among all, see `cp_inductor.dtensor.axis.seed_of_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,31 +18,23 @@ BATCH_STRIDE = 1 << 16
 _KEY_STRIDE = 0x3C6EF35F
 
 
-def draw_kept(
-    seed: Tensor,
-    batch: Tensor,
-    heads: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    *,
-    dropout_p: float,
-    dtype: torch.dtype,
-) -> Tensor:
+def draw_kept(seed: Tensor, places: Sequence[Tensor], p: float, dtype: torch.dtype) -> Tensor:
     """Return 1 / (1 - p) where a score's probability is kept, and 0 where it is dropped.
 
     Args:
         seed: () int64, of the first batch entry and head.
-        batch, heads, queries, keys: indices, which broadcast to (B, H, S, T).
-        dropout_p: p.
+        places: indices of batch entries, heads, queries and keys, which broadcast to (B, H, S, T).
+        p: of dropping one.
         dtype: of the result.
     """
+    batch, heads, queries, keys = places
     of_head = _once(_hash(seed + batch * BATCH_STRIDE + heads))
     of_row = _once(_hash(of_head + queries))
     # This makes a number of an index. Inductor computes indices in int32 on a GPU.
     keys = keys & 0xFFFFFFFF
     word = _hash(of_row ^ (keys * _KEY_STRIDE & 0xFFFFFFFF))
-    is_kept = word >= int(dropout_p * (1 << 32))
-    return is_kept.to(dtype) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
+    is_kept = word >= int(p * (1 << 32))
+    return is_kept.to(dtype) * (1 / (1 - p) if p < 1 else 0.0)
 
 
 def _hash(word: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,8 +132,7 @@ def why_kernel(
 
 def implementation_of(name: str) -> str:
     """Return what has taken the place of a row's kernel, such as "FA3"; "" if nothing has."""
-    is_flash = KERNELS[name].plain is FlashCUDA
-    return known_wrong.flash_implementation() if is_flash else ""
+    return known_wrong.flash_implementation() if KERNELS[name].plain is FlashCUDA else ""
 
 
 def known_wrong_of(
@@ -152,14 +152,12 @@ def _obstacle(
     has_bias: bool,
 ) -> str | None:
     """Say why a row does not serve; None if it does, on a device that has it."""
-    if row.plain is FlashCUDA:
-        chip = capability or known_wrong.chip_of(query.device)
-        wrong = known_wrong.obstacle(
-            known_wrong.flash_implementation(), query.shape[0], query.shape[-1], chip
-        )
-        if wrong is not None:
-            return wrong
-    return row.plain.obstacle(dtype, query.shape[-1], has_bias=has_bias)
+    wrong, head_dim = known_wrong.TWO_WIDE_SEQUENCES, query.shape[-1]
+    if row.plain is FlashCUDA and known_wrong.flash_implementation() == wrong.kernel:
+        is_met = wrong.is_met(capability or known_wrong.chip_of(query.device))
+        if is_met and head_dim == 256 and query.shape[0] != 1:
+            return str(wrong)
+    return row.plain.obstacle(dtype, head_dim, has_bias=has_bias)
 
 
 # Dynamo evaluates it, where it would break the graph.
@@ -190,3 +188,21 @@ def _in_order(
 def _rows_of(device: str) -> list[KernelRow]:
     """Return the rows of a type of device, or all of them if it has none."""
     return [row for row in KERNELS.values() if row.device == device] or [*KERNELS.values()]
+
+
+# --- The ops that are tiles, for passes that look for them in a graph -----------------------------
+
+_KERNELS = [kernel for row in KERNELS.values() for kernel in (row.plain, row.under_rule)]
+BACKWARD_TILE_OPS: frozenset[Any] = frozenset(kernel.backward_op for kernel in _KERNELS)
+TILE_OPS: frozenset[Any] = BACKWARD_TILE_OPS | {kernel.forward_op for kernel in _KERNELS}
+
+# Those with subgraphs.
+FLEX_OPS = frozenset({FlexCUDA.forward_op, FlexCUDA.backward_op})
+
+# The arguments of aten's that `kernels.with_whole_rows` is for, and the places of these.
+ROWS = frozenset({"query", "key", "value", "out"})
+ROWS_OF_TILES = {
+    op: tuple(place for place, argument in enumerate(op._schema.arguments) if argument.name in ROWS)
+    for op in TILE_OPS
+    if isinstance(op, torch._ops.OpOverload) and op.namespace == "aten"
+}

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import sympy
@@ -71,13 +72,8 @@ class TileMasks:
     def bias(self, tile: Tile, rows: slice) -> Tensor | None:
         """Return what is added to some rows of a tile's scores, -inf where there is no pair.
 
-        Args:
-            tile: of the plan.
-            rows: of its queries, counted from its first.
-
-        Returns:
-            (B | 1, H | 1, rows, T) in the dtype of the attention, or of a wide bias; None if it
-            adds nothing.
+        Rows are counted from the tile's first query. The result is (B | 1, H | 1, rows, T) in the
+        dtype of the attention, or of a wide bias; None if it adds nothing.
         """
         if tile.mask is Mask.FULL and not self.rule.bias:
             return None
@@ -106,10 +102,7 @@ class TileMasks:
         )
 
     def change(self, tile: Tile, rows: slice) -> ScoreChange | None:
-        """Return what changes the scores of some rows of a tile; None if nothing does.
-
-        Takes the arguments of `bias`.
-        """
+        """Return what changes the scores of some rows of a tile, as of `bias`; None if nothing."""
         if self.rule.score == SCORE:
             return None
         indices, place = self.indices(tile), _at_rows(rows)
@@ -121,11 +114,7 @@ class TileMasks:
         return ScoreChange(*(partial(of_scores, of) for of in (self.rule.score, self.rule.slope)))
 
     def put_together(self, parts: Sequence[tuple[Tile, Tensor]]) -> Tensor:
-        """Return a tensor shaped as the bias from what tiles computed of it, each of its scores.
-
-        Args:
-            parts: tiles, and tensors (B | 1, H | 1, S, T) of theirs.
-        """
+        """Put together a tensor shaped as the bias from parts of tiles, (B | 1, H | 1, S, T)."""
         bias = self.tables[-1]
         total = bias.new_zeros(bias.shape, dtype=torch.promote_types(bias.dtype, torch.float32))
         for tile, part in parts:
@@ -152,13 +141,12 @@ class TileMasks:
             seed: () int64, of this rank's first batch entry and head; see `seed_of_shard`.
             dropout_p: p.
 
-        Returns:
-            (B, H, rows, T) in float32 (float64 for float64).
+        Returns (B, H, rows, T) in float32 (float64 for float64).
         """
         indices, place = self.indices(tile), _at_rows(rows)
         places = [place(indices.of(symbol)) for symbol in INDICES]
         dtype = torch.promote_types(self.like.dtype, torch.float32)
-        return draw_kept(seed, *places, dropout_p=dropout_p, dtype=dtype)
+        return draw_kept(seed, places, dropout_p, dtype)
 
     def token_range(self, span: Span, *, of_keys: bool) -> tuple[int | SymInt, int | SymInt]:
         """Return the first token of a span, and the one after its last."""
@@ -167,7 +155,7 @@ class TileMasks:
 
 
 def bias_dtype(rule: Rule, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of what a rule adds to the scores of an attention of a dtype."""
+    """Return the dtype of what a rule adds to the scores of an attention of some dtype."""
     return torch.promote_types(dtype, torch.float32) if rule.is_wide else dtype
 
 
@@ -209,10 +197,9 @@ class Geometry:
 
     def encode(self) -> list[int]:
         """Return it as numbers, which ops take."""
-        runs = (self.queries, self.keys, self.row_places)
         numbers = list(self.heads)
-        for some in runs:
-            numbers += [len(some), *(edge for run in some for edge in run)]
+        for runs in (self.queries, self.keys, self.row_places):
+            numbers += [len(runs), *chain.from_iterable(runs)]
         return numbers
 
     @staticmethod
@@ -268,8 +255,7 @@ class Indices:
         geometry: of the tile.
         tables: of the rule.
         batch: how many batch entries there are.
-        dtype: of the attention.
-        device: of what is made.
+        dtype, device: of the attention; of what is made.
     """
 
     def __init__(
@@ -288,9 +274,8 @@ class Indices:
     def of(self, symbol: sympy.Symbol) -> Tensor:
         """Return an index as a tensor (B, 1, 1, 1), (1, H, 1, 1), (1, 1, S, 1) or (1, 1, 1, T)."""
         if symbol not in self.known:
-            dim = INDICES.index(symbol)
-            flat = self._flat(symbol)
-            self.known[symbol] = flat.view([-1 if d == dim else 1 for d in range(4)])
+            shape = [-1 if index == symbol else 1 for index in INDICES]
+            self.known[symbol] = self._flat(symbol).view(shape)
         return self.known[symbol]
 
     def _flat(self, symbol: sympy.Symbol) -> Tensor:
@@ -306,10 +291,7 @@ class Indices:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def evaluate(
-        self,
-        expression: object,
-        place: Place = lambda tensor: tensor,
-        score: Tensor | None = None,
+        self, expression: object, place: Place = lambda tensor: tensor, score: Tensor | None = None
     ) -> Tensor:
         """Return the value of an expression, broadcast as far as it depends on indices.
 
@@ -358,11 +340,7 @@ class Indices:
         return torch.full((), value, dtype=dtype, device=self.device)
 
     def _read(
-        self,
-        number: int,
-        values: tuple[object, ...],
-        where: tuple[sympy.Expr, ...],
-        place: Place,
+        self, number: int, values: tuple[object, ...], where: tuple[sympy.Expr, ...], place: Place
     ) -> Tensor:
         if self.is_cut(where):
             return place(self.cut(number, where))
@@ -405,13 +383,8 @@ class Indices:
 
     def _ranges(self, symbol: sympy.Symbol, *, is_rows: bool) -> Runs | None:
         geometry = self.geometry
-        if symbol == HEAD:
-            return (geometry.heads,)
-        if symbol == KEY:
-            return geometry.keys
-        if symbol == QUERY:
-            return geometry.row_places if is_rows else geometry.queries
-        return None
+        queries = geometry.row_places if is_rows else geometry.queries
+        return {HEAD: (geometry.heads,), QUERY: queries, KEY: geometry.keys}.get(symbol)
 
 
 def _as_number(values: Tensor) -> Tensor:

@@ -51,9 +51,8 @@ from cp_inductor.ops.attention import attention, attention_backward
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.executor import run_backward, run_forward
 from cp_inductor.source import user_line
-from cp_inductor.tiles.kernel_table import choose_kernel
+from cp_inductor.tiles.kernel_table import ROWS, choose_kernel
 from cp_inductor.tiles.kernels import with_whole_rows
-from cp_inductor.tiles.tile_ops import ROWS
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
     are_plain_tensors_replicated,

@@ -81,13 +81,7 @@ RESULT_KINDS = (PARTIAL, QUERY_GRAD, KEY_VALUE_GRAD)
 
 
 class Results:
-    """All contributions that a rank has.
-
-    Args:
-        plan: of the attention.
-        rank: this one.
-        store: for lengths of spans, and for what results are like.
-    """
+    """All contributions that a rank has; the store knows lengths, and what results are like."""
 
     def __init__(self, plan: Plan, rank: int, store: Store) -> None:
         self.plan, self.own, self.store = plan, plan.grid.own(rank), store

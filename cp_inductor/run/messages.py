@@ -63,13 +63,7 @@ class StepFailed(RuntimeError):
 
 
 class Messages:
-    """Starts this rank's part of exchanges, waits for them, and takes apart what they brought.
-
-    Args:
-        store: what the rank has at hand.
-        rank: this one.
-        group_name: c10d name of the process group.
-    """
+    """Starts this rank's part of exchanges, waits for them, and takes apart what they brought."""
 
     def __init__(self, store: Store, rank: int, group_name: str) -> None:
         self.store, self.rank, self.group_name = store, rank, group_name

@@ -111,13 +111,9 @@ class ArrivingRows:
 
 
 class Tables:
-    """What a rank has of its batch's plan; see `cp_inductor.run.executor`.
+    """What a rank has of its batch's plan, from what `run_forward` takes; see there.
 
-    Args:
-        attention: what is computed.
-        query, key, value: this rank's shards.
-        extras: tables of the rule; sizes and numbers of `plan_batch`.
-        is_backward: what is computed; then `begin_backward` has to follow.
+    In the backward, `begin_backward` has to follow.
     """
 
     def __init__(

@@ -46,14 +46,7 @@ _ALL = slice(None)
 
 
 class Views:
-    """What a rank has of a plan of a recipe; see `cp_inductor.run.executor`.
-
-    Args:
-        attention: what is computed.
-        query, key, value: this rank's shards.
-        extras: what its mask reads, and more.
-        is_backward: which plan of the recipe.
-    """
+    """What a rank has of a plan of a recipe, from what `run_forward` takes; see there."""
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from ast import literal_eval
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import sympy
@@ -44,8 +45,10 @@ from cp_inductor.torch_private.flex_kernels import (
 )
 
 # What `list_blocks` returns, as `BlockMask` takes it.
-LISTS_OF_ROWS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-LISTS_OF_COLUMNS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+LISTS = (
+    *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+    *("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"),
+)
 
 # The templates multiply matrices of at least so many columns.
 MIN_HEAD_DIM = 16
@@ -97,7 +100,7 @@ class FlexCUDA(RuleKernel):
     def forward(self, call: TileCall) -> Partial:
         """See `Kernel.forward`; the call has no bias: it is the rule's."""
         query, key, value = with_whole_rows(*call.tensors)
-        return Partial(*flex_forward(query, key, value, self._flex(call, is_forward=True)))
+        return Partial(*flex_forward(query, key, value, self._flex(call, has_columns=False)))
 
     def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         """See `Kernel.backward`; in the place of out it takes <out, grad_out>, (B, H, S)."""
@@ -105,11 +108,11 @@ class FlexCUDA(RuleKernel):
         is_out = out_or_delta.ndim == grad_out.ndim
         delta = delta_of(out_or_delta, grad_out) if is_out else out_or_delta
         query, key, value, grad_out = with_whole_rows(*call.tensors, grad_out)
-        flex = self._flex(call, is_forward=False)
+        flex = self._flex(call, has_columns=True)
         return flex_backward(query, key, value, grad_out, lse, delta, flex)
 
-    def _flex(self, call: TileCall, *, is_forward: bool) -> Flex:
-        block_mask = self.block_mask(has_columns=not is_forward)
+    def _flex(self, call: TileCall, *, has_columns: bool) -> Flex:
+        block_mask = self.block_mask(has_columns=has_columns)
         buffers = self.score_buffers, self.mask_buffers
         return Flex(block_mask, self.score_mod, self.slope, call.factor, *buffers, self.options)
 
@@ -126,12 +129,9 @@ class FlexCUDA(RuleKernel):
             has_columns,
             self.is_computed,
         )
-        of_rows, of_columns = lists[:4], lists[4:] or [None] * 4
-        geometry = indices.geometry
         return BlockMask(
-            (geometry.num_queries, geometry.num_keys),
-            **dict(zip(LISTS_OF_ROWS, of_rows, strict=True)),
-            **dict(zip(LISTS_OF_COLUMNS, of_columns, strict=True)),
+            (indices.geometry.num_queries, indices.geometry.num_keys),
+            **dict(zip_longest(LISTS, lists)),
             BLOCK_SIZE=(BLOCK, BLOCK),
             mask_mod=self.mask_mod,
         )

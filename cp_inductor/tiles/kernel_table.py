@@ -69,8 +69,8 @@ def choose_kernel(
     device: str | None = None,
     capability: tuple[int, int] | None = None,
     has_bias: bool = False,
-) -> str:
-    """Name the row that serves these tensors.
+) -> tuple[str, str]:
+    """Name the row that serves these tensors, and say what kept those before it from serving.
 
     Args:
         query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D); real or fake.
@@ -91,10 +91,13 @@ def choose_kernel(
             got=f"{head_dim}, {key.shape[-1]} and {value.shape[-1]}",
             remedy="pad value to the head dim of query and slice the output",
         )
+    reasons = list[str]()
     for name, row in _in_order(device, query.device, capability):
-        is_served = _obstacle(row, query, dtype, capability, has_bias=has_bias) is None
-        if is_served and row.plain.runs_on(query.device):
-            return name
+        reason = _describe_wrong(row, query, capability)
+        reason = reason or row.plain.obstacle(dtype, head_dim, has_bias=has_bias)
+        if reason is None and row.plain.runs_on(query.device):
+            return name, "; ".join(reasons) or "SDPA's first choice"
+        reasons.append(reason or f"{row.plain.switch.name} does not run on {query.device}")
     raise UnsupportedKernel(
         site=site,
         expected="; ".join(row.plain.describe() for row in _rows_of(device)),
@@ -104,30 +107,6 @@ def choose_kernel(
             " SDPBackend.FLASH_ATTENTION in the sdpa_kernel around the attention"
         ),
     )
-
-
-def why_kernel(
-    name: str,
-    query: Tensor,
-    *,
-    dtype: torch.dtype,
-    device: str | None = None,
-    capability: tuple[int, int] | None = None,
-    has_bias: bool = False,
-) -> str:
-    """Say what kept the rows before a chosen one, in SDPA's order, from serving.
-
-    Args:
-        name: of the row.
-        query, dtype, device, capability, has_bias: as in `choose_kernel`.
-    """
-    reasons = []
-    for other, row in _in_order(device or query.device.type, query.device, capability):
-        if other == name:
-            break
-        reason = _obstacle(row, query, dtype, capability, has_bias=has_bias)
-        reasons.append(reason or f"{row.plain.switch.name} does not run on {query.device}")
-    return "; ".join(reasons) or "SDPA's first choice"
 
 
 def implementation_of(name: str) -> str:
@@ -143,21 +122,15 @@ def known_wrong_of(
     return known_wrong.rows_of(kernel, capability or known_wrong.chip_of(device))
 
 
-def _obstacle(
-    row: KernelRow,
-    query: Tensor,
-    dtype: torch.dtype,
-    capability: tuple[int, int] | None,
-    *,
-    has_bias: bool,
+def _describe_wrong(
+    row: KernelRow, query: Tensor, capability: tuple[int, int] | None
 ) -> str | None:
-    """Say why a row does not serve; None if it does, on a device that has it."""
-    wrong, head_dim = known_wrong.TWO_WIDE_SEQUENCES, query.shape[-1]
-    if row.plain is FlashCUDA and known_wrong.flash_implementation() == wrong.kernel:
-        is_met = wrong.is_met(capability or known_wrong.chip_of(query.device))
-        if is_met and head_dim == 256 and query.shape[0] != 1:
-            return str(wrong)
-    return row.plain.obstacle(dtype, head_dim, has_bias=has_bias)
+    """Say that the kernel of a row is known to be wrong for an attention; None if it is not."""
+    wrong = known_wrong.TWO_WIDE_SEQUENCES
+    if row.plain is not FlashCUDA or known_wrong.flash_implementation() != wrong.kernel:
+        return None
+    is_met = wrong.is_met(capability or known_wrong.chip_of(query.device))
+    return str(wrong) if is_met and query.shape[-1] == 256 and query.shape[0] != 1 else None
 
 
 # Dynamo evaluates it, where it would break the graph.

@@ -424,7 +424,7 @@ def _prepare(
         seed = torch.randint(0, 1 << 31, (), device=query.device)
         extras.append(seed_of_shard(seed, query if like is None else like))
 
-    kernel = choose_kernel(*local, dtype=dtype, site=site, has_bias=attn_mask is not None)
+    kernel, _ = choose_kernel(*local, dtype=dtype, site=site, has_bias=attn_mask is not None)
     recipe = make_recipe(plan_options, axis, query, key, rule=rule.format(), dtype=dtype, site=site)
     this = Attention(recipe, axis.rank, scale, kernel, axis.group_name, dropout_p)
     return this, local, extras

@@ -48,71 +48,25 @@ def batch_plans() -> tuple[BatchPlan, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _HashedTables:
+class HashedTables:
     """Tables of a rule as numpy arrays, told apart by all of their bits."""
 
     arrays: tuple[np.ndarray, ...] = field(compare=False)
     digest: bytes
 
     @staticmethod
-    def of(tables: Sequence[Tensor]) -> _HashedTables:
+    def of(tables: Sequence[Tensor]) -> HashedTables:
+        """Read tables on the host."""
         arrays, digest = tuple(map(_as_numpy, tables)), hashlib.sha256()
         for array in arrays:
             digest.update(repr((array.dtype.str, array.shape)).encode())
             digest.update(np.ascontiguousarray(array).tobytes())
-        return _HashedTables(arrays, digest.digest())
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What the plan of a batch depends on; see `plan_batch`."""
-
-    tables: _HashedTables
-    rule: str
-    batch: int
-    lengths: tuple[int, int]
-    heads: tuple[int, int]
-    stages: int
-    world_size: int
-    nodes: str
+        return HashedTables(arrays, digest.digest())
 
 
 @lru_cache(maxsize=NUM_PLANS)
-def _plan(asked: _Asked) -> BatchPlan:
-    started = time.perf_counter()
-    parsed = Rule.parse(asked.rule)
-    queries, keys = (shard_lengths(length, asked.world_size) for length in asked.lengths)
-    plan = plan_batch(
-        parsed,
-        dict(zip(sorted(parsed.tables), asked.tables.arrays, strict=True)),
-        batch=asked.batch,
-        query_lengths=queries,
-        key_lengths=keys,
-        num_heads=asked.heads[0],
-        num_kv_heads=asked.heads[1],
-        stages=asked.stages,
-        nodes=Nodes.parse(asked.nodes) if asked.nodes else None,
-    )
-    _made.append(plan)
-    counters["cp_inductor"]["batches_planned"] += 1
-    counters["cp_inductor"]["planning_us"] += round(1e6 * (time.perf_counter() - started))
-    return plan
-
-
-@lru_cache(maxsize=NUM_PLANS)
-def _numbers(asked: _Asked, rank: int) -> RankTables:
-    plan = _plan(asked)
-    started = time.perf_counter()
-    num_queries, num_keys = (
-        asked.batch * shard_lengths(length, asked.world_size)[rank] for length in asked.lengths
-    )
-    numbers = rank_tables(plan, rank, num_queries=num_queries, num_keys=num_keys)
-    counters["cp_inductor"]["planning_us"] += round(1e6 * (time.perf_counter() - started))
-    return numbers
-
-
 def numbers_of(
-    tables: Sequence[Tensor],
+    tables: HashedTables,
     rule: str,
     batch: int,
     lengths: tuple[int, int],
@@ -120,11 +74,29 @@ def numbers_of(
     stages: int,
     world_size: int,
     rank: int,
-    nodes: str = "",
+    nodes: str,
 ) -> RankTables:
     """Return a rank's part of the plan of a batch, and keep it; see `plan_batch`."""
-    hashed = _HashedTables.of(tables)
-    return _numbers(_Asked(hashed, rule, batch, lengths, heads, stages, world_size, nodes), rank)
+    started = time.perf_counter()
+    parsed = Rule.parse(rule)
+    queries, keys = (shard_lengths(length, world_size) for length in lengths)
+    plan = plan_batch(
+        parsed,
+        dict(zip(sorted(parsed.tables), tables.arrays, strict=True)),
+        batch=batch,
+        query_lengths=queries,
+        key_lengths=keys,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        stages=stages,
+        nodes=Nodes.parse(nodes) if nodes else None,
+    )
+    sizes = {"num_queries": batch * queries[rank], "num_keys": batch * keys[rank]}
+    numbers = rank_tables(plan, rank, **sizes)
+    _made.append(plan)
+    counters["cp_inductor"]["batches_planned"] += 1
+    counters["cp_inductor"]["planning_us"] += round(1e6 * (time.perf_counter() - started))
+    return numbers
 
 
 # Numbers in pinned memory, of plans that are kept.
@@ -189,9 +161,10 @@ class Known:
         except (RuntimeError, LookupError):  # it was destroyed
             return
         size, queries, keys = (number_of(one, numbers) for one in self.sizes)
+        tables = HashedTables.of(self.derived(batch))
         how = (self.rule, size, (queries, keys), self.heads, self.stages)
         place = dist.get_world_size(group), dist.get_rank(group)
-        found = numbers_of(self.derived(batch), *how, *place, self.nodes)
+        found = numbers_of(tables, *how, *place, self.nodes)
         if self.is_copied:
             pin(found)
         counters["cp_inductor"]["plans_prepared"] += 1

@@ -23,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.merge import KEY_VALUE_GRAD, PARTIAL, QUERY_GRAD, concatenate_all
+from cp_inductor.run.store import concatenate
 from cp_inductor.run.tables import Tables
 from cp_inductor.run.views import Views
 from cp_inductor.tiles.combine import accumulation_dtype, sum_grads
@@ -129,7 +129,7 @@ def _differentiate(rows: Rows, tile: Any) -> None:
             of_part = [tensor[:, :, part] for tensor in of_part]
         grads.append(kernel.backward(call, of_part[0], Partial(*of_part[1:])))
     dq, dk, dv = (list(of_parts) for of_parts in zip(*grads, strict=True))
-    rows.add(QUERY_GRAD, tile, dq if len(dq) == 1 else [torch.cat(dq, SEQUENCE_DIM)])
+    rows.add(QUERY_GRAD, tile, [concatenate(dq, SEQUENCE_DIM)])
     # A sum of parts is rounded when it is added to what other tiles computed, and not before.
     dtype = accumulation_dtype(dk[0]) if len(dk) > 1 else None
     rows.add(KEY_VALUE_GRAD, tile, [sum_grads(of_parts, dtype=dtype) for of_parts in (dk, dv)])

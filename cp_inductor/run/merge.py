@@ -26,9 +26,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from cp_inductor.plan import Payload, Plan, Span, Transfer
+from cp_inductor.plan import Payload, Plan, Span, Tile, Transfer
 from cp_inductor.run.records import Groups
-from cp_inductor.run.store import Piece, Store
+from cp_inductor.run.store import Piece, Store, concatenate
 from cp_inductor.tiles.combine import accumulation_dtype, combine, combine_stack, sum_grads
 from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
 from cp_inductor.tiles.kernels import Partial
@@ -87,11 +87,10 @@ class Results:
         self.plan, self.own, self.store = plan, plan.grid.own(rank), store
         self.contributions: dict[Payload, list[Piece]] = {kind.payload: [] for kind in RESULT_KINDS}
 
-    def add(
-        self, kind: ResultKind, spans: Sequence[Span], heads: Span, tensors: Sequence[Tensor]
-    ) -> None:
-        """Note what a tile computed over spans, concatenated, and heads."""
+    def add(self, kind: ResultKind, tile: Tile, tensors: Sequence[Tensor]) -> None:
+        """Note what a tile computed, over its spans, concatenated."""
         payload = kind.payload
+        spans, heads = tile.side(self.plan.shape, of_keys=payload.is_of_keys)
         lengths = [self.store.tokens.of(span, of_keys=payload.is_of_keys) for span in spans]
         parts = [t.split(lengths, SEQUENCE_DIM) if len(spans) > 1 else [t] for t in tensors]
         self.contributions[payload] += [
@@ -271,9 +270,7 @@ def _cut_at_borders(spans: Sequence[Span], within: Span) -> list[Span]:
 
 def concatenate_all(parts: Sequence[Sequence[Tensor]], dim: int) -> Tensors:
     """Concatenate what belongs together, such as outs and lses, each with its like."""
-    if len(parts) == 1:
-        return tuple(parts[0])
-    return tuple(torch.cat(of_one, dim) for of_one in zip(*parts, strict=True))
+    return tuple(concatenate(of_one, dim) for of_one in zip(*parts, strict=True))
 
 
 def _put_together(parts: Sequence[Sequence[Tensor]], dim: int, *, is_grouped: bool) -> Tensors:

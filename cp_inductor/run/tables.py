@@ -130,6 +130,7 @@ class Tables:
         self.attention = attention
         self.kernel = KERNELS[attention.kernel].under_rule
         self.layout = layout_of(attention.source.stages, attention.group_name)
+        self.num_stages = self.layout.last + 1  # the first and the last fetch and send nothing
         heads = int(query.shape[1]), int(key.shape[1])
         world_size, of_nodes = self.layout.world_size, attention.nodes
         nodes = Nodes.parse(of_nodes) if of_nodes else None
@@ -164,11 +165,6 @@ class Tables:
         return tensor.transpose(1, 2).unflatten(2, (self.num_groups, -1)).flatten(0, 2)
 
     # --- Exchanges --------------------------------------------------------------------------
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages there are; the first and the last fetch and send home nothing."""
-        return self.layout.last + 1
 
     def start_fetch(self, stage: int) -> dict[Side, ArrivingRows]:
         """Start what a stage fetches."""

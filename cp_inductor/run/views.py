@@ -27,7 +27,7 @@ from torch import Tensor
 from cp_inductor.mask.language import SCORE
 from cp_inductor.plan import Mask, Payload, Span, Tile, backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
-from cp_inductor.run.merge import RESULT_KINDS, ResultKind, Results, Tensors
+from cp_inductor.run.merge import RESULT_KINDS, Results
 from cp_inductor.run.messages import Arriving, Messages
 from cp_inductor.run.own_transfers import fetch_of, home_of, reads_shard, runs_leaving
 from cp_inductor.run.records import Contents, Groups, records_received
@@ -61,17 +61,19 @@ class Views:
         plan = (backward_plan if is_backward else forward_plan)(attention.recipe)
         self.plan, self.attention, self.rank = plan, attention, attention.rank
         self.own, self.program = plan.grid.own(self.rank), plan.program(self.rank)
+        self.num_stages = len(self.program)
         tokens = Tokens(plan.grid, query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
         self.store = Store(tokens, like=query)
         self.messages = Messages(self.store, self.rank, attention.group_name)
         self.results = Results(plan, self.rank, self.store)
+        self.add, self.result = self.results.add, self.results.of_shard
         self.seed = extras[-1] if attention.dropout_p else None
         tables = extras if self.seed is None else extras[:-1]
         self.masks = TileMasks(attention.rule, tokens, self.own, tables, query)
         self.kernels = KERNELS[attention.kernel]
         self.plain, self.maths = get_kernel(attention.kernel), list[tuple[Tile, Math]]()
-        self.fetches = [fetch_of(plan, self.rank, index) for index in range(len(self.program))]
-        self.homes = [home_of(plan, self.rank, index) for index in range(len(self.program))]
+        self.fetches = [fetch_of(plan, self.rank, index) for index in range(self.num_stages)]
+        self.homes = [home_of(plan, self.rank, index) for index in range(self.num_stages)]
         self.kept: list[Tensor] = []
         self.messages.note_sent(self.fetches)
         if not is_backward or reads_shard(attention):
@@ -104,15 +106,10 @@ class Views:
 
     # --- Exchanges ----------------------------------------------------------------------------
 
-    @property
-    def num_stages(self) -> int:
-        """How many stages there are."""
-        return len(self.program)
-
     def start_fetch(self, stage: int) -> Arriving | None:
         """Start what a stage fetches, if any rank fetches something."""
         # Whether there is an exchange does not depend on the rank: one that takes no part hangs.
-        if stage == len(self.program) or not self.plan.stages[stage].fetch:
+        if stage == self.num_stages or not self.plan.stages[stage].fetch:
             return None
         return self.messages.start(self.fetches[stage])
 
@@ -260,15 +257,6 @@ class Views:
             yield slice(start, start + num_rows) if num_rows < num_queries else _ALL
 
     # --- Results ------------------------------------------------------------------------------
-
-    def add(self, kind: ResultKind, tile: Tile, tensors: Sequence[Tensor]) -> None:
-        """Note what a tile computed."""
-        part = tile.side(self.plan.shape, of_keys=kind.payload.is_of_keys)
-        self.results.add(kind, *part, tensors)
-
-    def result(self, kind: ResultKind) -> Tensors:
-        """Return a result of this rank's shard."""
-        return self.results.of_shard(kind)
 
     def bias_grad(self) -> Tensor:
         """Return the gradient of the bias: of each tile in its place, of the others 0."""

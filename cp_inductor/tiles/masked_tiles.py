@@ -50,7 +50,7 @@ from cp_inductor.tiles.kernels import (
     empty_like_rows,
     hide_blind_rows,
 )
-from cp_inductor.tiles.tile_masks import Geometry, Indices, bias_dtype, make_bias
+from cp_inductor.tiles.tile_masks import Geometry, Indices, Place, bias_dtype, make_bias
 
 # Pairs, of all heads, of the strips that one call computes. More make a call no faster, but its
 # copies of keys larger.
@@ -107,7 +107,7 @@ def _find_cells(rule: Rule, indices: Indices, is_computed: Tensor | None = None)
     cells = make_block_table(rule, indices, is_computed).contiguous()
     of_blocks = (cells == Cell.PARTIAL).nonzero()
     for some in of_blocks.split(MAX_BLOCKS):
-        place = _Blocks(indices.geometry, some, has_heads=cells.shape[1] > 1)
+        place = _at_blocks(indices.geometry, some, has_heads=cells.shape[1] > 1)
         allowed = indices.evaluate(rule.allowed, place).expand(len(some), -1, -1, -1).flatten(1)
         found = torch.full((len(some),), Cell.PARTIAL, dtype=cells.dtype)
         if not rule.bias:
@@ -126,29 +126,27 @@ def _cells_without_tables(
     return _find_cells(Rule.parse(rule), indices)
 
 
-class _Blocks:
-    """Takes what has a value for every score to some blocks of scores: (n, H | 1, 128, 128).
+def _at_blocks(geometry: Geometry, of_blocks: Tensor, *, has_heads: bool) -> Place:
+    """Return what takes (B | 1, H | 1, S | 1, T | 1) to blocks of it, (n, H | 1, 128, 128).
 
     Args:
         geometry: of the tile.
         of_blocks: (n, 4), of each block its batch entry, head, row and column.
         has_heads: a block is of one head, and not of all.
     """
+    entry, head, row, column = (index.view(-1, 1, 1, 1) for index in of_blocks.unbind(1))
+    inside, nowhere = torch.arange(BLOCK), torch.zeros(1, 1, 1, 1).long()
+    # The last block repeats its last token, of which its kind is that of the others.
+    rows = (row * BLOCK + inside.view(1, 1, BLOCK, 1)).clamp(max=geometry.num_queries - 1)
+    columns = (column * BLOCK + inside).clamp(max=geometry.num_keys - 1)
+    all_heads = torch.arange(geometry.heads[1] - geometry.heads[0]).view(1, -1, 1, 1)
+    places = entry, head if has_heads else all_heads, rows, columns
 
-    def __init__(self, geometry: Geometry, of_blocks: Tensor, *, has_heads: bool) -> None:
-        entry, head, row, column = (index.view(-1, 1, 1, 1) for index in of_blocks.unbind(1))
-        num_heads = geometry.heads[1] - geometry.heads[0]
-        inside = torch.arange(BLOCK)
-        # The last block repeats its last token, of which its kind is that of the others.
-        rows = (row * BLOCK + inside.view(1, 1, BLOCK, 1)).clamp(max=geometry.num_queries - 1)
-        columns = (column * BLOCK + inside).clamp(max=geometry.num_keys - 1)
-        heads = head if has_heads else torch.arange(num_heads).view(1, -1, 1, 1)
-        self.places, self.nowhere = (entry, heads, rows, columns), torch.zeros(1, 1, 1, 1).long()
+    def take(tensor: Tensor) -> Tensor:
+        sizes = zip(tensor.shape, places, strict=True)
+        return tensor[tuple(nowhere if size == 1 else place for size, place in sizes)]
 
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the blocks' part of a tensor (B | 1, H | 1, S | 1, T | 1)."""
-        sizes = zip(tensor.shape, self.places, strict=True)
-        return tensor[tuple(self.nowhere if size == 1 else place for size, place in sizes)]
+    return take
 
 
 # --- Strips -----------------------------------------------------------------------------------
@@ -434,7 +432,7 @@ class _Work:
         indices, number = self.indices, len(of_blocks)
         if not number:
             return torch.zeros((1, 1, BLOCK, BLOCK), dtype=bias_dtype(self.rule, indices.dtype))
-        place = _Blocks(indices.geometry, of_blocks, has_heads=self.has_heads)
+        place = _at_blocks(indices.geometry, of_blocks, has_heads=self.has_heads)
         value = make_bias(self.rule, indices, place)
         blocks = value.new_zeros((number + 1, value.shape[1], BLOCK, BLOCK))
         blocks[:number] = value

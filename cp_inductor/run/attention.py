@@ -119,5 +119,4 @@ class Attention:
 
         The tables of the rule; and behind them a seed of dropout, or sizes and numbers of a plan.
         """
-        of_plan = 2 if self.is_per_batch else 0
-        return len(self.rule.tables) + (self.dropout_p > 0) + of_plan
+        return len(self.rule.tables) + (self.dropout_p > 0) + 2 * self.is_per_batch

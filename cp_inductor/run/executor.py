@@ -45,7 +45,7 @@ def run_forward(
     """Attend to the keys of all ranks.
 
     Args:
-        attention: what to compute and among whom.
+        attention: what to compute.
         query: (B, H, S, D), this rank's shard, any strides.
         key, value: (B, G, T, D), this rank's shards.
         extras: tables of the rule; then the seed of dropout, or sizes and numbers of `plan_batch`.
@@ -54,7 +54,7 @@ def run_forward(
         out (B, H, S, D) in the input dtype; lse (B, H, S) over the keys of all ranks; and the
         buffers of the exchanges that are kept for the backward.
     """
-    rows = _kind_of(attention)(attention, query, key, value, extras)
+    rows = _kind_of(attention)(attention, (query, key, value), extras, is_backward=False)
     _run(rows, _attend)
     return [*rows.result(PARTIAL), *rows.kept]
 
@@ -72,7 +72,7 @@ def run_backward(
     """Differentiate `run_forward`.
 
     Args:
-        attention: as in the forward.
+        attention: as there.
         grad_out, query, out: (B, H, S, D), this rank's shards.
         key, value: (B, G, T, D), this rank's shards. Of these and query nothing but the shape and
             dtype is read unless `reads_shard`.
@@ -84,7 +84,7 @@ def run_backward(
         bias, if there is one.
     """
     extras, kept = rest[: attention.num_extras], rest[attention.num_extras :]
-    rows = _kind_of(attention)(attention, query, key, value, extras, is_backward=True)
+    rows = _kind_of(attention)(attention, (query, key, value), extras, is_backward=True)
     rows.begin_backward(grad_out, out, lse, kept)
     _run(rows, _differentiate)
     grads = [*rows.result(QUERY_GRAD), *rows.result(KEY_VALUE_GRAD)]

@@ -19,14 +19,14 @@ Shapes: B batch, h heads, t tokens, D head dim; with groups of heads (B, count, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from cp_inductor.plan import Payload, Plan, Span, Tile, Transfer
+from cp_inductor.plan import Payload, Plan, Span, Tile
 from cp_inductor.run.records import Groups
 from cp_inductor.run.store import Piece, Store, concatenate
 from cp_inductor.tiles.combine import accumulation_dtype, combine, combine_stack, sum_grads
@@ -108,9 +108,8 @@ class Results:
         heads = replace(arrived.heads, repeat=1)
         self.contributions[payload].append(replace(arrived, heads=heads, tensors=named))
 
-    def withdraw(self, payload: Payload, transfers: Sequence[Transfer]) -> None:
-        """Let go of what this rank computed of its own chunks and sends itself."""
-        gone = {transfer.heads for transfer in transfers}
+    def withdraw(self, payload: Payload, gone: Set[Span]) -> None:
+        """Let go of what this rank computed of its own chunks and sends itself, of such heads."""
         around = Span(0, self.own.start), Span(self.own.stop, self.plan.grid.num_chunks)
         left = []
         for one in self.contributions[payload]:
@@ -200,8 +199,7 @@ class Results:
 def _write_in_groups(contributions: Sequence[Piece], heads: Span) -> tuple[int, list[Piece], Span]:
     """Write heads as a number of groups, if contributions are to so many groups, or to all heads.
 
-    Returns:
-        How many groups, the contributions to the heads of each of them, and the heads of one.
+    Return how many, the contributions to the heads of each of them, and the heads of one.
     """
     first = next((one.heads for one in contributions if one.heads.count > 1), None)
     if first is None:
@@ -227,10 +225,9 @@ def _in_groups(one: Piece, heads: Span, count: int, step: int) -> Piece | None:
 
 def _apart(one: Piece) -> Iterator[Piece]:
     """Yield a contribution group by group."""
-    of = one.heads
-    for i in range(of.count):
-        heads, tensors = Span(of.start + i * of.step, of.start + i * of.step + of.size), one.tensors
-        if of.count > 1:
+    for i, heads in enumerate(one.heads.spans):
+        tensors = one.tensors
+        if one.heads.count > 1:
             tensors = {name: tensor.select(1, i) for name, tensor in tensors.items()}
         yield replace(one, heads=Groups.single(heads), tensors=tensors)
 

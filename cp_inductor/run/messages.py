@@ -177,12 +177,8 @@ class Messages:
     ) -> Tensor:
         """Return records (t, B, W) of spans; or those of several ranks, (n, t, B, W).
 
-        Records with statistics are words, if the dtype is half as wide as a statistic.
-
-        Args:
-            contents: of the records, or of the first rank's.
-            spans: chunks.
-            groups: for each part of the contents, the heads of all ranks.
+        Then contents are the first rank's, and groups have, for each part of these, the heads of
+        all. Records with statistics are words, if the dtype is half as wide as a statistic.
         """
         rows, statistics, layout = [], [], self.store.layout(contents)
         for index, (payload, heads) in enumerate(contents):
@@ -241,11 +237,7 @@ class Messages:
     # --- Receiving --------------------------------------------------------------------------------
 
     def wait(self, arriving: Arriving) -> tuple[Tensor, list[Piece]]:
-        """Wait for an exchange, also where it brings nothing, and put at hand what it brought.
-
-        Returns:
-            The buffer; and see `unpack`.
-        """
+        """Wait for an exchange, put at hand what it brought; return the buffer and its pieces."""
         buffer = _wait(arriving)
         return buffer, self.unpack(buffer, arriving.records)
 
@@ -307,7 +299,7 @@ class Messages:
         Args:
             buffer: that arrived.
             together: its records, those together that make one tensor.
-            shapes: of these tensors, without their widths W: (..., t, B).
+            shapes: of these tensors, (..., t, B).
         """
         words, ratio = buffer, 1
         if any(num_statistics(records[0].contents) for records in together):

@@ -116,9 +116,8 @@ class Groups:
         repeat = sum(1 for _ in takewhile(lambda one: one == heads[0], heads))
         count = len(heads) // repeat
         step = max(1, heads[repeat].start - start) if count > 1 else size
-        starts = [start + i * step for i in range(count) for _ in range(repeat)]
-        expected = [Span(first, first + size) for first in starts]
         groups = Groups(start, size, step, count, repeat)
+        expected = [span for span in groups.spans for _ in range(repeat)]
         is_inside = step >= size and start + size <= groups.whole.start + step
         return groups if expected == list(heads) and is_inside else None
 
@@ -129,8 +128,13 @@ class Groups:
 
     def meet(self, heads: Span) -> bool:
         """Whether one of the heads is in a group."""
-        starts = range(self.start, self.start + self.count * self.step, self.step)
-        return any(Span(start, start + self.size).intersect(heads) for start in starts)
+        return any(span.intersect(heads) for span in self.spans)
+
+    @property
+    def spans(self) -> list[Span]:
+        """The heads of each group."""
+        starts = (self.start + i * self.step for i in range(self.count))
+        return [Span(start, start + self.size) for start in starts]
 
     @property
     def first(self) -> Span:

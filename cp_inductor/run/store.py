@@ -86,9 +86,7 @@ ALL = Groups.single(Span(0, 0))
 class Store:
     """What a rank has at hand, by name, chunks and heads.
 
-    Args:
-        tokens: lengths of spans.
-        like: any (B, h, t, D) tensor of the attention: for batch, head dim and dtype.
+    Tensors are `like` any (B, h, t, D) of the attention, in batch, head dim and dtype.
     """
 
     def __init__(self, tokens: Tokens, like: Tensor) -> None:

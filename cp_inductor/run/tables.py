@@ -52,11 +52,7 @@ Named = dict[str, Tensor]
 
 
 class Pool:
-    """Rows that a rank has: of zeros, its own, and those that arrived, of several tensors.
-
-    Args:
-        own: (n, ...) each, the rank's own rows.
-    """
+    """Rows (n, ...) that a rank has, of several tensors: of zeros, its own, and what arrived."""
 
     def __init__(self, own: Named) -> None:
         self.parts, self.together = [own], Named()
@@ -117,15 +113,9 @@ class Tables:
     """
 
     def __init__(
-        self,
-        attention: Attention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        extras: Sequence[Tensor],
-        *,
-        is_backward: bool = False,
+        self, attention: Attention, shards: Tensors, extras: Tensors, *, is_backward: bool
     ) -> None:
+        query, key, value = shards
         *tables, self.sizes, self.numbers = extras
         self.attention = attention
         self.kernel = KERNELS[attention.kernel].under_rule

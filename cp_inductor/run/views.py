@@ -18,6 +18,7 @@ Shapes: B batch, H query heads, S queries, T keys, D head dim.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from cp_inductor.mask.language import SCORE
 from cp_inductor.plan import Mask, Payload, Span, Tile, backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
-from cp_inductor.run.merge import RESULT_KINDS, Results
+from cp_inductor.run.merge import RESULT_KINDS, Results, Tensors
 from cp_inductor.run.messages import Arriving, Messages
 from cp_inductor.run.own_transfers import fetch_of, home_of, reads_shard, runs_leaving
 from cp_inductor.run.records import Contents, Groups, records_received
@@ -49,15 +50,9 @@ class Views:
     """What a rank has of a plan of a recipe, from what `run_forward` takes; see there."""
 
     def __init__(
-        self,
-        attention: Attention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        extras: Sequence[Tensor],
-        *,
-        is_backward: bool = False,
+        self, attention: Attention, shards: Tensors, extras: Tensors, *, is_backward: bool
     ) -> None:
+        query, key, value = shards
         plan = (backward_plan if is_backward else forward_plan)(attention.recipe)
         self.plan, self.attention, self.rank = plan, attention, attention.rank
         self.own, self.program = plan.grid.own(self.rank), plan.program(self.rank)
@@ -71,7 +66,7 @@ class Views:
         tables = extras if self.seed is None else extras[:-1]
         self.masks = TileMasks(attention.rule, tokens, self.own, tables, query)
         self.kernels = KERNELS[attention.kernel]
-        self.plain, self.maths = get_kernel(attention.kernel), list[tuple[Tile, Math]]()
+        self.plain, self.maths = get_kernel(attention.kernel), defaultdict[Tile, list[Math]](list)
         self.fetches = [fetch_of(plan, self.rank, index) for index in range(self.num_stages)]
         self.homes = [home_of(plan, self.rank, index) for index in range(self.num_stages)]
         self.kept: list[Tensor] = []
@@ -169,9 +164,9 @@ class Views:
             for span, heads in runs_leaving(leaving, kind.payload):
                 merged = self.results.over(kind, span, heads, of_tiles=True)
                 self.store.put(Piece.of(kind.payload, (span,), heads, merged))
-            of_payload = [t for t in leaving if t.payload is kind.payload]
-            to_itself = [t for t in of_payload if t.destination == self.rank]
-            self.results.withdraw(kind.payload, to_itself)
+            to_itself = [transfer for transfer in leaving if transfer.destination == self.rank]
+            gone = {transfer.heads for transfer in to_itself if transfer.payload is kind.payload}
+            self.results.withdraw(kind.payload, gone)
         started = self.messages.start(home)
         self.store.pieces = at_hand
         return started
@@ -226,7 +221,7 @@ class Views:
                 keep = self.masks.keep(tile, rows, self.seed, attention.dropout_p)
             if needs_math:
                 kernel = Math(keep, needs_bias_grad=attention.has_bias)
-                self.maths.append((tile, kernel))
+                self.maths[tile].append(kernel)
             bias, change = self.masks.bias(tile, rows), self.masks.change(tile, rows)
             is_causal = tile.mask is Mask.CAUSAL and bias is None
             part = query[:, :, rows] if rows != _ALL else query
@@ -260,8 +255,8 @@ class Views:
 
     def bias_grad(self) -> Tensor:
         """Return the gradient of the bias: of each tile in its place, of the others 0."""
-        of_tiles: dict[Tile, list[Tensor]] = {}
-        for tile, math in self.maths:
-            of_tiles.setdefault(tile, []).append(math.bias_grad)
-        parts = [(tile, torch.cat(of_tile, SEQUENCE_DIM)) for tile, of_tile in of_tiles.items()]
+        parts = [
+            (tile, torch.cat([math.bias_grad for math in of_tile], SEQUENCE_DIM))
+            for tile, of_tile in self.maths.items()
+        ]
         return self.masks.put_together(parts).to(self.masks.tables[-1].dtype)

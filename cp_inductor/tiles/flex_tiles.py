@@ -180,12 +180,7 @@ def _(like: Tensor, tables: list[Tensor], *how: Any) -> list[Tensor]:
 
 
 class _Reader:
-    """Evaluates an expression of a rule at one score, from the tensors that it captures.
-
-    Args:
-        expression: of the rule.
-        indices: of the tile.
-    """
+    """Evaluates an expression of a rule at one score, from the tensors that it captures."""
 
     def __init__(self, expression: Any, indices: Indices) -> None:
         self.expression, self.indices = expression, indices
@@ -208,12 +203,9 @@ class _Reader:
     def read(
         self, at: Sequence[Tensor], buffers: Sequence[Tensor], score: Tensor | None = None
     ) -> Any:
-        """Return the value at one score.
+        """Return the value at a batch entry, a head among the tile's, a query and a key.
 
-        Args:
-            at: its batch entry, its head among the tile's, its query and its key.
-            buffers: what stands for the captured tensors.
-            score: itself, if it may occur.
+        Buffers stand for the captured tensors; the score is given if it may occur.
         """
         captured = dict(zip(self.captured, buffers, strict=True))
         return _AtScore(self.indices, at, captured).evaluate(self.expression, score=score)

@@ -117,9 +117,18 @@ def implementation_of(name: str) -> str:
 def known_wrong_of(
     name: str, device: torch.device, capability: tuple[int, int] | None
 ) -> tuple[str, ...]:
-    """Say where the kernel of a row is known to be wrong, and what computes that in its place."""
+    """Say where the kernel of a row is known to be wrong, and what computes that in its place.
+
+    If the GPU is not here, of any version of the kernel's library.
+    """
     kernel = implementation_of(name) or KERNELS[name].plain.switch.name
-    return known_wrong.rows_of(kernel, capability or known_wrong.chip_of(device))
+    chip, is_here = capability or known_wrong.chip_of(device), torch.cuda.is_available()
+    return tuple(
+        str(row)
+        for row in known_wrong.ROWS
+        if chip is not None and kernel == row.kernel and chip[0] in row.chips
+        if not is_here or row.is_met(chip)
+    )
 
 
 def _describe_wrong(

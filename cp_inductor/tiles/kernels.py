@@ -81,10 +81,7 @@ class Partial(NamedTuple):
 class Switch(NamedTuple):
     """What ``torch.nn.attention.sdpa_kernel`` turns on and off. The names are CUDA's.
 
-    Attributes:
-        name: for people.
-        is_on: whether it is on.
-        backend: by which SDPA orders it among others.
+    By its backend SDPA orders it among others.
     """
 
     name: str

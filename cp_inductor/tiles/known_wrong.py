@@ -108,12 +108,3 @@ def chip_of(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)
-
-
-def rows_of(kernel: str, chip: tuple[int, int] | None) -> tuple[str, ...]:
-    """Return the rows about a kernel on a GPU; of one that is not here, those of any version."""
-    if chip is None:
-        return ()
-    rows = [row for row in ROWS if kernel == row.kernel and chip[0] in row.chips]
-    is_here = torch.cuda.is_available()
-    return tuple(str(row) for row in rows if not is_here or row.is_met(chip))

@@ -227,11 +227,8 @@ class Sizes:
 def arrange_calls(cells: Tensor, sizes: Sizes, entries: int | None = None) -> tuple[Call, ...]:
     """Put the blocks of a tile that hold pairs into calls of flash attention.
 
-    Args:
-        cells: (B | 1, H | 1, ceil(S / 128), ceil(T / 128)), exact.
-        sizes: of the tile.
-        entries: so many batch entries are computed by themselves, although the cells do not
-            depend on them.
+    Cells are exact, (B | 1, H | 1, ceil(S / 128), ceil(T / 128)). So many batch entries, if they
+    are given, are computed by themselves, although the cells do not depend on them.
     """
     array = cells.numpy()
     return _arrange(array.tobytes(), array.shape, entries or array.shape[0], sizes)

@@ -28,7 +28,6 @@ from cp_inductor.mask.evaluate import Operations, evaluate
 from cp_inductor.mask.language import BATCH, HEAD, INDICES, KEY, QUERY, SCORE, is_of_pairs
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Span, Tile
-from cp_inductor.tiles.dropout import draw_kept
 from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.sizes import is_known
 
@@ -55,8 +54,7 @@ class TileMasks:
     """Makes the masks of a rank's tiles.
 
     Args:
-        rule: of the plan.
-        tokens: lengths of spans.
+        rule, tokens: of the plan: what it computes under, and lengths of spans.
         own: this rank's chunks.
         tables: of the rule, by number. Whole ones, but a table of queries and keys holds only the
             rows of this rank's queries. Where the bias has a gradient, it is the last.
@@ -236,10 +234,6 @@ def _length(runs: Runs) -> int:
     return sum(stop - start for start, stop in runs)
 
 
-def _is_all(runs: Runs, length: int | SymInt) -> bool:
-    return _is_from_first(runs) and is_known(runs[0][1] == length)
-
-
 def _is_from_first(runs: Runs) -> bool:
     return len(runs) == 1 and isinstance(runs[0][0], int) and runs[0][0] == 0
 
@@ -371,10 +365,11 @@ class Indices:
                 table = table.select(dim, int(where[dim]))
         symbols = [index for index in where if index.is_Symbol]
         for dim, symbol in enumerate(symbols):
-            ranges = self._ranges(symbol, is_rows=is_rows)
-            if ranges is not None and not _is_all(ranges, table.shape[dim]):
-                parts = [table.narrow(dim, start, stop - start) for start, stop in ranges]
-                table = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            ranges, length = self._ranges(symbol, is_rows=is_rows), table.shape[dim]
+            if ranges is None or (_is_from_first(ranges) and is_known(ranges[0][1] == length)):
+                continue
+            parts = [table.narrow(dim, start, stop - start) for start, stop in ranges]
+            table = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         order = sorted(range(len(symbols)), key=lambda dim: INDICES.index(symbols[dim]))
         if order != sorted(order):
             table = table.permute(order)
@@ -414,3 +409,51 @@ class Lazily(dict[sympy.Symbol, Any]):
 
     def __missing__(self, symbol: sympy.Symbol) -> Any:
         return self.make(symbol)
+
+
+# --- Dropout --------------------------------------------------------------------------------------
+
+# Which probabilities dropout keeps is a hash of a seed and of a score's place in the attention. So
+# forward and backward, and all plans, drop the same scores. The seed contains the place of a rank's
+# batch entries and heads among all, see `cp_inductor.dtensor.axis.seed_of_shard`.
+
+# How far apart batch entries are before they are hashed: more than there are heads.
+BATCH_STRIDE = 1 << 16
+
+# How far apart keys are before they are hashed.
+_KEY_STRIDE = 0x3C6EF35F
+
+
+def draw_kept(seed: Tensor, places: Sequence[Tensor], p: float, dtype: torch.dtype) -> Tensor:
+    """Return 1 / (1 - p) where a score's probability is kept, and 0 where it is dropped.
+
+    Args:
+        seed: () int64, of the first batch entry and head.
+        places: indices of batch entries, heads, queries and keys, which broadcast to (B, H, S, T).
+        p: of dropping one.
+        dtype: of the result.
+    """
+    batch, heads, queries, keys = places
+    of_head = _once(_hash(seed + batch * BATCH_STRIDE + heads))
+    of_row = _once(_hash(of_head + queries))
+    # This makes a number of an index. Inductor computes indices in int32 on a GPU.
+    keys = keys & 0xFFFFFFFF
+    word = _hash(of_row ^ (keys * _KEY_STRIDE & 0xFFFFFFFF))
+    is_kept = word >= int(p * (1 << 32))
+    return is_kept.to(dtype) * (1 / (1 - p) if p < 1 else 0.0)
+
+
+def _hash(word: Tensor) -> Tensor:
+    """Scramble 32 bits; no step leaves the range of int64, whose overflow is nobody's promise."""
+    word = word & 0xFFFFFFFF
+    word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF
+    word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF
+    return (word >> 16) ^ word
+
+
+def _once(word: Tensor) -> Tensor:
+    """Return the same, behind a reduction: what is before it is not computed again by each reader.
+
+    A hash reads every step twice, and Inductor writes out what is read as often as it is.
+    """
+    return word.unsqueeze(-1).expand(*word.shape, 16).amax(-1)

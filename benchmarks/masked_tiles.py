@@ -36,10 +36,10 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Plan, Recipe, Span, Tile, forward_plan, resolve
 from cp_inductor.tiles.aten_kernels import FlashCPU
 from cp_inductor.tiles.block_tables import BLOCK
+from cp_inductor.tiles.dims import Tokens
 from cp_inductor.tiles.kernels import Kernel, Partial, TileCall
 from cp_inductor.tiles.masked_tiles import MaskedCPU
 from cp_inductor.tiles.tile_masks import TileMasks
-from cp_inductor.tiles.tokens import Tokens
 
 DOCUMENTS = "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)"
 

@@ -136,17 +136,11 @@ class Results:
         was computed with others, is not to leave with it; unless results return the way their
         inputs came, and this rank is on it.
         """
-        near = [
-            one
-            for one in self.contributions[kind.payload]
-            if one.span.intersect(span) and one.heads.meet(heads)
-        ]
+        near = [one for one in self.contributions[kind.payload] if one.span.intersect(span)]
+        near = [one for one in near if one.heads.meet(heads)]
         if of_tiles:
-            near = [
-                one
-                for one in near
-                if one.heads.whole == heads and (self.plan.returns or not one.has_arrived)
-            ]
+            near = [one for one in near if one.heads.whole == heads]
+            near = [one for one in near if self.plan.returns or not one.has_arrived]
         count, grouped, all_heads = _write_in_groups(near, heads)
         grouped = _join_heads(grouped, all_heads, is_grouped=count > 1)
         by_heads = []
@@ -170,8 +164,8 @@ class Results:
         if near:
             cuts = [self._cut(one, span, heads).tensors for one in near]
             return kind.merge([tuple(cut.values()) for cut in cuts], self.store.like.dtype)
-        like, of_keys = self.store.like, kind.payload.is_of_keys
-        length = self.store.tokens.of(span, of_keys=of_keys)
+        like = self.store.like
+        length = self.store.tokens.of(span, of_keys=kind.payload.is_of_keys)
         if is_known(length == 0):
             return ()
         groups = (count, len(heads)) if count > 1 else (len(heads),)

@@ -30,13 +30,8 @@ def fetch_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
     for tile in (*stage.tiles, *stage.backward_tiles):
         for of_keys in (False, True):
             spans, heads = tile.side(plan.shape, of_keys=of_keys)
-            beside = [
-                transfer
-                for transfer in fetched
-                if transfer.payload.is_of_keys == of_keys
-                and transfer.heads == heads
-                and any(transfer.span.intersect(span) for span in spans)
-            ]
+            alike = [t for t in fetched if t.payload.is_of_keys == of_keys and t.heads == heads]
+            beside = [t for t in alike if any(map(t.span.intersect, spans))]
             inside = [span.intersect(grid.own(rank)) for span in spans] if beside else []
             for span in filter(None, inside):
                 if grid.num_tokens(span, of_keys=of_keys):

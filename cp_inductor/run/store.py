@@ -25,8 +25,7 @@ from cp_inductor.plan import Payload, Span
 from cp_inductor.plan.grid import join_spans
 from cp_inductor.run.records import Contents, Groups, Record, lay_out_record, num_rows
 from cp_inductor.tiles.combine import accumulation_dtype
-from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
-from cp_inductor.tiles.tokens import Tokens
+from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM, Tokens
 from cp_inductor.torch_private.sizes import is_known
 
 

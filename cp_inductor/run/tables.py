@@ -122,12 +122,10 @@ class Tables:
         self.layout = layout_of(attention.source.stages, attention.group_name)
         self.num_stages = self.layout.last + 1  # the first and the last fetch and send nothing
         heads = int(query.shape[1]), int(key.shape[1])
-        world_size, of_nodes = self.layout.world_size, attention.nodes
-        nodes = Nodes.parse(of_nodes) if of_nodes else None
-        self.num_groups = groups_of_heads(attention.rule, *heads, world_size, nodes)
+        nodes = Nodes.parse(attention.nodes) if attention.nodes else None
+        self.num_groups = groups_of_heads(attention.rule, *heads, self.layout.world_size, nodes)
         self.rule = rule_of_rows(attention.source.rule, self.num_groups)
-        numbered = sorted(attention.rule.tables)
-        self.tables = dict(zip(numbered, tables, strict=True))
+        self.tables = dict(zip(sorted(attention.rule.tables), tables, strict=True))
         self.shapes = {Side.QUERY: query.shape, Side.KEY: key.shape}
         self.dtype, self.device = query.dtype, query.device
         self.kept: list[Tensor] = []
@@ -231,8 +229,7 @@ class Tables:
         self, tile: RowTile, query: Tensor, key: Tensor, value: Tensor
     ) -> Iterator[tuple[slice, Kernel, TileCall]]:
         """Yield the call of a tile."""
-        lengths = [tile.rows[side].shape[0] for side in Side]
-        queries, keys = (((0, length),) for length in lengths)
+        queries, keys = (((0, tile.rows[side].shape[0]),) for side in Side)
         heads = (0, int(self.shapes[Side.QUERY][1]) // self.num_groups)
         geometry, columns = Geometry(heads, queries, keys, queries), self._columns(tile.rows)
         indices = Indices(geometry, columns, 1, self.dtype, self.device)
@@ -264,9 +261,8 @@ class Tables:
             if where[dim].is_Integer:
                 table = table.select(dim, int(where.pop(dim)))
         if HEAD in where:
-            heads = where.index(HEAD)
-            table = table.movedim(heads, 0)
-            where.pop(heads)
+            table = table.movedim(where.index(HEAD), 0)
+            where.remove(HEAD)
         at = [entries[side] if symbol == BATCH else positions[side] for symbol in where]
         index = [None, *at] if column.has_heads else at
         found: Tensor = torch.ops.aten.index.Tensor(table, index)

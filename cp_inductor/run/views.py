@@ -33,13 +33,12 @@ from cp_inductor.run.messages import Arriving, Messages
 from cp_inductor.run.own_transfers import fetch_of, home_of, reads_shard, runs_leaving
 from cp_inductor.run.records import Contents, Groups, records_received
 from cp_inductor.run.store import Piece, Store, concatenate
-from cp_inductor.tiles.dims import SEQUENCE_DIM
+from cp_inductor.tiles.dims import SEQUENCE_DIM, Tokens
 from cp_inductor.tiles.kernel_table import KERNELS, get_kernel
 from cp_inductor.tiles.kernels import AnyScale, Kernel, RuleKernel, TileCall
 from cp_inductor.tiles.math_tiles import Math
 from cp_inductor.tiles.stand_in import make_stand_in, make_words, store_beside
 from cp_inductor.tiles.tile_masks import MAX_SCORE_BYTES, TileMasks
-from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import is_fake
 
@@ -117,12 +116,9 @@ class Views:
         buffer, arrived = self.messages.wait(fetching)
         if stage < self.plan.num_kept:
             self.kept.append(buffer)
-        by_heads: dict[Groups, list[Piece]] = {}
-        for piece in arrived:
-            if "delta" in piece.tensors:
-                by_heads.setdefault(piece.heads, []).append(piece)
-        for of_heads in by_heads.values():
-            self._stand_in(of_heads)
+        with_delta = [piece for piece in arrived if "delta" in piece.tensors]
+        for heads in dict.fromkeys(piece.heads for piece in with_delta):
+            self._stand_in([piece for piece in with_delta if piece.heads == heads])
 
     def _stand_in(self, arrived: Sequence[Piece]) -> None:
         """Make what stands in for out in rows of others, in one kernel for all that arrived."""
@@ -145,12 +141,8 @@ class Views:
     def _spans_needed_from(self, stage: int) -> list[Span]:
         """Return chunks of which tiles are still computed, or which later stages send on."""
         tiles = [tile for later in self.program[stage:] for tile in later.tiles]
-        sent = [
-            transfer.span
-            for later in self.program[stage + 1 :]
-            for transfer in later.fetch
-            if transfer.source == self.rank
-        ]
+        fetched = [transfer for later in self.program[stage + 1 :] for transfer in later.fetch]
+        sent = [transfer.span for transfer in fetched if transfer.source == self.rank]
         return [*(span for tile in tiles for span in (*tile.queries, *tile.keys)), *sent]
 
     def start_home(self, stage: int) -> Arriving | None:

@@ -28,7 +28,7 @@ from cp_inductor.mask.evaluate import Operations, evaluate
 from cp_inductor.mask.language import BATCH, HEAD, INDICES, KEY, QUERY, SCORE, is_of_pairs
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Span, Tile
-from cp_inductor.tiles.tokens import Tokens
+from cp_inductor.tiles.dims import Tokens
 from cp_inductor.torch_private.sizes import is_known
 
 

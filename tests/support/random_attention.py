@@ -39,8 +39,8 @@ from cp_inductor.ops import attention as ops
 from cp_inductor.plan import Mask, Recipe, Span, Tile, backward_plan, forward_plan, resolve
 from cp_inductor.plan.strategies import TABLE
 from cp_inductor.tiles import block_tables, masked_tiles
+from cp_inductor.tiles.dims import Tokens
 from cp_inductor.tiles.tile_masks import TileMasks
-from cp_inductor.tiles.tokens import Tokens
 from tests.support.reference import (
     TOLERANCE,
     assert_close,

@@ -42,8 +42,8 @@ from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.passes import recognize_mask as recognize
 from cp_inductor.plan import Mask, Recipe, Span, Tile
 from cp_inductor.tiles import block_tables
+from cp_inductor.tiles.dims import Tokens
 from cp_inductor.tiles.tile_masks import Indices, TileMasks
-from cp_inductor.tiles.tokens import Tokens
 
 aten = torch.ops.aten
 

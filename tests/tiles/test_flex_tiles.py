@@ -20,11 +20,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Span, Tile
 from cp_inductor.plan.grid import Grid
+from cp_inductor.tiles.dims import Tokens
 from cp_inductor.tiles.flex_tiles import FlexCUDA, list_blocks
 from cp_inductor.tiles.kernels import Partial, TileCall
 from cp_inductor.tiles.math_tiles import Math
 from cp_inductor.tiles.tile_masks import TileMasks
-from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.tracing import trace_fake
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM, BATCH = 700, 4, 2, 16, 2

@@ -198,9 +198,13 @@ def _write_in_groups(contributions: Sequence[Piece], heads: Span) -> tuple[int, 
     first = next((one.heads for one in contributions if one.heads.count > 1), None)
     if first is None:
         return 1, list(contributions), heads
-    written = [_in_groups(one, heads, first.count, first.step) for one in contributions]
-    grouped = [one for one in written if one is not None]
-    if len(grouped) == len(written):
+    grouped = list[Piece]()
+    for one in contributions:
+        written = _in_groups(one, heads, first.count, first.step)
+        if written is None:
+            break
+        grouped.append(written)
+    else:
         return first.count, grouped, Span(0, first.step)
     apart = [part for one in contributions for part in _apart(one)]
     return 1, [one for one in apart if one.heads.meet(heads)], heads

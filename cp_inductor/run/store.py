@@ -129,7 +129,7 @@ class Store:
 
     def put_together(self, all_spans: Sequence[tuple[Span, ...]], heads: Span) -> None:
         """Put keys and values together once, of which tiles read different parts (`all_spans`)."""
-        singles = {spans for spans in all_spans if len(spans) == 1}
+        singles = [spans for spans in all_spans if len(spans) == 1]
         apart = {spans for spans in singles if len(self.parts("key", spans, heads)) > 1}
         if len(apart) < 2:
             return

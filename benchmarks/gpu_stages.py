@@ -527,7 +527,7 @@ def single_call(row: Attention, world_size: int, tensors: Sequence[Tensor]) -> t
     num_keys = max(1, round(row.num_pairs(world_size) / world_size / row.tokens))
     shape = (key.shape[0], row.kv_heads, num_keys, row.head_dim)
     wide_key, wide_value = (torch.randn_like(key.new_empty(shape)) for _ in range(2))
-    name = choose_kernel(query, wide_key, wide_value, dtype=query.dtype, site="benchmark")
+    name, _ = choose_kernel(query, wide_key, wide_value, dtype=query.dtype, site="benchmark")
     kernel, call = get_kernel(name), TileCall(query, wide_key, wide_value)
     forward = partial(kernel.forward, call)
     return forward, partial(kernel.backward, call, grad_out, forward())

@@ -36,10 +36,10 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Plan, Recipe, Span, Tile, forward_plan, resolve
 from cp_inductor.tiles.aten_kernels import FlashCPU
 from cp_inductor.tiles.block_tables import BLOCK
+from cp_inductor.tiles.dims import Tokens
 from cp_inductor.tiles.kernels import Kernel, Partial, TileCall
 from cp_inductor.tiles.masked_tiles import MaskedCPU
-from cp_inductor.tiles.tile_masks import Extras, TileMasks
-from cp_inductor.tiles.tokens import Tokens
+from cp_inductor.tiles.tile_masks import TileMasks
 
 DOCUMENTS = "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)"
 
@@ -104,13 +104,8 @@ class Work:
         return sum(self.rank_s)
 
     def run_rank(self, rank: int) -> None:
-        masks = TileMasks(
-            self.rule,
-            self.tokens,
-            self.plan.grid.own(rank),
-            Extras(self.tables),
-            self.tensors["query"],
-        )
+        own = self.plan.grid.own(rank)
+        masks = TileMasks(self.rule, self.tokens, own, self.tables, self.tensors["query"])
         for stage in self.plan.program(rank):
             for tile in stage.tiles:
                 call = self.call_of(tile)
@@ -205,8 +200,8 @@ def count_needed(work: Work) -> tuple[int, int]:
     """Return how many blocks of tiles under a mask hold a pair, and how many pairs all hold."""
     needed = pairs = 0
     for rank in range(work.plan.grid.world_size):
-        own, extras = work.plan.grid.own(rank), Extras(work.tables)
-        masks = TileMasks(work.rule, work.tokens, own, extras, work.tensors["query"])
+        own = work.plan.grid.own(rank)
+        masks = TileMasks(work.rule, work.tokens, own, work.tables, work.tensors["query"])
         for tile in (tile for stage in work.plan.program(rank) for tile in stage.tiles):
             indices = masks.indices(tile)
             num_queries, num_keys = indices.geometry.num_queries, indices.geometry.num_keys

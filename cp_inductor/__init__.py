@@ -34,8 +34,7 @@ from cp_inductor.modules.libraries import register_library
 from cp_inductor.torch_private.first_dtensor import attend_with
 
 if TYPE_CHECKING:
-    from cp_inductor.batches.plans import batch_plans
-    from cp_inductor.batches.prepare import prepared
+    from cp_inductor.batches.plans import batch_plans, prepared
     from cp_inductor.dtensor.balance import balanced, loss_weight
     from cp_inductor.dtensor.pad import pad_packed
     from cp_inductor.dtensor.shard import shard, unshard
@@ -115,8 +114,7 @@ __version__ = "0.3.0"
 # Names are imported when they are first asked for, so that `import cp_inductor` takes no longer
 # than torch.
 _HOMES = {
-    "batches.plans": "batch_plans",
-    "batches.prepare": "prepared",
+    "batches.plans": "batch_plans prepared",
     "dtensor.balance": "balanced loss_weight",
     "dtensor.pad": "pad_packed",
     "dtensor.shard": "shard unshard",

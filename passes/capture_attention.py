@@ -34,7 +34,7 @@ from sympy import Expr
 from torch import SymInt, fx
 from torch.distributed.tensor import DTensor
 
-from cp_inductor.batches.prepare import Known, remember
+from cp_inductor.batches.plans import Known, remember
 from cp_inductor.dtensor.axis import from_local_like, local_part, roles_of, seed_of_shard
 from cp_inductor.dtensor.recipe import lengths_at_run_time
 from cp_inductor.dtensor.wrap import held_by_rank

@@ -65,7 +65,7 @@ from cp_inductor.region.marks import region_of_query, regions_of
 from cp_inductor.region.modes import OPAQUE_ATTENTION
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.tiles.dims import SEQUENCE_DIM
-from cp_inductor.tiles.kernel_table import KERNELS, choose_kernel, why_kernel
+from cp_inductor.tiles.kernel_table import KERNELS, choose_kernel
 from cp_inductor.torch_private.arguments import sdpa_backends_at
 from cp_inductor.torch_private.modes import name_of_function
 from cp_inductor.torch_private.sizes import Multiple, size_hint, solve
@@ -233,8 +233,7 @@ def _as_site(
             "capability": plan_options.capability,
             "has_bias": rule not in ("full", "causal"),
         }
-        kernel = choose_kernel(query, key, value, site=name, **where)
-        why = why_kernel(kernel, query, **where)
+        kernel, why = choose_kernel(query, key, value, site=name, **where)
     dropout_p = float(call["dropout_p"])
     is_at_run_time = _is_planned_at_run_time(
         plan_options, mask, dropout_p, kernel, query.shape[-1], name

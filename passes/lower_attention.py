@@ -41,8 +41,7 @@ from cp_inductor.passes.nodes import (
 from cp_inductor.passes.share_pieces import share_pieces
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.executor import run_backward, run_forward
-from cp_inductor.tiles.kernel_table import KERNELS
-from cp_inductor.tiles.tile_ops import TILE_OPS
+from cp_inductor.tiles.kernel_table import KERNELS, TILE_OPS
 from cp_inductor.torch_private.inductor import ONE_KERNEL_KEY
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import (

@@ -37,7 +37,7 @@ from cp_inductor.graph.collectives import WAIT, is_start
 from cp_inductor.passes.nodes import BYTES_KEY, TILES_KEY, is_heavy, is_view, tiles_of
 from cp_inductor.plan import Machine
 from cp_inductor.schedule.overlap import Instruction, Measured, expose, measure, schedule
-from cp_inductor.tiles.tile_ops import BACKWARD_TILE_OPS, FLEX_OPS
+from cp_inductor.tiles.kernel_table import BACKWARD_TILE_OPS, FLEX_OPS
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.inductor import is_input_of_forward
 from cp_inductor.torch_private.sizes import size_hint

@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from cp_inductor.graph.collectives import is_collective
 from cp_inductor.passes.nodes import SIZE, TILES_KEY, computes_numbers, free_name, is_view
-from cp_inductor.tiles.tile_ops import TILE_OPS
+from cp_inductor.tiles.kernel_table import TILE_OPS
 from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH, known_results
 

@@ -41,7 +41,7 @@ from cp_inductor.passes.settings import Settings, read_settings
 from cp_inductor.region.flex_bias import bias_of_scores
 from cp_inductor.sequence.count_labels import count_labels
 from cp_inductor.source import source_hash
-from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
+from cp_inductor.tiles.kernel_table import ROWS_OF_TILES
 from cp_inductor.torch_private.dynamo import one_compile_at_a_time
 from cp_inductor.torch_private.inductor import (
     append_custom_pass,

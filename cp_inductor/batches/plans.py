@@ -1,6 +1,8 @@
-"""Plans that the batch decides, kept where graphs find them.
+"""Plans that the batch decides, kept where graphs find them, and made ahead for a data loader.
 
-found = numbers_of(tables, rule, ...)               a rank's part, made or found
+When an attention is compiled whose plan the batch decides, what its mask reads is known as a
+function of the model's inputs: document numbers, say, of `position_ids`. `prepared` computes it in
+a thread and plans the next batch; the graph finds the plan, or makes what it does not find.
 """
 
 from __future__ import annotations
@@ -8,28 +10,30 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from cp_inductor.graph.derive_tables import Derived
 from cp_inductor.kept import lru_cache, on_reset
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch import BatchPlan, plan_batch
 from cp_inductor.plan.batch_nodes import Nodes
-from cp_inductor.plan.batch_tables import (
-    RankTables,
-    rank_tables,
-)
+from cp_inductor.plan.batch_tables import RankTables, rank_tables
 from cp_inductor.plan.grid import shard_lengths
+from cp_inductor.torch_private.groups import group_of
+from cp_inductor.torch_private.sizes import Multiple, number_of
 
 # How many plans are kept. Layers may read different tables, and a batch may come again.
 NUM_PLANS = 16
-
 
 _made: deque[BatchPlan] = deque(maxlen=NUM_PLANS)
 on_reset(_made.clear)
@@ -43,74 +47,26 @@ def batch_plans() -> tuple[BatchPlan, ...]:
     return tuple(_made)
 
 
-class _HashedTables:
+@dataclass(frozen=True, slots=True)
+class HashedTables:
     """Tables of a rule as numpy arrays, told apart by all of their bits."""
 
-    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self.arrays = tuple(arrays)
-        digest = hashlib.sha256()
-        for array in self.arrays:
+    arrays: tuple[np.ndarray, ...] = field(compare=False)
+    digest: bytes
+
+    @staticmethod
+    def of(tables: Sequence[Tensor]) -> HashedTables:
+        """Read tables on the host."""
+        arrays, digest = tuple(map(_as_numpy, tables)), hashlib.sha256()
+        for array in arrays:
             digest.update(repr((array.dtype.str, array.shape)).encode())
             digest.update(np.ascontiguousarray(array).tobytes())
-        self.digest = digest.digest()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _HashedTables) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What the plan of a batch depends on; see `plan_batch`."""
-
-    tables: _HashedTables
-    rule: str
-    batch: int
-    lengths: tuple[int, int]
-    heads: tuple[int, int]
-    stages: int
-    world_size: int
-    nodes: str
+        return HashedTables(arrays, digest.digest())
 
 
 @lru_cache(maxsize=NUM_PLANS)
-def _plan(asked: _Asked) -> BatchPlan:
-    started = time.perf_counter()
-    parsed = Rule.parse(asked.rule)
-    queries, keys = (shard_lengths(length, asked.world_size) for length in asked.lengths)
-    plan = plan_batch(
-        parsed,
-        dict(zip(sorted(parsed.tables), asked.tables.arrays, strict=True)),
-        batch=asked.batch,
-        query_lengths=queries,
-        key_lengths=keys,
-        num_heads=asked.heads[0],
-        num_kv_heads=asked.heads[1],
-        stages=asked.stages,
-        nodes=Nodes.parse(asked.nodes) if asked.nodes else None,
-    )
-    _made.append(plan)
-    counters["cp_inductor"]["batches_planned"] += 1
-    counters["cp_inductor"]["planning_us"] += round(1e6 * (time.perf_counter() - started))
-    return plan
-
-
-@lru_cache(maxsize=NUM_PLANS)
-def _numbers(asked: _Asked, rank: int) -> RankTables:
-    plan = _plan(asked)
-    started = time.perf_counter()
-    num_queries, num_keys = (
-        asked.batch * shard_lengths(length, asked.world_size)[rank] for length in asked.lengths
-    )
-    numbers = rank_tables(plan, rank, num_queries=num_queries, num_keys=num_keys)
-    counters["cp_inductor"]["planning_us"] += round(1e6 * (time.perf_counter() - started))
-    return numbers
-
-
 def numbers_of(
-    tables: Sequence[Tensor],
+    tables: HashedTables,
     rule: str,
     batch: int,
     lengths: tuple[int, int],
@@ -118,11 +74,29 @@ def numbers_of(
     stages: int,
     world_size: int,
     rank: int,
-    nodes: str = "",
+    nodes: str,
 ) -> RankTables:
     """Return a rank's part of the plan of a batch, and keep it; see `plan_batch`."""
-    hashed = _HashedTables([_as_numpy(table) for table in tables])
-    return _numbers(_Asked(hashed, rule, batch, lengths, heads, stages, world_size, nodes), rank)
+    started = time.perf_counter()
+    parsed = Rule.parse(rule)
+    queries, keys = (shard_lengths(length, world_size) for length in lengths)
+    plan = plan_batch(
+        parsed,
+        dict(zip(sorted(parsed.tables), tables.arrays, strict=True)),
+        batch=batch,
+        query_lengths=queries,
+        key_lengths=keys,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        stages=stages,
+        nodes=Nodes.parse(nodes) if nodes else None,
+    )
+    sizes = {"num_queries": batch * queries[rank], "num_keys": batch * keys[rank]}
+    numbers = rank_tables(plan, rank, **sizes)
+    _made.append(plan)
+    counters["cp_inductor"]["batches_planned"] += 1
+    counters["cp_inductor"]["planning_us"] += round(1e6 * (time.perf_counter() - started))
+    return numbers
 
 
 # Numbers in pinned memory, of plans that are kept.
@@ -149,3 +123,85 @@ def _as_numpy(table: Tensor) -> np.ndarray:
         table = table.float()
     array: np.ndarray = table.numpy()
     return array
+
+
+# --- Plans that are made ahead -----------------------------------------------------------------
+
+Batch = TypeVar("Batch", bound=Mapping[str, Any])
+NUM_KNOWN = 64  # attentions of all models that are remembered; the oldest are forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An attention whose plan the batch decides. Those of all layers of a model are equal.
+
+    Attributes:
+        derived: makes the tables of its rule from inputs of the model.
+        sizes: of the batch, and the lengths of queries and keys.
+        rule, heads, stages, nodes, group_name: as the op `plan_batch` takes them.
+        is_copied: the plan goes to a GPU, from pinned memory.
+    """
+
+    derived: Derived
+    rule: str
+    sizes: tuple[int | Multiple, ...]
+    heads: tuple[int, int]
+    stages: int
+    nodes: str
+    group_name: str
+    is_copied: bool
+
+    def plan(self, batch: Mapping[str, Any]) -> None:
+        """Plan a batch, if it has the inputs and sizes for which the attention was compiled."""
+        numbers = self.derived.solve(batch)
+        if numbers is None:
+            return
+        try:
+            group = group_of(self.group_name)
+        except (RuntimeError, LookupError):  # it was destroyed
+            return
+        size, queries, keys = (number_of(one, numbers) for one in self.sizes)
+        tables = HashedTables.of(self.derived(batch))
+        how = (self.rule, size, (queries, keys), self.heads, self.stages)
+        place = dist.get_world_size(group), dist.get_rank(group)
+        found = numbers_of(tables, *how, *place, self.nodes)
+        if self.is_copied:
+            pin(found)
+        counters["cp_inductor"]["plans_prepared"] += 1
+
+
+_known: dict[Known, None] = {}
+on_reset(_known.clear)
+
+
+def remember(known: Known) -> None:
+    """Remember an attention that was compiled, as the newest."""
+    _known.pop(known, None)
+    _known[known] = None
+    if len(_known) > NUM_KNOWN:
+        del _known[next(iter(_known))]
+
+
+def prepared(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Plan each batch of a data loader while the one before it is computed.
+
+        for batch in cp_inductor.prepared(loader):
+            loss = step(shard(batch))
+
+    A thread takes the next batch, a mapping of the model's inputs by name, whole, and plans it for
+    what was compiled; a `DataLoader` with workers collates it in these. An error there is raised
+    here in its turn. Batches of other shapes or dtypes, and masks that read more, are the graph's.
+    """
+    source = iter(batches)
+
+    def advance() -> Batch | None:
+        if (batch := next(source, None)) is not None:
+            for known in list(_known):
+                known.plan(batch)
+        return batch
+
+    with ThreadPoolExecutor(1, thread_name_prefix="cp_inductor_prepared") as thread:
+        ahead = thread.submit(advance)
+        while (batch := ahead.result()) is not None:
+            ahead = thread.submit(advance)
+            yield batch

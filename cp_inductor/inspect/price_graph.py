@@ -38,8 +38,7 @@ from cp_inductor.plan import Device, Machine
 from cp_inductor.plan.machine import DEVICES
 from cp_inductor.schedule.overlap import measure
 from cp_inductor.tiles.dims import SEQUENCE_DIM
-from cp_inductor.tiles.kernel_table import KERNELS
-from cp_inductor.tiles.tile_ops import BACKWARD_TILE_OPS, TILE_OPS
+from cp_inductor.tiles.kernel_table import BACKWARD_TILE_OPS, KERNELS, TILE_OPS
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH

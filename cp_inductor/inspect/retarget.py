@@ -121,7 +121,7 @@ def _bind(
         )
     query, key, value = call["query"], call["key"], call["value"]
     how: dict[str, Any] = {"dtype": query.dtype, "site": op.name(), "capability": gpu.capability}
-    kernel = get_kernel(choose_kernel(query, key, value, **how))
+    kernel = get_kernel(choose_kernel(query, key, value, **how)[0])
     return kernel, TileCall(query, key, value, call["is_causal"], call["scale"]), call
 
 

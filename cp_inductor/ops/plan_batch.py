@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_inductor.batches.plans import copy_numbers, numbers_of
+from cp_inductor.batches.plans import HashedTables, copy_numbers, numbers_of
 from cp_inductor.ops.rules_of_lengths import check_lengths
-from cp_inductor.run.batch_parts import layout_of
+from cp_inductor.run.tables import layout_of
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.sizes import new_size
 from cp_inductor.trust.agreement import agree_on_tables
@@ -57,7 +57,7 @@ def plan_batch(
     # Ranks with other tables would make other plans, and wait for what nobody sends.
     agree_on_tables(group_name, tables, rule)
     found = numbers_of(
-        tables,
+        HashedTables.of(tables),
         rule,
         batch,
         (query_length, key_length),

@@ -8,5 +8,4 @@ views                       parts of plans known when a graph is compiled: const
   messages                    from transfers to one all_to_all_single, and back to views
   own_transfers               what a rank sends itself
 tables                      parts of plans that the batch decides: rows, read from numbers
-  batch_parts                 a plan's numbers, part by part
 """

@@ -6,15 +6,11 @@ source    "world_size=4 query_length=4096 ..."     a recipe: the plan is known w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Recipe
-from cp_inductor.tiles.tile_masks import Extras
 
 # Before the text of a plan that the batch decides.
 PER_BATCH = "per batch: "
@@ -123,11 +119,4 @@ class Attention:
 
         The tables of the rule; and behind them a seed of dropout, or sizes and numbers of a plan.
         """
-        of_plan = 2 if self.is_per_batch else 0
-        return len(self.rule.tables) + (self.dropout_p > 0) + of_plan
-
-    def extras(self, tensors: Sequence[Tensor]) -> Extras:
-        """Name them, if the plan is a recipe's."""
-        left = list(tensors)
-        seed = left.pop() if self.dropout_p else None
-        return Extras(tuple(left), seed)
+        return len(self.rule.tables) + (self.dropout_p > 0) + 2 * self.is_per_batch

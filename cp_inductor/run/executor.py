@@ -23,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.merge import KEY_VALUE_GRAD, PARTIAL, QUERY_GRAD, concatenate_all
+from cp_inductor.run.store import concatenate
 from cp_inductor.run.tables import Tables
 from cp_inductor.run.views import Views
 from cp_inductor.tiles.combine import accumulation_dtype, sum_grads
@@ -45,7 +45,7 @@ def run_forward(
     """Attend to the keys of all ranks.
 
     Args:
-        attention: what to compute and among whom.
+        attention: what to compute.
         query: (B, H, S, D), this rank's shard, any strides.
         key, value: (B, G, T, D), this rank's shards.
         extras: tables of the rule; then the seed of dropout, or sizes and numbers of `plan_batch`.
@@ -54,7 +54,7 @@ def run_forward(
         out (B, H, S, D) in the input dtype; lse (B, H, S) over the keys of all ranks; and the
         buffers of the exchanges that are kept for the backward.
     """
-    rows = _kind_of(attention)(attention, query, key, value, extras)
+    rows = _kind_of(attention)(attention, (query, key, value), extras, is_backward=False)
     _run(rows, _attend)
     return [*rows.result(PARTIAL), *rows.kept]
 
@@ -72,7 +72,7 @@ def run_backward(
     """Differentiate `run_forward`.
 
     Args:
-        attention: as in the forward.
+        attention: as there.
         grad_out, query, out: (B, H, S, D), this rank's shards.
         key, value: (B, G, T, D), this rank's shards. Of these and query nothing but the shape and
             dtype is read unless `reads_shard`.
@@ -84,7 +84,7 @@ def run_backward(
         bias, if there is one.
     """
     extras, kept = rest[: attention.num_extras], rest[attention.num_extras :]
-    rows = _kind_of(attention)(attention, query, key, value, extras, is_backward=True)
+    rows = _kind_of(attention)(attention, (query, key, value), extras, is_backward=True)
     rows.begin_backward(grad_out, out, lse, kept)
     _run(rows, _differentiate)
     grads = [*rows.result(QUERY_GRAD), *rows.result(KEY_VALUE_GRAD)]
@@ -129,7 +129,7 @@ def _differentiate(rows: Rows, tile: Any) -> None:
             of_part = [tensor[:, :, part] for tensor in of_part]
         grads.append(kernel.backward(call, of_part[0], Partial(*of_part[1:])))
     dq, dk, dv = (list(of_parts) for of_parts in zip(*grads, strict=True))
-    rows.add(QUERY_GRAD, tile, dq if len(dq) == 1 else [torch.cat(dq, SEQUENCE_DIM)])
+    rows.add(QUERY_GRAD, tile, [concatenate(dq, SEQUENCE_DIM)])
     # A sum of parts is rounded when it is added to what other tiles computed, and not before.
     dtype = accumulation_dtype(dk[0]) if len(dk) > 1 else None
     rows.add(KEY_VALUE_GRAD, tile, [sum_grads(of_parts, dtype=dtype) for of_parts in (dk, dv)])

@@ -19,23 +19,17 @@ Shapes: B batch, h heads, t tokens, D head dim; with groups of heads (B, count, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from cp_inductor.plan import Payload, Plan, Span, Transfer
+from cp_inductor.plan import Payload, Plan, Span, Tile
 from cp_inductor.run.records import Groups
-from cp_inductor.run.store import Piece, Store
-from cp_inductor.tiles.combine import (
-    accumulation_dtype,
-    combine,
-    combine_stack,
-    sum_grads,
-    sum_stack,
-)
+from cp_inductor.run.store import Piece, Store, concatenate
+from cp_inductor.tiles.combine import accumulation_dtype, combine, combine_stack, sum_grads
 from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
 from cp_inductor.tiles.kernels import Partial
 from cp_inductor.torch_private.sizes import is_known
@@ -70,7 +64,7 @@ def _sum(grads: list[Tensors], dtype: torch.dtype) -> Tensors:
 
 
 def _sum_stacks(*stacks: Tensor) -> Tensors:
-    return tuple(map(sum_stack, stacks))
+    return tuple(grads.sum(0, dtype=accumulation_dtype(grads)) for grads in stacks)
 
 
 def _blind(zeros: Tensor) -> Tensors:
@@ -81,60 +75,49 @@ def _blind(zeros: Tensor) -> Tensors:
 PARTIAL = ResultKind(Payload.PARTIAL, _combine, combine_stack, _blind)
 QUERY_GRAD = ResultKind(Payload.QUERY_GRAD, _sum, _sum_stacks, lambda zeros: (zeros,))
 KEY_VALUE_GRAD = ResultKind(
-    Payload.KEY_VALUE_GRAD,
-    _sum,
-    _sum_stacks,
-    lambda zeros: (zeros, torch.zeros_like(zeros)),
+    Payload.KEY_VALUE_GRAD, _sum, _sum_stacks, lambda zeros: (zeros, torch.zeros_like(zeros))
 )
 RESULT_KINDS = (PARTIAL, QUERY_GRAD, KEY_VALUE_GRAD)
 
 
 class Results:
-    """All contributions that a rank has.
-
-    Args:
-        plan: of the attention.
-        rank: this one.
-        store: for lengths of spans, and for what results are like.
-    """
+    """All contributions that a rank has; the store knows lengths, and what results are like."""
 
     def __init__(self, plan: Plan, rank: int, store: Store) -> None:
         self.plan, self.own, self.store = plan, plan.grid.own(rank), store
         self.contributions: dict[Payload, list[Piece]] = {kind.payload: [] for kind in RESULT_KINDS}
 
-    def add(
-        self, kind: ResultKind, spans: Sequence[Span], heads: Span, tensors: Sequence[Tensor]
-    ) -> None:
-        """Note what a tile computed over spans, concatenated, and heads."""
-        of_keys = kind.payload.is_of_keys
-        lengths = [self.store.tokens.of(span, of_keys=of_keys) for span in spans]
+    def add(self, kind: ResultKind, tile: Tile, tensors: Sequence[Tensor]) -> None:
+        """Note what a tile computed, over its spans, concatenated."""
+        payload = kind.payload
+        spans, heads = tile.side(self.plan.shape, of_keys=payload.is_of_keys)
+        lengths = [self.store.tokens.of(span, of_keys=payload.is_of_keys) for span in spans]
         parts = [t.split(lengths, SEQUENCE_DIM) if len(spans) > 1 else [t] for t in tensors]
-        for span, *of_span in zip(spans, *parts, strict=True):
-            self.contributions[kind.payload].append(Piece.of(kind.payload, (span,), heads, of_span))
+        self.contributions[payload] += [
+            Piece.of(payload, (span,), heads, of_span)
+            for span, *of_span in zip(spans, *parts, strict=True)
+        ]
 
     def add_arrived(self, payload: Payload, arrived: Piece) -> None:
         """Note what other ranks sent home; see `cp_inductor.run.messages.Messages.arrive`."""
         kind = next(kind for kind in RESULT_KINDS if kind.payload is payload)
-        tensors: Sequence[Tensor] = [*arrived.tensors.values()]
-        if tensors[0].shape[0] == 1:
-            tensors = [tensor.squeeze(0) for tensor in tensors]
-        else:
-            tensors = kind.merge_stack(*tensors)
+        stacks = [*arrived.tensors.values()]
+        is_single = stacks[0].shape[0] == 1
+        tensors = [t.squeeze(0) for t in stacks] if is_single else kind.merge_stack(*stacks)
+        named = dict(zip(arrived.tensors, tensors, strict=True))
         heads = replace(arrived.heads, repeat=1)
-        piece = Piece.of(payload, arrived.spans, heads, tensors, has_arrived=True)
-        self.contributions[payload].append(piece)
+        self.contributions[payload].append(replace(arrived, heads=heads, tensors=named))
 
-    def withdraw(self, payload: Payload, transfers: Sequence[Transfer]) -> None:
-        """Let go of what this rank computed of its own chunks and sends itself."""
-        gone = {transfer.heads for transfer in transfers}
+    def withdraw(self, payload: Payload, gone: Set[Span]) -> None:
+        """Let go of what this rank computed of its own chunks and sends itself, of such heads."""
+        around = Span(0, self.own.start), Span(self.own.stop, self.plan.grid.num_chunks)
         left = []
         for one in self.contributions[payload]:
             if one.has_arrived or one.heads.whole not in gone:
                 left.append(one)
                 continue
-            around = Span(0, self.own.start), Span(self.own.stop, self.plan.grid.num_chunks)
             for part in filter(None, map(one.span.intersect, around)):
-                left.append(self._cut(one, part, one.heads.whole, payload))
+                left.append(self._cut(one, part, one.heads.whole))
         self.contributions[payload] = left
 
     def of_shard(self, kind: ResultKind) -> Tensors:
@@ -149,25 +132,15 @@ class Results:
     def over(self, kind: ResultKind, span: Span, heads: Span, *, of_tiles: bool = False) -> Tensors:
         """Merge contributions to a span and heads, wherever their borders are.
 
-        Args:
-            kind: which result.
-            span: chunks.
-            heads: of the result.
-            of_tiles: only what this rank computed with exactly these heads. What arrived, or was
-                computed with others, is not to leave with it; unless results return the way their
-                inputs came, and this rank is on it.
+        If it is of tiles, only what this rank computed with exactly these heads: what arrived, or
+        was computed with others, is not to leave with it; unless results return the way their
+        inputs came, and this rank is on it.
         """
-        near = [
-            one
-            for one in self.contributions[kind.payload]
-            if one.span.intersect(span) and one.heads.meet(heads)
-        ]
+        near = [one for one in self.contributions[kind.payload] if one.span.intersect(span)]
+        near = [one for one in near if one.heads.meet(heads)]
         if of_tiles:
-            near = [
-                one
-                for one in near
-                if one.heads.whole == heads and (self.plan.returns or not one.has_arrived)
-            ]
+            near = [one for one in near if one.heads.whole == heads]
+            near = [one for one in near if self.plan.returns or not one.has_arrived]
         count, grouped, all_heads = _write_in_groups(near, heads)
         grouped = _join_heads(grouped, all_heads, is_grouped=count > 1)
         by_heads = []
@@ -184,30 +157,24 @@ class Results:
         return tuple(t.flatten(1, 2) for t in merged) if count > 1 else merged
 
     def _merge_patch(
-        self,
-        kind: ResultKind,
-        span: Span,
-        heads: Span,
-        contributions: Sequence[Piece],
-        count: int,
+        self, kind: ResultKind, span: Span, heads: Span, contributions: Sequence[Piece], count: int
     ) -> Tensors:
         """Merge what contributes to a span, of contributions to heads; () if it has no tokens."""
         near = [one for one in contributions if one.span.intersect(span)]
         if near:
-            cuts = [self._cut(one, span, heads, kind.payload).tensors for one in near]
+            cuts = [self._cut(one, span, heads).tensors for one in near]
             return kind.merge([tuple(cut.values()) for cut in cuts], self.store.like.dtype)
-        like, of_keys = self.store.like, kind.payload.is_of_keys
-        length = self.store.tokens.of(span, of_keys=of_keys)
+        like = self.store.like
+        length = self.store.tokens.of(span, of_keys=kind.payload.is_of_keys)
         if is_known(length == 0):
             return ()
-        groups = (count,) if count > 1 else ()
-        shape = (like.shape[0], *groups, len(heads), length, like.shape[-1])
-        return kind.nothing(like.new_zeros(shape))
+        groups = (count, len(heads)) if count > 1 else (len(heads),)
+        return kind.nothing(like.new_zeros((like.shape[0], *groups, length, like.shape[-1])))
 
-    def _cut(self, one: Piece, span: Span, heads: Span, payload: Payload) -> Piece:
+    def _cut(self, one: Piece, span: Span, heads: Span) -> Piece:
         """Return a contribution to a part of its span, and of the heads of each of its groups."""
-        before = self.store.tokens.of(Span(one.span.start, span.start), of_keys=payload.is_of_keys)
-        length = self.store.tokens.of(span, of_keys=payload.is_of_keys)
+        before = self.store.tokens.of(Span(one.span.start, span.start), of_keys=one.of_keys)
+        length = self.store.tokens.of(span, of_keys=one.of_keys)
         of, tensors = one.heads, one.tensors
         is_grouped = int(of.count > 1)
         if span != one.span:
@@ -226,8 +193,7 @@ class Results:
 def _write_in_groups(contributions: Sequence[Piece], heads: Span) -> tuple[int, list[Piece], Span]:
     """Write heads as a number of groups, if contributions are to so many groups, or to all heads.
 
-    Returns:
-        How many groups, the contributions to the heads of each of them, and the heads of one.
+    Return how many, the contributions to the heads of each of them, and the heads of one.
     """
     first = next((one.heads for one in contributions if one.heads.count > 1), None)
     if first is None:
@@ -257,10 +223,9 @@ def _in_groups(one: Piece, heads: Span, count: int, step: int) -> Piece | None:
 
 def _apart(one: Piece) -> Iterator[Piece]:
     """Yield a contribution group by group."""
-    of = one.heads
-    for i in range(of.count):
-        heads, tensors = Span(of.start + i * of.step, of.start + i * of.step + of.size), one.tensors
-        if of.count > 1:
+    for i, heads in enumerate(one.heads.spans):
+        tensors = one.tensors
+        if one.heads.count > 1:
             tensors = {name: tensor.select(1, i) for name, tensor in tensors.items()}
         yield replace(one, heads=Groups.single(heads), tensors=tensors)
 
@@ -300,9 +265,7 @@ def _cut_at_borders(spans: Sequence[Span], within: Span) -> list[Span]:
 
 def concatenate_all(parts: Sequence[Sequence[Tensor]], dim: int) -> Tensors:
     """Concatenate what belongs together, such as outs and lses, each with its like."""
-    if len(parts) == 1:
-        return tuple(parts[0])
-    return tuple(torch.cat(of_one, dim) for of_one in zip(*parts, strict=True))
+    return tuple(concatenate(of_one, dim) for of_one in zip(*parts, strict=True))
 
 
 def _put_together(parts: Sequence[Sequence[Tensor]], dim: int, *, is_grouped: bool) -> Tensors:

@@ -37,7 +37,7 @@ from cp_inductor.run.records import (
     records_of,
     records_received,
 )
-from cp_inductor.run.store import ALL, Piece, Store, bitcast, concatenate, in_runs
+from cp_inductor.run.store import ALL, Piece, Store, bitcast, concatenate, in_runs, narrow
 from cp_inductor.tiles.combine import accumulation_dtype
 from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
 
@@ -63,13 +63,7 @@ class StepFailed(RuntimeError):
 
 
 class Messages:
-    """Starts this rank's part of exchanges, waits for them, and takes apart what they brought.
-
-    Args:
-        store: what the rank has at hand.
-        rank: this one.
-        group_name: c10d name of the process group.
-    """
+    """Starts this rank's part of exchanges, waits for them, and takes apart what they brought."""
 
     def __init__(self, store: Store, rank: int, group_name: str) -> None:
         self.store, self.rank, self.group_name = store, rank, group_name
@@ -183,12 +177,8 @@ class Messages:
     ) -> Tensor:
         """Return records (t, B, W) of spans; or those of several ranks, (n, t, B, W).
 
-        Records with statistics are words, if the dtype is half as wide as a statistic.
-
-        Args:
-            contents: of the records, or of the first rank's.
-            spans: chunks.
-            groups: for each part of the contents, the heads of all ranks.
+        Then contents are the first rank's, and groups have, for each part of these, the heads of
+        all. Records with statistics are words, if the dtype is half as wide as a statistic.
         """
         rows, statistics, layout = [], [], self.store.layout(contents)
         for index, (payload, heads) in enumerate(contents):
@@ -207,10 +197,8 @@ class Messages:
             parts += self._zeros(parts, up_to=layout.starts[-1])
             parts += map(self._as_words, statistics)
         else:
-            together = (
-                rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 3 if groups else 2)
-            )
-            parts = [together.flatten(-2)]
+            is_single, dim = len(rows) == 1, 3 if groups else 2
+            parts = [(rows[0].contiguous() if is_single else torch.cat(rows, dim)).flatten(-2)]
         parts += self._zeros(parts, up_to=layout.width)
         return concatenate(parts, -1)
 
@@ -249,11 +237,7 @@ class Messages:
     # --- Receiving --------------------------------------------------------------------------------
 
     def wait(self, arriving: Arriving) -> tuple[Tensor, list[Piece]]:
-        """Wait for an exchange, also where it brings nothing, and put at hand what it brought.
-
-        Returns:
-            The buffer; and see `unpack`.
-        """
+        """Wait for an exchange, put at hand what it brought; return the buffer and its pieces."""
         buffer = _wait(arriving)
         return buffer, self.unpack(buffer, arriving.records)
 
@@ -263,25 +247,23 @@ class Messages:
         Tensors have a dim more, the first, for the ranks that sent the same groups of heads.
         """
         buffer, records = _wait(arriving), arriving.records
-        repeats = [
-            *find_repetitions(
-                [(record.contents, record.span) for record in records],
-                fits=lambda start, period: groups_of(records[start : start + period]) is not None,
-                must_fit=True,
-            )
-        ]
-        together, shapes = [], []
-        for unit, count in repeats:
-            period, length = unit.stop - unit.start, self.store.length(records[unit.start])
-            together.append(records[unit.start : unit.start + count * period])
-            shapes.append((count, period, length, self.store.like.shape[0]))
+        units, together, shapes = [], [], []
+        for at, count in find_repetitions(
+            [(record.contents, record.span) for record in records],
+            fits=lambda start, period: groups_of(records[start : start + period]) is not None,
+            must_fit=True,
+        ):
+            unit = records[at]
+            units.append(unit)
+            together.append(records[at.start : at.start + count * len(unit)])
+            shapes.append((count, len(unit), self.store.length(unit[0]), self.store.like.shape[0]))
         taken, arrived = self._take_apart(buffer, together, shapes), []
-        for (unit, _), (_, parts) in zip(repeats, taken, strict=True):
-            first, groups = records[unit.start], groups_of(records[unit])
+        for unit, (_, parts) in zip(units, taken, strict=True):
+            groups = groups_of(unit)
             assert groups is not None
-            for (payload, _), part, of in zip(first.contents, parts, groups, strict=True):
+            for (payload, _), part, of in zip(unit[0].contents, parts, groups, strict=True):
                 tensors = [_by_groups(tensor, of) for tensor in part]
-                piece = Piece.of(payload, (first.span,), of, tensors, has_arrived=True)
+                piece = Piece.of(payload, (unit[0].span,), of, tensors, has_arrived=True)
                 arrived.append((payload, piece))
         return arrived
 
@@ -317,7 +299,7 @@ class Messages:
         Args:
             buffer: that arrived.
             together: its records, those together that make one tensor.
-            shapes: of these tensors, without their widths W: (..., t, B).
+            shapes: of these tensors, (..., t, B).
         """
         words, ratio = buffer, 1
         if any(num_statistics(records[0].contents) for records in together):
@@ -340,9 +322,7 @@ class Messages:
         num_heads, head_dim = num_rows(contents), self.store.like.shape[-1]
         layout, ratio = self.store.layout(contents), self.store.words_per_statistic
         packed = flat.view(*shape, layout.width)
-        rows = packed
-        if layout.width > num_heads * head_dim:
-            rows = packed.narrow(-1, 0, num_heads * head_dim)
+        rows = narrow(packed, -1, 0, num_heads * head_dim)
         rows = rows.unflatten(-1, (num_heads, head_dim)).movedim(-4, -2)
         has_statistics = num_statistics(contents) > 0
         words = flat_words.view(*shape, layout.width // ratio) if has_statistics else None

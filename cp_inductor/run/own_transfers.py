@@ -10,6 +10,7 @@ belongs together arrive together: a tile's keys, or the results of all ranks tha
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from cp_inductor.plan import Payload, Plan, Span, Transfer, backward_plan, forward_plan
@@ -29,13 +30,8 @@ def fetch_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
     for tile in (*stage.tiles, *stage.backward_tiles):
         for of_keys in (False, True):
             spans, heads = tile.side(plan.shape, of_keys=of_keys)
-            beside = [
-                transfer
-                for transfer in fetched
-                if transfer.payload.is_of_keys == of_keys
-                and transfer.heads == heads
-                and any(transfer.span.intersect(span) for span in spans)
-            ]
+            alike = [t for t in fetched if t.payload.is_of_keys == of_keys and t.heads == heads]
+            beside = [t for t in alike if any(map(t.span.intersect, spans))]
             inside = [span.intersect(grid.own(rank)) for span in spans] if beside else []
             for span in filter(None, inside):
                 if grid.num_tokens(span, of_keys=of_keys):
@@ -62,10 +58,10 @@ def home_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
             for number, stage in enumerate(program):
                 for tile in stage.tiles:
                     of_tile, its_heads = tile.side(plan.shape, of_keys=payload.is_of_keys)
-                    if its_heads == heads:
-                        inside = [part for span in of_tile if (part := span.intersect(own))]
+                    inside = [part for span in of_tile if (part := span.intersect(own))]
+                    if inside and its_heads == heads:
                         spans += inside
-                        last = number if inside else last
+                        last = number
             # Once, with the first results that leave when it is all there.
             is_now = not any(
                 heads in _heads_leaving(stage.home, rank, payload) for stage in program[last:index]
@@ -88,25 +84,21 @@ def runs_leaving(leaving: Sequence[Transfer], payload: Payload) -> list[tuple[Sp
 
     They adjoin if the same is sent beside them: what is packed by two concatenations is stored.
     """
-    beside: dict[tuple[int, Span], list[tuple[Payload, Span]]] = {}
+    beside: defaultdict[tuple[int, Span], list[tuple[Payload, Span]]] = defaultdict(list)
     for transfer in leaving:
-        of_record = beside.setdefault(_end_of(transfer), [])
-        of_record.append((transfer.payload, transfer.heads))
+        beside[transfer.destination, transfer.span].append((transfer.payload, transfer.heads))
     of_payload = [transfer for transfer in leaving if transfer.payload is payload]
     runs: list[tuple[Span, Span]] = []
     before: list[tuple[Payload, Span]] = []
     for transfer in sorted(of_payload, key=lambda t: (t.heads, t.span)):
-        heads, span, with_it = transfer.heads, transfer.span, beside[_end_of(transfer)]
+        heads, span = transfer.heads, transfer.span
+        with_it = beside[transfer.destination, span]
         adjoins = runs and runs[-1][1] == heads and runs[-1][0].stop == span.start
         if adjoins and before == with_it:
             span = Span(runs.pop()[0].start, span.stop)
         runs.append((span, heads))
         before = with_it
     return runs
-
-
-def _end_of(transfer: Transfer) -> tuple[int, Span]:
-    return transfer.destination, transfer.span
 
 
 def reads_shard(attention: Attention) -> bool:

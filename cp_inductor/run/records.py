@@ -55,16 +55,14 @@ def records_of(transfers: Iterable[Transfer], grid: Grid) -> tuple[Record, ...]:
     """
     is_cross = grid.query_length != grid.key_length
 
-    def what_is_joined(transfer: Transfer) -> tuple[object, ...]:
+    def what_is_joined(transfer: Transfer) -> tuple[int, int, Span, bool]:
         of_keys = is_cross and transfer.payload.is_of_keys
         return transfer.source, transfer.destination, transfer.span, of_keys
 
-    records = []
-    for _, group in groupby(transfers, what_is_joined):
-        parts = tuple(group)
-        contents = tuple((part.payload, part.heads) for part in parts)
-        records.append(Record(parts[0].source, parts[0].destination, parts[0].span, contents))
-    return tuple(records)
+    return tuple(
+        Record(source, destination, span, tuple((part.payload, part.heads) for part in group))
+        for (source, destination, span, _), group in groupby(transfers, what_is_joined)
+    )
 
 
 def records_received(transfers: Iterable[Transfer], rank: int, grid: Grid) -> tuple[Record, ...]:
@@ -101,9 +99,7 @@ class Groups:
 
     Attributes:
         start: the first head of the first group.
-        size: how many heads a group has.
-        step: from a group to the next.
-        count: how many groups there are.
+        size, step, count: see above.
         repeat: so many ranks, one after the other, have the same group.
     """
 
@@ -118,15 +114,10 @@ class Groups:
         """Return what the heads of ranks, in order, are; None if they follow no such rule."""
         start, size = heads[0].start, len(heads[0])
         repeat = sum(1 for _ in takewhile(lambda one: one == heads[0], heads))
-        count, step = len(heads) // repeat, size
-        if count > 1:
-            step = max(1, heads[repeat].start - start)
-        expected = [
-            Span(start + i * step, start + i * step + size)
-            for i in range(count)
-            for _ in range(repeat)
-        ]
+        count = len(heads) // repeat
+        step = max(1, heads[repeat].start - start) if count > 1 else size
         groups = Groups(start, size, step, count, repeat)
+        expected = [span for span in groups.spans for _ in range(repeat)]
         is_inside = step >= size and start + size <= groups.whole.start + step
         return groups if expected == list(heads) and is_inside else None
 
@@ -137,8 +128,13 @@ class Groups:
 
     def meet(self, heads: Span) -> bool:
         """Whether one of the heads is in a group."""
-        starts = range(self.start, self.start + self.count * self.step, self.step)
-        return any(Span(start, start + self.size).intersect(heads) for start in starts)
+        return any(span.intersect(heads) for span in self.spans)
+
+    @property
+    def spans(self) -> list[Span]:
+        """The heads of each group."""
+        starts = (self.start + i * self.step for i in range(self.count))
+        return [Span(start, start + self.size) for start in starts]
 
     @property
     def first(self) -> Span:
@@ -157,20 +153,15 @@ def groups_of(unit: Sequence[Record]) -> list[Groups] | None:
 
     None if they are of several spans, or follow no rule.
     """
-    first, last = unit[0], unit[-1]
-    if last.span != first.span or len(last.contents) != len(first.contents):
-        return None
+    first = unit[0]
     payloads = [payload for payload, _ in first.contents]
-    for record in unit:
+    # The last first: of units that are tried, it tells most apart.
+    for record in reversed(unit):
         if record.span != first.span or [p for p, _ in record.contents] != payloads:
             return None
-    groups = []
-    for index in range(len(payloads)):
-        of = Groups.of([record.contents[index][1] for record in unit])
-        if of is None:
-            return None
-        groups.append(of)
-    return groups
+    of_parts = [Groups.of([record.contents[i][1] for record in unit]) for i in range(len(payloads))]
+    groups = [groups for groups in of_parts if groups is not None]
+    return groups if len(groups) == len(payloads) else None
 
 
 def find_repetitions(

@@ -25,8 +25,7 @@ from cp_inductor.plan import Payload, Span
 from cp_inductor.plan.grid import join_spans
 from cp_inductor.run.records import Contents, Groups, Record, lay_out_record, num_rows
 from cp_inductor.tiles.combine import accumulation_dtype
-from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM
-from cp_inductor.tiles.tokens import Tokens
+from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM, Tokens
 from cp_inductor.torch_private.sizes import is_known
 
 
@@ -86,9 +85,7 @@ ALL = Groups.single(Span(0, 0))
 class Store:
     """What a rank has at hand, by name, chunks and heads.
 
-    Args:
-        tokens: lengths of spans.
-        like: any (B, h, t, D) tensor of the attention: for batch, head dim and dtype.
+    Tensors are `like` any (B, h, t, D) of the attention, in batch, head dim and dtype.
     """
 
     def __init__(self, tokens: Tokens, like: Tensor) -> None:
@@ -110,9 +107,7 @@ class Store:
         def is_needed(spans: Iterable[Span]) -> bool:
             return any(span.intersect(other) for span in spans for other in needed)
 
-        self.pieces = [
-            piece for piece in self.pieces if not piece.has_arrived or is_needed(piece.spans)
-        ]
+        self.pieces = [p for p in self.pieces if not p.has_arrived or is_needed(p.spans)]
         self.taken = {key: taken for key, taken in self.taken.items() if is_needed(key[1])}
 
     def take(
@@ -120,13 +115,8 @@ class Store:
     ) -> Tensor:
         """Return a tensor over spans, in their order, and heads; all of them must be at hand.
 
-        What is put together of parts is put together once.
-
-        Args:
-            name: of the tensor.
-            spans: chunks.
-            heads: of the tensor.
-            is_in_order: the strides are to be those of the shape.
+        What is put together of parts is put together once. If it is to be in order, its strides are
+        those of its shape.
         """
         key = name, tuple(spans), heads
         if key not in self.taken:
@@ -138,17 +128,9 @@ class Store:
         return self.taken[key]
 
     def put_together(self, all_spans: Sequence[tuple[Span, ...]], heads: Span) -> None:
-        """Put keys and values together once, of which several tiles read different parts.
-
-        Args:
-            all_spans: of keys, for each tile.
-            heads: of the keys.
-        """
-        apart = {
-            spans
-            for spans in all_spans
-            if len(spans) == 1 and len(self.parts("key", spans, heads)) > 1
-        }
+        """Put keys and values together once, of which tiles read different parts (`all_spans`)."""
+        singles = [spans for spans in all_spans if len(spans) == 1]
+        apart = {spans for spans in singles if len(self.parts("key", spans, heads)) > 1}
         if len(apart) < 2:
             return
         for span in join_spans(span for spans in apart for span in spans):
@@ -187,10 +169,8 @@ class Store:
         """Return views of a tensor over spans and heads, one behind the other, as few as can be."""
         pieces = [piece for piece in self.named(name) if piece.has(heads)]
         # What is this rank's alone is there as it was given. The rest lies together in a message.
-        is_foreign = any(
-            not any(one.span_at(span.start) for one in pieces if not one.has_arrived)
-            for span in spans
-        )
+        own = [piece for piece in pieces if not piece.has_arrived]
+        is_foreign = any(not any(piece.span_at(span.start) for piece in own) for span in spans)
         pieces.sort(key=lambda piece: piece.has_arrived != is_foreign)
         parts = []
         for piece, offset, length in self._located(name, spans, pieces):
@@ -207,14 +187,16 @@ class Store:
         for span in spans:
             start = span.start
             while start < span.stop:
-                piece, inside = _longest(pieces, start)
-                if piece is None or inside is None:
+                holding = [(piece, inside) for piece in pieces if (inside := piece.span_at(start))]
+                if not holding:
                     of_keys = name in Payload.KEY_VALUE.tensors
                     length = self.tokens.of(Span(start, start + 1), of_keys=of_keys)
                     assert length == 0, f"chunk {start} of {name} is not at hand"
                     start += 1
                     continue
-                part = Span(start, min(span.stop, inside.stop))
+                # The first of those that hold the most that follows.
+                piece, longest = max(holding, key=lambda held: held[1].stop)
+                part = Span(start, min(span.stop, longest.stop))
                 offset = self.offset(piece.spans, start, of_keys=piece.of_keys)
                 length = self.tokens.of(part, of_keys=piece.of_keys)
                 last = parts[-1] if parts else None
@@ -278,16 +260,6 @@ def _hold(pieces: Sequence[Piece], spans: Sequence[Span]) -> bool:
     """Whether pieces hold all chunks of spans."""
     chunks = (chunk for span in spans for chunk in range(span.start, span.stop))
     return all(any(piece.span_at(chunk) for piece in pieces) for chunk in chunks)
-
-
-def _longest(pieces: Sequence[Piece], chunk: int) -> tuple[Piece | None, Span | None]:
-    """Return the piece that holds a chunk and the most that follow, and its span of them."""
-    best: tuple[Piece | None, Span | None] = None, None
-    for piece in pieces:
-        inside = piece.span_at(chunk)
-        if inside and (best[1] is None or inside.stop > best[1].stop):
-            best = piece, inside
-    return best
 
 
 def narrow(tensor: Tensor, dim: int, start: int | SymInt, length: int | SymInt) -> Tensor:

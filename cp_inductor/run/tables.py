@@ -11,6 +11,10 @@ Tokens are rows, (batch entry, local token, group of heads). A tile gathers the 
 block by block, and the rule is on rows as well: see `cp_inductor.mask.rows`. A pool has, of each
 tensor, a row of zeros, the rank's own, and behind them what each stage fetched.
 
+How many rows there are, a graph learns when it runs: to the compiler, these sizes are symbols that
+only the data binds. They are chosen so that nothing depends on them but loops: rows of tiles come
+in blocks of 128 and are never none.
+
 Shapes: B batch, H query heads, G key-value heads, S local queries, T local keys, D head dim,
 n rows. A group of heads has H / groups and G / groups of them.
 """
@@ -20,37 +24,35 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cp_inductor.graph.collectives import WAIT
-from cp_inductor.graph.exchange_rows import EXCHANGE_ROWS, unpack
+from cp_inductor.graph.exchange_rows import EXCHANGE_ROWS, read_part, unpack
 from cp_inductor.mask.language import BATCH, HEAD
 from cp_inductor.mask.rows import Column, rule_of_rows
 from cp_inductor.plan.batch import groups_of_heads
 from cp_inductor.plan.batch_cells import BLOCK
 from cp_inductor.plan.batch_nodes import Nodes
-from cp_inductor.plan.batch_tables import Kind, Part, Side
+from cp_inductor.plan.batch_tables import COLUMNS, ROW_COLUMNS, Kind, Layout, Part, Side
 from cp_inductor.run.attention import Attention
-from cp_inductor.run.batch_parts import ROWS_OF_RESULTS, TILE_TABLES, layout_of
 from cp_inductor.run.merge import ResultKind, Tensors
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.tiles.kernels import AnyScale, Kernel, TileCall
 from cp_inductor.tiles.stand_in import delta_of, make_stand_in, make_words
 from cp_inductor.tiles.tile_masks import Geometry, Indices
-from cp_inductor.torch_private.sizes import is_known, note_hint, size_hint
+from cp_inductor.torch_private.groups import group_of
+from cp_inductor.torch_private.sizes import is_known, new_size, note_hint, size_hint
 
 # Tensors of rows, by name. Those of a wider dtype come first, as messages have them.
 Named = dict[str, Tensor]
 
 
 class Pool:
-    """Rows that a rank has: of zeros, its own, and those that arrived, of several tensors.
-
-    Args:
-        own: (n, ...) each, the rank's own rows.
-    """
+    """Rows (n, ...) that a rank has, of several tensors: of zeros, its own, and what arrived."""
 
     def __init__(self, own: Named) -> None:
         self.parts, self.together = [own], Named()
@@ -78,9 +80,7 @@ class Pool:
 
 def cat_behind(parts: Sequence[Tensor], first: float = 0.0) -> Tensor:
     """Return a row of one number, and the parts behind it, in their widest dtype."""
-    dtype = parts[0].dtype
-    for part in parts[1:]:
-        dtype = torch.promote_types(dtype, part.dtype)
+    dtype = reduce(torch.promote_types, [part.dtype for part in parts])
     row = parts[0].new_full((1, *parts[0].shape[1:]), first, dtype=dtype)
     return torch.cat([row, *(part.to(dtype) for part in parts)])
 
@@ -107,36 +107,25 @@ class ArrivingRows:
 
 
 class Tables:
-    """What a rank has of its batch's plan; see `cp_inductor.run.executor`.
+    """What a rank has of its batch's plan, from what `run_forward` takes; see there.
 
-    Args:
-        attention: what is computed.
-        query, key, value: this rank's shards.
-        extras: tables of the rule; sizes and numbers of `plan_batch`.
-        is_backward: what is computed; then `begin_backward` has to follow.
+    In the backward, `begin_backward` has to follow.
     """
 
     def __init__(
-        self,
-        attention: Attention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        extras: Sequence[Tensor],
-        *,
-        is_backward: bool = False,
+        self, attention: Attention, shards: Tensors, extras: Tensors, *, is_backward: bool
     ) -> None:
+        query, key, value = shards
         *tables, self.sizes, self.numbers = extras
         self.attention = attention
         self.kernel = KERNELS[attention.kernel].under_rule
         self.layout = layout_of(attention.source.stages, attention.group_name)
+        self.num_stages = self.layout.last + 1  # the first and the last fetch and send nothing
         heads = int(query.shape[1]), int(key.shape[1])
-        world_size, of_nodes = self.layout.world_size, attention.nodes
-        nodes = Nodes.parse(of_nodes) if of_nodes else None
-        self.num_groups = groups_of_heads(attention.rule, *heads, world_size, nodes)
+        nodes = Nodes.parse(attention.nodes) if attention.nodes else None
+        self.num_groups = groups_of_heads(attention.rule, *heads, self.layout.world_size, nodes)
         self.rule = rule_of_rows(attention.source.rule, self.num_groups)
-        numbered = sorted(attention.rule.tables)
-        self.tables = dict(zip(numbered, tables, strict=True))
+        self.tables = dict(zip(sorted(attention.rule.tables), tables, strict=True))
         self.shapes = {Side.QUERY: query.shape, Side.KEY: key.shape}
         self.dtype, self.device = query.dtype, query.device
         self.kept: list[Tensor] = []
@@ -164,11 +153,6 @@ class Tables:
         return tensor.transpose(1, 2).unflatten(2, (self.num_groups, -1)).flatten(0, 2)
 
     # --- Exchanges --------------------------------------------------------------------------
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages there are; the first and the last fetch and send home nothing."""
-        return self.layout.last + 1
 
     def start_fetch(self, stage: int) -> dict[Side, ArrivingRows]:
         """Start what a stage fetches."""
@@ -228,7 +212,7 @@ class Tables:
         """Yield the tile of a stage."""
         parts = {side: Part(Kind.TILE, side, stage) for side in Side}
         places = map(self.layout.place, (*parts.values(), Part(Kind.CELLS, Side.QUERY, stage)))
-        *of_sides, is_computed = TILE_TABLES(self.numbers, self.sizes, *places)
+        *of_sides, is_computed = tile_tables(self.numbers, self.sizes, *places)
         rows = dict(zip(Side, of_sides, strict=True))
         for side in Side:
             self._expect(rows[side], parts[side])
@@ -245,11 +229,10 @@ class Tables:
         self, tile: RowTile, query: Tensor, key: Tensor, value: Tensor
     ) -> Iterator[tuple[slice, Kernel, TileCall]]:
         """Yield the call of a tile."""
-        lengths = [tile.rows[side].shape[0] for side in Side]
-        queries, keys = (((0, length),) for length in lengths)
+        queries, keys = (((0, tile.rows[side].shape[0]),) for side in Side)
         heads = (0, int(self.shapes[Side.QUERY][1]) // self.num_groups)
         geometry, columns = Geometry(heads, queries, keys, queries), self._columns(tile.rows)
-        indices = Indices(geometry, columns, batch=1, dtype=self.dtype, device=self.device)
+        indices = Indices(geometry, columns, 1, self.dtype, self.device)
         options = self.attention.kernel_options
         kernel = self.kernel(self.rule.rule, indices, options, tile.is_computed)
         call = TileCall(query, key, value, False, self.attention.scale)
@@ -278,9 +261,8 @@ class Tables:
             if where[dim].is_Integer:
                 table = table.select(dim, int(where.pop(dim)))
         if HEAD in where:
-            heads = where.index(HEAD)
-            table = table.movedim(heads, 0)
-            where.pop(heads)
+            table = table.movedim(where.index(HEAD), 0)
+            where.remove(HEAD)
         at = [entries[side] if symbol == BATCH else positions[side] for symbol in where]
         index = [None, *at] if column.has_heads else at
         found: Tensor = torch.ops.aten.index.Tensor(table, index)
@@ -298,9 +280,9 @@ class Tables:
     def result(self, kind: ResultKind) -> Tensors:
         """Combine, or sum up, what was computed of own rows, by whichever rank."""
         side = _side_of(kind)
-        shape, part = self.shapes[side], Part(Kind.SUM, side)
-        own = shape[0] * shape[2] * self.num_groups
-        which: Tensor = ROWS_OF_RESULTS(self.numbers, self.sizes, self.layout.place(part), own)
+        (batch, _, length, _), part = self.shapes[side], Part(Kind.SUM, side)
+        own, place = batch * length * self.num_groups, self.layout.place(part)
+        which: Tensor = rows_of_results(self.numbers, self.sizes, place, own)
         self._expect(which, part)
         computed = [*self.computed[side], *self.came_home[side]]
 
@@ -311,14 +293,95 @@ class Tables:
             stacks.append(cat_behind([rows[name] for rows in computed], nothing)[which])
         merged = dict(zip(kind.payload.parts, kind.merge_stack(*stacks), strict=True))
         merged |= {name: merged[name].to(self.dtype) for name in kind.payload.tensors}
-        return tuple(self._as_shard(rows, side) for rows in merged.values())
-
-    def _as_shard(self, rows: Tensor, side: Side) -> Tensor:
-        """(B S groups, H / groups, ...) -> (B, H, S, ...)."""
-        batch, _, length, _ = self.shapes[side]
-        by_group = rows.unflatten(0, (batch, length, self.num_groups))
-        return by_group.flatten(2, 3).transpose(1, 2)
+        # (B S groups, H / groups, ...) -> (B, H, S, ...).
+        groups = (batch, length, self.num_groups)
+        by_group = (rows.unflatten(0, groups) for rows in merged.values())
+        return tuple(rows.flatten(2, 3).transpose(1, 2) for rows in by_group)
 
 
 def _side_of(kind: ResultKind) -> Side:
     return Side.KEY if kind.payload.is_of_keys else Side.QUERY
+
+
+# --- A plan's numbers, part by part ------------------------------------------------------------
+
+
+def layout_of(stages: int, group_name: str) -> Layout:
+    """Return which parts the plans of a group's batches have."""
+    return Layout(stages, dist.get_world_size(group_of(group_name)))
+
+
+# The lanes of rows of a tile that have no token. Those of queries and of keys differ, so that they
+# make no pairs with each other.
+NO_LANE = {Side.QUERY: -1, Side.KEY: -2}
+
+
+@torch.library.custom_op("cp_inductor::rows_of_results", mutates_args=())
+def rows_of_results(numbers: Tensor, sizes: Tensor, place: int, width: int) -> Tensor:
+    """Return which rows of results make up a rank's own rows.
+
+    Args:
+        numbers, sizes: of `plan_batch`.
+        place: `Layout.place` of a SUM part.
+        width: the rank's own rows.
+
+    Returns:
+        (n, width); n is 2 at least.
+    """
+    if not width:
+        return numbers.new_empty((2, 0))
+    return read_part(numbers, sizes, place).view(-1, width).clone()
+
+
+@rows_of_results.register_fake
+def _(numbers: Tensor, sizes: Tensor, place: int, width: int) -> Tensor:
+    return numbers.new_empty((new_size(2), width))
+
+
+@torch.library.custom_op("cp_inductor::tile_tables", mutates_args=())
+def tile_tables(
+    numbers: Tensor, sizes: Tensor, queries: int, keys: int, cells: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows that a tile reads, and which of its blocks it computes.
+
+    One op, because these are a few numbers, for which generated code would be long.
+
+    Args:
+        numbers, sizes: of `plan_batch`.
+        queries, keys, cells: `Layout.place` of its TILE parts and of its CELLS part.
+
+    Returns:
+        Rows of queries (128 n, 3) and of keys (128 m, 3): row of the pool, lane, and position.
+        Rows that have no token read row 0 of the pool, and are of the lane `NO_LANE`. Behind them,
+        (n, m) bool.
+    """
+    of_queries, of_keys = (
+        read_part(numbers, sizes, place).view(-1, len(COLUMNS)) for place in (queries, keys)
+    )
+    slots, of_columns = (blocks[:, COLUMNS.index("slot")] for blocks in (of_queries, of_keys))
+    is_computed = read_part(numbers, sizes, cells)[slots.unsqueeze(1) + of_columns] != 0
+    rows = _tile_rows(of_queries, NO_LANE[Side.QUERY])
+    return rows, _tile_rows(of_keys, NO_LANE[Side.KEY]), is_computed
+
+
+@tile_tables.register_fake
+def _(numbers: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    n, m = new_size(1), new_size(1)
+    of_queries, of_keys = (numbers.new_empty((BLOCK * size, len(ROW_COLUMNS))) for size in (n, m))
+    return of_queries, of_keys, numbers.new_empty((n, m), dtype=torch.bool)
+
+
+def _tile_rows(blocks: Tensor, missing: int) -> Tensor:
+    """(n, columns), a TILE part -> (128 n, 3); `missing` is the lane of rows without a token."""
+    first, step, length, lane, position = (
+        blocks[:, COLUMNS.index(name), None]
+        for name in ("pool", "step", "length", "lane", "position")
+    )
+    inside = torch.arange(BLOCK, device=blocks.device)
+    is_row = inside < length
+    columns = (
+        torch.where(is_row, first + inside * step, 0),
+        torch.where(is_row, lane, missing),
+        torch.where(is_row, position + inside, 0),
+    )
+    return torch.stack(columns, -1).flatten(0, 1)

@@ -18,6 +18,7 @@ Shapes: B batch, H query heads, S queries, T keys, D head dim.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -27,18 +28,17 @@ from torch import Tensor
 from cp_inductor.mask.language import SCORE
 from cp_inductor.plan import Mask, Payload, Span, Tile, backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
-from cp_inductor.run.merge import RESULT_KINDS, ResultKind, Results, Tensors
+from cp_inductor.run.merge import RESULT_KINDS, Results, Tensors
 from cp_inductor.run.messages import Arriving, Messages
 from cp_inductor.run.own_transfers import fetch_of, home_of, reads_shard, runs_leaving
 from cp_inductor.run.records import Contents, Groups, records_received
 from cp_inductor.run.store import Piece, Store, concatenate
-from cp_inductor.tiles.dims import SEQUENCE_DIM
+from cp_inductor.tiles.dims import SEQUENCE_DIM, Tokens
 from cp_inductor.tiles.kernel_table import KERNELS, get_kernel
 from cp_inductor.tiles.kernels import AnyScale, Kernel, RuleKernel, TileCall
 from cp_inductor.tiles.math_tiles import Math
 from cp_inductor.tiles.stand_in import make_stand_in, make_words, store_beside
 from cp_inductor.tiles.tile_masks import MAX_SCORE_BYTES, TileMasks
-from cp_inductor.tiles.tokens import Tokens
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import is_fake
 
@@ -46,37 +46,28 @@ _ALL = slice(None)
 
 
 class Views:
-    """What a rank has of a plan of a recipe; see `cp_inductor.run.executor`.
-
-    Args:
-        attention: what is computed.
-        query, key, value: this rank's shards.
-        extras: what its mask reads, and more.
-        is_backward: which plan of the recipe.
-    """
+    """What a rank has of a plan of a recipe, from what `run_forward` takes; see there."""
 
     def __init__(
-        self,
-        attention: Attention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        extras: Sequence[Tensor],
-        *,
-        is_backward: bool = False,
+        self, attention: Attention, shards: Tensors, extras: Tensors, *, is_backward: bool
     ) -> None:
+        query, key, value = shards
         plan = (backward_plan if is_backward else forward_plan)(attention.recipe)
         self.plan, self.attention, self.rank = plan, attention, attention.rank
         self.own, self.program = plan.grid.own(self.rank), plan.program(self.rank)
+        self.num_stages = len(self.program)
         tokens = Tokens(plan.grid, query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
         self.store = Store(tokens, like=query)
         self.messages = Messages(self.store, self.rank, attention.group_name)
         self.results = Results(plan, self.rank, self.store)
-        self.masks = TileMasks(attention.rule, tokens, self.own, attention.extras(extras), query)
+        self.add, self.result = self.results.add, self.results.of_shard
+        self.seed = extras[-1] if attention.dropout_p else None
+        tables = extras if self.seed is None else extras[:-1]
+        self.masks = TileMasks(attention.rule, tokens, self.own, tables, query)
         self.kernels = KERNELS[attention.kernel]
-        self.plain, self.maths = get_kernel(attention.kernel), list[tuple[Tile, Math]]()
-        self.fetches = [fetch_of(plan, self.rank, index) for index in range(len(self.program))]
-        self.homes = [home_of(plan, self.rank, index) for index in range(len(self.program))]
+        self.plain, self.maths = get_kernel(attention.kernel), defaultdict[Tile, list[Math]](list)
+        self.fetches = [fetch_of(plan, self.rank, index) for index in range(self.num_stages)]
+        self.homes = [home_of(plan, self.rank, index) for index in range(self.num_stages)]
         self.kept: list[Tensor] = []
         self.messages.note_sent(self.fetches)
         if not is_backward or reads_shard(attention):
@@ -109,15 +100,10 @@ class Views:
 
     # --- Exchanges ----------------------------------------------------------------------------
 
-    @property
-    def num_stages(self) -> int:
-        """How many stages there are."""
-        return len(self.program)
-
     def start_fetch(self, stage: int) -> Arriving | None:
         """Start what a stage fetches, if any rank fetches something."""
         # Whether there is an exchange does not depend on the rank: one that takes no part hangs.
-        if stage == len(self.program) or not self.plan.stages[stage].fetch:
+        if stage == self.num_stages or not self.plan.stages[stage].fetch:
             return None
         return self.messages.start(self.fetches[stage])
 
@@ -130,12 +116,9 @@ class Views:
         buffer, arrived = self.messages.wait(fetching)
         if stage < self.plan.num_kept:
             self.kept.append(buffer)
-        by_heads: dict[Groups, list[Piece]] = {}
-        for piece in arrived:
-            if "delta" in piece.tensors:
-                by_heads.setdefault(piece.heads, []).append(piece)
-        for of_heads in by_heads.values():
-            self._stand_in(of_heads)
+        with_delta = [piece for piece in arrived if "delta" in piece.tensors]
+        for heads in dict.fromkeys(piece.heads for piece in with_delta):
+            self._stand_in([piece for piece in with_delta if piece.heads == heads])
 
     def _stand_in(self, arrived: Sequence[Piece]) -> None:
         """Make what stands in for out in rows of others, in one kernel for all that arrived."""
@@ -158,12 +141,8 @@ class Views:
     def _spans_needed_from(self, stage: int) -> list[Span]:
         """Return chunks of which tiles are still computed, or which later stages send on."""
         tiles = [tile for later in self.program[stage:] for tile in later.tiles]
-        sent = [
-            transfer.span
-            for later in self.program[stage + 1 :]
-            for transfer in later.fetch
-            if transfer.source == self.rank
-        ]
+        fetched = [transfer for later in self.program[stage + 1 :] for transfer in later.fetch]
+        sent = [transfer.span for transfer in fetched if transfer.source == self.rank]
         return [*(span for tile in tiles for span in (*tile.queries, *tile.keys)), *sent]
 
     def start_home(self, stage: int) -> Arriving | None:
@@ -177,9 +156,9 @@ class Views:
             for span, heads in runs_leaving(leaving, kind.payload):
                 merged = self.results.over(kind, span, heads, of_tiles=True)
                 self.store.put(Piece.of(kind.payload, (span,), heads, merged))
-            of_payload = [t for t in leaving if t.payload is kind.payload]
-            to_itself = [t for t in of_payload if t.destination == self.rank]
-            self.results.withdraw(kind.payload, to_itself)
+            to_itself = [transfer for transfer in leaving if transfer.destination == self.rank]
+            gone = {transfer.heads for transfer in to_itself if transfer.payload is kind.payload}
+            self.results.withdraw(kind.payload, gone)
         started = self.messages.start(home)
         self.store.pieces = at_hand
         return started
@@ -230,11 +209,11 @@ class Views:
             return
         for rows in self._row_slices(tile, query, key):
             keep, kernel = None, self.plain
-            if attention.dropout_p:
-                keep = self.masks.keep(tile, rows, attention.dropout_p)
+            if self.seed is not None:
+                keep = self.masks.keep(tile, rows, self.seed, attention.dropout_p)
             if needs_math:
                 kernel = Math(keep, needs_bias_grad=attention.has_bias)
-                self.maths.append((tile, kernel))
+                self.maths[tile].append(kernel)
             bias, change = self.masks.bias(tile, rows), self.masks.change(tile, rows)
             is_causal = tile.mask is Mask.CAUSAL and bias is None
             part = query[:, :, rows] if rows != _ALL else query
@@ -251,7 +230,8 @@ class Views:
     def _under_rule(self) -> type[RuleKernel] | None:
         """What reads the rule itself; None if nothing does here."""
         like, kernel = self.store.like, self.kernels.under_rule
-        serves = kernel.serves(self.masks.rule, like.shape[-1], is_traced=is_fake(like))
+        is_usable = is_fake(like) or not kernel.needs_graph
+        serves = is_usable and kernel.obstacle(self.masks.rule, like.shape[-1]) is None
         return kernel if serves else None
 
     def _row_slices(self, tile: Tile, query: Tensor, key: Tensor) -> Iterator[slice]:
@@ -265,19 +245,10 @@ class Views:
 
     # --- Results ------------------------------------------------------------------------------
 
-    def add(self, kind: ResultKind, tile: Tile, tensors: Sequence[Tensor]) -> None:
-        """Note what a tile computed."""
-        part = tile.side(self.plan.shape, of_keys=kind.payload.is_of_keys)
-        self.results.add(kind, *part, tensors)
-
-    def result(self, kind: ResultKind) -> Tensors:
-        """Return a result of this rank's shard."""
-        return self.results.of_shard(kind)
-
     def bias_grad(self) -> Tensor:
         """Return the gradient of the bias: of each tile in its place, of the others 0."""
-        of_tiles: dict[Tile, list[Tensor]] = {}
-        for tile, math in self.maths:
-            of_tiles.setdefault(tile, []).append(math.bias_grad)
-        parts = [(tile, torch.cat(of_tile, SEQUENCE_DIM)) for tile, of_tile in of_tiles.items()]
-        return self.masks.put_together(parts).to(self.masks.extras.tables[-1].dtype)
+        parts = [
+            (tile, torch.cat([math.bias_grad for math in of_tile], SEQUENCE_DIM))
+            for tile, of_tile in self.maths.items()
+        ]
+        return self.masks.put_together(parts).to(self.masks.tables[-1].dtype)

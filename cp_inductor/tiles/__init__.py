@@ -6,5 +6,5 @@ masked_tiles, flex_tiles    tiles under a mask that skip blocks, on the CPU and 
 math_tiles                  tiles in plain ops, for what no kernel does
 tile_masks, block_tables    the mask of a tile; which of its blocks hold pairs
 combine, stand_in           partials to one result; what stands in for it in the backward
-tokens, dims                lengths of chunks in tokens; the dims of tensors
+dims                        the dims of tensors, and lengths of chunks in tokens
 """

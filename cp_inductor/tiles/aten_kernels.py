@@ -62,25 +62,17 @@ class FlashCPU(PlainKernel):
 
     def attend(self, call: TileCall) -> Partial:
         """Attend; the lse of rows that see nothing is any number."""
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            *with_whole_rows(*call.tensors),
-            0.0,
-            call.is_causal,
-            attn_mask=call.bias,
-            scale=call.scale,
+        inputs = with_whole_rows(*call.tensors)
+        out, lse = self.forward_op(
+            *inputs, 0.0, call.is_causal, attn_mask=call.bias, scale=call.scale
         )
         return Partial(out, lse)
 
     def differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         """Differentiate; the lse of rows that see nothing is +inf."""
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out,
-            *with_whole_rows(*call.tensors, whole.out),
-            whole.lse,
-            0.0,
-            call.is_causal,
-            attn_mask=call.bias,
-            scale=call.scale,
+        inputs = (grad_out, *with_whole_rows(*call.tensors, whole.out), whole.lse)
+        dq, dk, dv = self.backward_op(
+            *inputs, 0.0, call.is_causal, attn_mask=call.bias, scale=call.scale
         )
         return dq, dk, dv
 
@@ -100,13 +92,9 @@ class EfficientCUDA(PlainKernel):
         """See `Kernel.forward`."""
         query, num_heads = call.query, call.query.shape[1]
         key, value = repeat_heads(call.key, num_heads), repeat_heads(call.value, num_heads)
-        out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
-            *with_whole_rows(*_pad_head_dims(query, key, value)),
-            self._bias(call),
-            True,
-            0.0,
-            call.is_causal,
-            scale=call.factor,
+        inputs = with_whole_rows(*_pad_head_dims(query, key, value))
+        out, lse, _, _ = self.forward_op(
+            *inputs, self._bias(call), True, 0.0, call.is_causal, scale=call.factor
         )
         out, lse = _unpad_head_dim(out, query.shape[-1]), lse.narrow(2, 0, query.shape[2])
         if call.bias is not None:
@@ -125,22 +113,10 @@ class EfficientCUDA(PlainKernel):
         # +inf makes every probability of a padding row exp(-inf) = 0.
         lse = F.pad(lse, (0, -query.shape[2] % self.LSE_ALIGNMENT), value=float("inf"))
         lse = lse.contiguous()
-        no_dropout = query.new_empty(1, dtype=torch.int64)
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            self._bias(call),
-            out,
-            lse,
-            no_dropout,
-            no_dropout,
-            0.0,
-            [True, True, True, False],
-            call.is_causal,
-            scale=call.factor,
-        )
+        no_dropout = [query.new_empty(1, dtype=torch.int64)] * 2
+        inputs = (grad_out, query, key, value, self._bias(call), out, lse, *no_dropout, 0.0)
+        needed = [True, True, True, False]
+        dq, dk, dv, _ = self.backward_op(*inputs, needed, call.is_causal, scale=call.factor)
         dk, dv = sum_heads(dk, num_kv_heads), sum_heads(dv, num_kv_heads)
         dq, dk, dv = (_unpad_head_dim(grad, call.query.shape[-1]) for grad in (dq, dk, dv))
         return dq, dk, dv
@@ -181,12 +157,8 @@ class FlashCUDA(PlainKernel):
         """See `Kernel.forward`."""
         if call.bias is not None:
             return EfficientCUDA().forward(call)
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(
-            *with_whole_rows(*_pad_head_dims(*call.tensors)),
-            0.0,
-            call.is_causal,
-            scale=call.factor,
-        )
+        inputs = with_whole_rows(*_pad_head_dims(*call.tensors))
+        out, lse, *_ = self.forward_op(*inputs, 0.0, call.is_causal, scale=call.factor)
         return Partial(_unpad_head_dim(out, call.query.shape[-1]), lse)
 
     def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
@@ -196,25 +168,12 @@ class FlashCUDA(PlainKernel):
         tensors = _pad_head_dims(grad_out, *call.tensors, whole.out)
         # FA2 copies an odd gradient itself; FA4 need not.
         grad_out, query, key, value, out = with_whole_rows(*tensors)
-        no_dropout = query.new_empty((2,), dtype=torch.uint64)
-        grads = aten._scaled_dot_product_flash_attention_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            out,
-            # Read by its address alone: a part of a longer lse would be taken for its beginning.
-            whole.lse.contiguous(),
-            None,
-            None,
-            query.shape[2],
-            key.shape[2],
-            0.0,
-            call.is_causal,
-            no_dropout,
-            no_dropout,
-            scale=call.factor,
-        )
+        no_dropout = [query.new_empty((2,), dtype=torch.uint64)] * 2
+        # Read by its address alone: a part of a longer lse would be taken for its beginning.
+        lse = whole.lse.contiguous()
+        of_sequences = (None, None, query.shape[2], key.shape[2], 0.0, call.is_causal, *no_dropout)
+        inputs = (grad_out, query, key, value, out, lse, *of_sequences)
+        grads = self.backward_op(*inputs, scale=call.factor)
         dq, dk, dv = (_unpad_head_dim(grad, call.query.shape[-1]) for grad in grads)
         return dq, dk, dv
 

@@ -53,7 +53,16 @@ def make_block_table(rule: Rule, indices: Indices, is_computed: Tensor | None = 
         PARTIAL may hold any pairs, none and all among them. Nothing is FULL if the rule has a
         bias. B and H are 1 if what exists does not depend on them.
     """
-    decision = _decide(rule, indices)
+
+    def make(low: Any, high: Any) -> Interval:
+        least = indices.as_tensor(low)
+        return _interval(least, least if high is low else indices.as_tensor(high))
+
+    operations = interval_operations(
+        lambda number, _, where: _read(indices, number, where), make, indices.boolean
+    )
+    values = Lazily(lambda symbol: _bounds_of_index(indices, symbol))
+    decision: Decision = evaluate(rule.allowed, values, operations)
     shape = shape_of_block_table(rule, indices.geometry, indices.batch)
     cells = decision.may.to(torch.int8) * Cell.PARTIAL
     if not rule.bias:
@@ -71,27 +80,9 @@ def shape_of_block_table(
     return (
         batch if BATCH in free else 1,
         geometry.heads[1] - geometry.heads[0] if HEAD in free else 1,
-        num_blocks(geometry.num_queries),
-        num_blocks(geometry.num_keys),
+        -(-geometry.num_queries // BLOCK),
+        -(-geometry.num_keys // BLOCK),
     )
-
-
-def num_blocks(length: int) -> int:
-    """Return how many blocks so many tokens are."""
-    return -(-length // BLOCK)
-
-
-def _decide(rule: Rule, indices: Indices) -> Decision:
-    def make(low: Any, high: Any) -> Interval:
-        least = indices.as_tensor(low)
-        return _interval(least, least if high is low else indices.as_tensor(high))
-
-    operations = interval_operations(
-        lambda number, _, where: _read(indices, number, where), make, indices.boolean
-    )
-    values = Lazily(lambda symbol: _bounds_of_index(indices, symbol))
-    decision: Decision = evaluate(rule.allowed, values, operations)
-    return decision
 
 
 def _bounds_of_index(indices: Indices, symbol: sympy.Symbol) -> Interval:
@@ -99,8 +90,8 @@ def _bounds_of_index(indices: Indices, symbol: sympy.Symbol) -> Interval:
     if run is None or run[1] - run[0] <= 1:
         return _bounds_of_blocks(indices.of(symbol))
     # The bounds of one run of positions are numbers: nothing has to be reduced.
-    low = torch.arange(*run, BLOCK, device=indices.device)
-    low = low.view(1, 1, -1, 1) if symbol == QUERY else low.view(1, 1, 1, -1)
+    shape = (1, 1, -1, 1) if symbol == QUERY else (1, 1, 1, -1)
+    low = torch.arange(*run, BLOCK, device=indices.device).view(shape)
     return _interval(low, (low + (BLOCK - 1)).clamp(max=run[1] - 1))
 
 
@@ -160,10 +151,7 @@ class _Tensors(Numbers):
     """What both kinds of tensors have in common."""
 
     minimum, maximum = staticmethod(torch.minimum), staticmethod(torch.maximum)
-
-    @staticmethod
-    def where(condition: Tensor, a: Any, b: Any) -> Tensor:
-        return torch.where(condition, a, b)
+    where: Any = staticmethod(torch.where)
 
     def match(self, a: Interval, b: Any) -> tuple[Interval, Interval, Numbers]:
         """Bring two operands to the dtype in which torch computes with them."""
@@ -225,9 +213,8 @@ class _Integers(_Tensors):
     def multiply(self, ends: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         # An end of int64 counts as large, so that no bound times anything but 0 is no bound.
         is_large = [(x.double() * y.double()).abs() >= _LARGE for x, y in ends]
-        products = [
-            x.masked_fill(large, 0) * y for large, (x, y) in zip(is_large, ends, strict=True)
-        ]
+        inside = zip(is_large, ends, strict=True)
+        products = [x.masked_fill(large, 0) * y for large, (x, y) in inside]
         low, high = reduce(torch.minimum, products), reduce(torch.maximum, products)
         any_large = reduce(or_, is_large)
         return low.masked_fill(any_large, self.least), high.masked_fill(any_large, self.most)

@@ -104,11 +104,6 @@ def sum_grads(grads: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> T
     return total.to(dtype)
 
 
-def sum_stack(grads: Tensor) -> Tensor:
-    """Add gradients (n, ...) that are one tensor, in float32 (float64 for float64)."""
-    return grads.sum(0, dtype=accumulation_dtype(grads))
-
-
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:
     """Return what sums of such tensors are computed in: float32, or float64 for float64."""
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -90,14 +90,8 @@ class CudnnCUDA(PlainKernel):
         other = _instead(call)
         if other is not None:
             return other.forward(call)
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            *with_whole_rows(*call.tensors),
-            None,
-            True,
-            0.0,
-            call.is_causal,
-            scale=call.factor,
-        )
+        inputs = with_whole_rows(*call.tensors)
+        out, lse, *_ = self.forward_op(*inputs, None, True, 0.0, call.is_causal, scale=call.factor)
         return Partial(out, lse.reshape(call.query.shape[:3]))
 
     def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
@@ -111,25 +105,11 @@ class CudnnCUDA(PlainKernel):
         grad_out, out = (
             t.permute(order).contiguous().permute(order) for t in (grad_out, whole.out)
         )
-        no_dropout = query.new_empty(1, dtype=torch.int64)
-        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            out,
-            whole.lse.contiguous().unsqueeze(-1),
-            no_dropout,
-            no_dropout,
-            None,
-            None,
-            None,
-            query.shape[2],
-            key.shape[2],
-            0.0,
-            call.is_causal,
-            scale=call.factor,
-        )
+        no_dropout = [query.new_empty(1, dtype=torch.int64)] * 2
+        lse = whole.lse.contiguous().unsqueeze(-1)
+        of_sequences = (None, None, None, query.shape[2], key.shape[2], 0.0, call.is_causal)
+        inputs = (grad_out, query, key, value, out, lse, *no_dropout, *of_sequences)
+        dq, dk, dv = self.backward_op(*inputs, scale=call.factor)
         return dq, dk, dv
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from ast import literal_eval
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import sympy
@@ -44,8 +45,10 @@ from cp_inductor.torch_private.flex_kernels import (
 )
 
 # What `list_blocks` returns, as `BlockMask` takes it.
-LISTS_OF_ROWS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-LISTS_OF_COLUMNS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+LISTS = (
+    *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+    *("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"),
+)
 
 # The templates multiply matrices of at least so many columns.
 MIN_HEAD_DIM = 16
@@ -97,7 +100,7 @@ class FlexCUDA(RuleKernel):
     def forward(self, call: TileCall) -> Partial:
         """See `Kernel.forward`; the call has no bias: it is the rule's."""
         query, key, value = with_whole_rows(*call.tensors)
-        return Partial(*flex_forward(query, key, value, self._flex(call, is_forward=True)))
+        return Partial(*flex_forward(query, key, value, self._flex(call, has_columns=False)))
 
     def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         """See `Kernel.backward`; in the place of out it takes <out, grad_out>, (B, H, S)."""
@@ -105,11 +108,11 @@ class FlexCUDA(RuleKernel):
         is_out = out_or_delta.ndim == grad_out.ndim
         delta = delta_of(out_or_delta, grad_out) if is_out else out_or_delta
         query, key, value, grad_out = with_whole_rows(*call.tensors, grad_out)
-        flex = self._flex(call, is_forward=False)
+        flex = self._flex(call, has_columns=True)
         return flex_backward(query, key, value, grad_out, lse, delta, flex)
 
-    def _flex(self, call: TileCall, *, is_forward: bool) -> Flex:
-        block_mask = self.block_mask(has_columns=not is_forward)
+    def _flex(self, call: TileCall, *, has_columns: bool) -> Flex:
+        block_mask = self.block_mask(has_columns=has_columns)
         buffers = self.score_buffers, self.mask_buffers
         return Flex(block_mask, self.score_mod, self.slope, call.factor, *buffers, self.options)
 
@@ -126,12 +129,9 @@ class FlexCUDA(RuleKernel):
             has_columns,
             self.is_computed,
         )
-        of_rows, of_columns = lists[:4], lists[4:] or [None] * 4
-        geometry = indices.geometry
         return BlockMask(
-            (geometry.num_queries, geometry.num_keys),
-            **dict(zip(LISTS_OF_ROWS, of_rows, strict=True)),
-            **dict(zip(LISTS_OF_COLUMNS, of_columns, strict=True)),
+            (indices.geometry.num_queries, indices.geometry.num_keys),
+            **dict(zip_longest(LISTS, lists)),
             BLOCK_SIZE=(BLOCK, BLOCK),
             mask_mod=self.mask_mod,
         )
@@ -161,9 +161,7 @@ def list_blocks(
         first, in order, (B | 1, H | 1, rows, columns). The same of those that are FULL. Then the
         same four of columns, (B | 1, H | 1, columns) and (B | 1, H | 1, columns, rows).
     """
-    indices = Indices(
-        Geometry.decode(geometry), tables, batch=batch, dtype=dtype, device=like.device
-    )
+    indices = Indices(Geometry.decode(geometry), tables, batch, dtype, like.device)
     # A change of scores makes no block empty.
     cells = make_block_table(Rule.parse(rule), indices, is_computed)
     kinds = [cells == kind for kind in (Cell.PARTIAL, Cell.FULL)]
@@ -182,12 +180,7 @@ def _(like: Tensor, tables: list[Tensor], *how: Any) -> list[Tensor]:
 
 
 class _Reader:
-    """Evaluates an expression of a rule at one score, from the tensors that it captures.
-
-    Args:
-        expression: of the rule.
-        indices: of the tile.
-    """
+    """Evaluates an expression of a rule at one score, from the tensors that it captures."""
 
     def __init__(self, expression: Any, indices: Indices) -> None:
         self.expression, self.indices = expression, indices
@@ -210,12 +203,9 @@ class _Reader:
     def read(
         self, at: Sequence[Tensor], buffers: Sequence[Tensor], score: Tensor | None = None
     ) -> Any:
-        """Return the value at one score.
+        """Return the value at a batch entry, a head among the tile's, a query and a key.
 
-        Args:
-            at: its batch entry, its head among the tile's, its query and its key.
-            buffers: what stands for the captured tensors.
-            score: itself, if it may occur.
+        Buffers stand for the captured tensors; the score is given if it may occur.
         """
         captured = dict(zip(self.captured, buffers, strict=True))
         return _AtScore(self.indices, at, captured).evaluate(self.expression, score=score)
@@ -227,13 +217,8 @@ class _AtScore(Indices):
     def __init__(
         self, indices: Indices, at: Sequence[Tensor], captured: dict[object, Tensor]
     ) -> None:
-        super().__init__(
-            indices.geometry,
-            indices.tables,
-            batch=indices.batch,
-            dtype=indices.dtype,
-            device=indices.device,
-        )
+        batch, dtype, device = indices.batch, indices.dtype, indices.device
+        super().__init__(indices.geometry, indices.tables, batch, dtype, device)
         # Sums and differences of positions, and products of them, do not wrap.
         self.at = [index.to(torch.int64) for index in at]
         self.captured = captured

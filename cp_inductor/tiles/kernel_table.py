@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,8 +69,8 @@ def choose_kernel(
     device: str | None = None,
     capability: tuple[int, int] | None = None,
     has_bias: bool = False,
-) -> str:
-    """Name the row that serves these tensors.
+) -> tuple[str, str]:
+    """Name the row that serves these tensors, and say what kept those before it from serving.
 
     Args:
         query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D); real or fake.
@@ -90,10 +91,13 @@ def choose_kernel(
             got=f"{head_dim}, {key.shape[-1]} and {value.shape[-1]}",
             remedy="pad value to the head dim of query and slice the output",
         )
+    reasons = list[str]()
     for name, row in _in_order(device, query.device, capability):
-        is_served = _obstacle(row, query, dtype, capability, has_bias=has_bias) is None
-        if is_served and row.plain.runs_on(query.device):
-            return name
+        reason = _describe_wrong(row, query, capability)
+        reason = reason or row.plain.obstacle(dtype, head_dim, has_bias=has_bias)
+        if reason is None and row.plain.runs_on(query.device):
+            return name, "; ".join(reasons) or "SDPA's first choice"
+        reasons.append(reason or f"{row.plain.switch.name} does not run on {query.device}")
     raise UnsupportedKernel(
         site=site,
         expected="; ".join(row.plain.describe() for row in _rows_of(device)),
@@ -105,61 +109,37 @@ def choose_kernel(
     )
 
 
-def why_kernel(
-    name: str,
-    query: Tensor,
-    *,
-    dtype: torch.dtype,
-    device: str | None = None,
-    capability: tuple[int, int] | None = None,
-    has_bias: bool = False,
-) -> str:
-    """Say what kept the rows before a chosen one, in SDPA's order, from serving.
-
-    Args:
-        name: of the row.
-        query, dtype, device, capability, has_bias: as in `choose_kernel`.
-    """
-    reasons = []
-    for other, row in _in_order(device or query.device.type, query.device, capability):
-        if other == name:
-            break
-        reason = _obstacle(row, query, dtype, capability, has_bias=has_bias)
-        reasons.append(reason or f"{row.plain.switch.name} does not run on {query.device}")
-    return "; ".join(reasons) or "SDPA's first choice"
-
-
 def implementation_of(name: str) -> str:
     """Return what has taken the place of a row's kernel, such as "FA3"; "" if nothing has."""
-    is_flash = KERNELS[name].plain is FlashCUDA
-    return known_wrong.flash_implementation() if is_flash else ""
+    return known_wrong.flash_implementation() if KERNELS[name].plain is FlashCUDA else ""
 
 
 def known_wrong_of(
     name: str, device: torch.device, capability: tuple[int, int] | None
 ) -> tuple[str, ...]:
-    """Say where the kernel of a row is known to be wrong, and what computes that in its place."""
+    """Say where the kernel of a row is known to be wrong, and what computes that in its place.
+
+    If the GPU is not here, of any version of the kernel's library.
+    """
     kernel = implementation_of(name) or KERNELS[name].plain.switch.name
-    return known_wrong.rows_of(kernel, capability or known_wrong.chip_of(device))
+    chip, is_here = capability or known_wrong.chip_of(device), torch.cuda.is_available()
+    return tuple(
+        str(row)
+        for row in known_wrong.ROWS
+        if chip is not None and kernel == row.kernel and chip[0] in row.chips
+        if not is_here or row.is_met(chip)
+    )
 
 
-def _obstacle(
-    row: KernelRow,
-    query: Tensor,
-    dtype: torch.dtype,
-    capability: tuple[int, int] | None,
-    *,
-    has_bias: bool,
+def _describe_wrong(
+    row: KernelRow, query: Tensor, capability: tuple[int, int] | None
 ) -> str | None:
-    """Say why a row does not serve; None if it does, on a device that has it."""
-    if row.plain is FlashCUDA:
-        chip = capability or known_wrong.chip_of(query.device)
-        wrong = known_wrong.obstacle(
-            known_wrong.flash_implementation(), query.shape[0], query.shape[-1], chip
-        )
-        if wrong is not None:
-            return wrong
-    return row.plain.obstacle(dtype, query.shape[-1], has_bias=has_bias)
+    """Say that the kernel of a row is known to be wrong for an attention; None if it is not."""
+    wrong = known_wrong.TWO_WIDE_SEQUENCES
+    if row.plain is not FlashCUDA or known_wrong.flash_implementation() != wrong.kernel:
+        return None
+    is_met = wrong.is_met(capability or known_wrong.chip_of(query.device))
+    return str(wrong) if is_met and query.shape[-1] == 256 and query.shape[0] != 1 else None
 
 
 # Dynamo evaluates it, where it would break the graph.
@@ -190,3 +170,21 @@ def _in_order(
 def _rows_of(device: str) -> list[KernelRow]:
     """Return the rows of a type of device, or all of them if it has none."""
     return [row for row in KERNELS.values() if row.device == device] or [*KERNELS.values()]
+
+
+# --- The ops that are tiles, for passes that look for them in a graph -----------------------------
+
+_KERNELS = [kernel for row in KERNELS.values() for kernel in (row.plain, row.under_rule)]
+BACKWARD_TILE_OPS: frozenset[Any] = frozenset(kernel.backward_op for kernel in _KERNELS)
+TILE_OPS: frozenset[Any] = BACKWARD_TILE_OPS | {kernel.forward_op for kernel in _KERNELS}
+
+# Those with subgraphs.
+FLEX_OPS = frozenset({FlexCUDA.forward_op, FlexCUDA.backward_op})
+
+# The arguments of aten's that `kernels.with_whole_rows` is for, and the places of these.
+ROWS = frozenset({"query", "key", "value", "out"})
+ROWS_OF_TILES = {
+    op: tuple(place for place, argument in enumerate(op._schema.arguments) if argument.name in ROWS)
+    for op in TILE_OPS
+    if isinstance(op, torch._ops.OpOverload) and op.namespace == "aten"
+}

@@ -81,10 +81,7 @@ class Partial(NamedTuple):
 class Switch(NamedTuple):
     """What ``torch.nn.attention.sdpa_kernel`` turns on and off. The names are CUDA's.
 
-    Attributes:
-        name: for people.
-        is_on: whether it is on.
-        backend: by which SDPA orders it among others.
+    By its backend SDPA orders it among others.
     """
 
     name: str
@@ -176,9 +173,8 @@ class PlainKernel(Kernel):
     @classmethod
     def _describe_head_dims(cls) -> str:
         multiple, limit = cls.head_dim_multiple, cls.max_head_dim
-        return ("" if limit is None else f" up to {limit}") + (
-            f" that are multiples of {multiple}" if multiple > 1 else ""
-        )
+        multiples = f" that are multiples of {multiple}" if multiple > 1 else ""
+        return multiples if limit is None else f" up to {limit}{multiples}"
 
 
 class RuleKernel(Kernel):
@@ -196,11 +192,10 @@ class RuleKernel(Kernel):
     def __init__(
         self, rule: Rule, indices: Indices, options: str = "", is_computed: Tensor | None = None
     ) -> None:
-        """Make the kernel of a tile.
+        """Make the kernel of a tile under the rule of its attention.
 
         Args:
-            rule: of the attention.
-            indices: of the tile.
+            rule, indices: of the attention; of the tile.
             options: of templates, as the text of a dict; "" for their defaults.
             is_computed: (rows, columns) of blocks: those that the tile computes; None is all.
         """
@@ -209,11 +204,6 @@ class RuleKernel(Kernel):
     @abstractmethod
     def obstacle(cls, rule: Rule, head_dim: Any) -> str | None:
         """Say what about an attention it cannot compute; None if it can."""
-
-    @classmethod
-    def serves(cls, rule: Rule, head_dim: Any, *, is_traced: bool) -> bool:
-        """Whether it computes the tiles of an attention, in a graph or in eager code."""
-        return (is_traced or not cls.needs_graph) and cls.obstacle(rule, head_dim) is None
 
 
 class AnyScale(Kernel):

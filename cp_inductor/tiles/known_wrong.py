@@ -52,8 +52,8 @@ class KnownWrong:
 def _version(kernel: str) -> str | None:
     """Return the version of the library that a kernel is from; None if there is none here."""
     if kernel == "cuDNN":
-        found = torch.backends.cudnn.version()
-        return None if found is None else str(found)
+        number = torch.backends.cudnn.version()
+        return None if number is None else str(number)
     try:
         return version("flash-attn-4")
     except PackageNotFoundError:
@@ -108,21 +108,3 @@ def chip_of(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)
-
-
-def obstacle(
-    kernel: str, batch: object, head_dim: object, chip: tuple[int, int] | None
-) -> str | None:
-    """Say why a kernel may not compute an attention at all; None if it may."""
-    row = TWO_WIDE_SEQUENCES
-    is_hit = kernel == row.kernel and row.is_met(chip) and head_dim == 256 and batch != 1
-    return str(row) if is_hit else None
-
-
-def rows_of(kernel: str, chip: tuple[int, int] | None) -> tuple[str, ...]:
-    """Return the rows about a kernel on a GPU; of one that is not here, those of any version."""
-    if chip is None:
-        return ()
-    rows = [row for row in ROWS if kernel == row.kernel and chip[0] in row.chips]
-    is_here = torch.cuda.is_available()
-    return tuple(str(row) for row in rows if not is_here or row.is_met(chip))

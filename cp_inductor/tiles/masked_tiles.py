@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ from cp_inductor.tiles.kernels import (
     empty_like_rows,
     hide_blind_rows,
 )
-from cp_inductor.tiles.tile_masks import Geometry, Indices, bias_dtype, make_bias
+from cp_inductor.tiles.tile_masks import Geometry, Indices, Place, bias_dtype, make_bias
 
 # Pairs, of all heads, of the strips that one call computes. More make a call no faster, but its
 # copies of keys larger.
@@ -92,9 +92,7 @@ def block_table(
         (B | 1, H | 1, ceil(S / 128), ceil(T / 128)) int8: `Cell.EMPTY` of a block without a pair,
         `Cell.FULL` of one that holds all pairs and to which no bias is added, else `Cell.PARTIAL`.
     """
-    indices = Indices(
-        Geometry.decode(geometry), tables, batch=batch, dtype=dtype, device=tables[0].device
-    )
+    indices = Indices(Geometry.decode(geometry), tables, batch, dtype, tables[0].device)
     return _find_cells(Rule.parse(rule), indices, is_computed)
 
 
@@ -109,7 +107,7 @@ def _find_cells(rule: Rule, indices: Indices, is_computed: Tensor | None = None)
     cells = make_block_table(rule, indices, is_computed).contiguous()
     of_blocks = (cells == Cell.PARTIAL).nonzero()
     for some in of_blocks.split(MAX_BLOCKS):
-        place = _Blocks(indices.geometry, some, has_heads=cells.shape[1] > 1)
+        place = _at_blocks(indices.geometry, some, has_heads=cells.shape[1] > 1)
         allowed = indices.evaluate(rule.allowed, place).expand(len(some), -1, -1, -1).flatten(1)
         found = torch.full((len(some),), Cell.PARTIAL, dtype=cells.dtype)
         if not rule.bias:
@@ -124,34 +122,31 @@ def _cells_without_tables(
     rule: str, geometry: tuple[int, ...], batch: int, dtype: torch.dtype
 ) -> Tensor:
     """Return the block table of a rule of indices alone."""
-    device = torch.device("cpu")
-    indices = Indices(Geometry.decode(geometry), (), batch=batch, dtype=dtype, device=device)
+    indices = Indices(Geometry.decode(geometry), (), batch, dtype, torch.device("cpu"))
     return _find_cells(Rule.parse(rule), indices)
 
 
-class _Blocks:
-    """Takes what has a value for every score to some blocks of scores: (n, H | 1, 128, 128).
+def _at_blocks(geometry: Geometry, of_blocks: Tensor, *, has_heads: bool) -> Place:
+    """Return what takes (B | 1, H | 1, S | 1, T | 1) to blocks of it, (n, H | 1, 128, 128).
 
     Args:
         geometry: of the tile.
         of_blocks: (n, 4), of each block its batch entry, head, row and column.
         has_heads: a block is of one head, and not of all.
     """
+    entry, head, row, column = (index.view(-1, 1, 1, 1) for index in of_blocks.unbind(1))
+    inside, nowhere = torch.arange(BLOCK), torch.zeros(1, 1, 1, 1).long()
+    # The last block repeats its last token, of which its kind is that of the others.
+    rows = (row * BLOCK + inside.view(1, 1, BLOCK, 1)).clamp(max=geometry.num_queries - 1)
+    columns = (column * BLOCK + inside).clamp(max=geometry.num_keys - 1)
+    all_heads = torch.arange(geometry.heads[1] - geometry.heads[0]).view(1, -1, 1, 1)
+    places = entry, head if has_heads else all_heads, rows, columns
 
-    def __init__(self, geometry: Geometry, of_blocks: Tensor, *, has_heads: bool) -> None:
-        entry, head, row, column = (index.view(-1, 1, 1, 1) for index in of_blocks.unbind(1))
-        num_heads = geometry.heads[1] - geometry.heads[0]
-        inside = torch.arange(BLOCK)
-        # The last block repeats its last token, of which its kind is that of the others.
-        rows = (row * BLOCK + inside.view(1, 1, BLOCK, 1)).clamp(max=geometry.num_queries - 1)
-        columns = (column * BLOCK + inside).clamp(max=geometry.num_keys - 1)
-        heads = head if has_heads else torch.arange(num_heads).view(1, -1, 1, 1)
-        self.places, self.nowhere = (entry, heads, rows, columns), torch.zeros(1, 1, 1, 1).long()
+    def take(tensor: Tensor) -> Tensor:
+        sizes = zip(tensor.shape, places, strict=True)
+        return tensor[tuple(nowhere if size == 1 else place for size, place in sizes)]
 
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the blocks' part of a tensor (B | 1, H | 1, S | 1, T | 1)."""
-        sizes = zip(tensor.shape, self.places, strict=True)
-        return tensor[tuple(self.nowhere if size == 1 else place for size, place in sizes)]
+    return take
 
 
 # --- Strips -----------------------------------------------------------------------------------
@@ -202,32 +197,21 @@ class Call:
     """Strips of one shape.
 
     Attributes:
-        strips: at least one.
         queries, keys: their tokens, one strip behind the other: a range, or where they are in
             tokens of all batch entries, and heads, that strips tell apart.
-        num_keys: of a strip.
-        num_hidden: how many of these are not of its blocks.
+        num_queries, num_keys: of a strip.
+        num_hidden: how many of these keys are not of its blocks.
         of_blocks: (n, 4), entry, head, row and column of each PARTIAL block.
         numbers: (strips, rows, columns) of blocks: the number among these, n if it is FULL.
     """
 
-    strips: tuple[Strip, ...]
     queries: slice | Tensor
     keys: slice | Tensor
+    num_queries: int
     num_keys: int
     num_hidden: int
     of_blocks: Tensor
     numbers: Tensor
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks are computed."""
-        return self.numbers.numel()
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether something is added to some scores, be it -inf."""
-        return len(self.of_blocks) > 0 or self.num_hidden > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +227,8 @@ class Sizes:
 def arrange_calls(cells: Tensor, sizes: Sizes, entries: int | None = None) -> tuple[Call, ...]:
     """Put the blocks of a tile that hold pairs into calls of flash attention.
 
-    Args:
-        cells: (B | 1, H | 1, ceil(S / 128), ceil(T / 128)), exact.
-        sizes: of the tile.
-        entries: so many batch entries are computed by themselves, although the cells do not
-            depend on them.
+    Cells are exact, (B | 1, H | 1, ceil(S / 128), ceil(T / 128)). So many batch entries, if they
+    are given, are computed by themselves, although the cells do not depend on them.
     """
     array = cells.numpy()
     return _arrange(array.tobytes(), array.shape, entries or array.shape[0], sizes)
@@ -266,11 +247,14 @@ def _arrange(
         alike = (*lengths, strip.is_full, strip.num_hidden(sizes.num_keys))
         by_shape.setdefault(alike, []).append(strip)
     calls = []
-    for (rows, columns, *_), strips in sorted(by_shape.items()):
+    for (rows, columns, _, num_hidden), strips in sorted(by_shape.items()):
         heads = sizes.num_heads if shape[1] == 1 else 1
         at_once = max(1, MAX_PAIRS // (rows * columns * heads))
         for start in range(0, len(strips), at_once):
-            calls.append(_make_call(array, strips[start : start + at_once], sizes))
+            some = strips[start : start + at_once]
+            tokens = [_tokens(some, sizes, of_keys=of_keys) for of_keys in (False, True)]
+            of_blocks, numbers = _number_blocks(array, some)
+            calls.append(Call(tokens[0], tokens[1], rows, columns, num_hidden, of_blocks, numbers))
     return tuple(calls)
 
 
@@ -293,28 +277,19 @@ def _strips(cells: np.ndarray) -> Iterator[Strip]:
             yield last
 
 
-def _make_call(cells: np.ndarray, strips: Sequence[Strip], sizes: Sizes) -> Call:
+def _number_blocks(cells: np.ndarray, strips: Sequence[Strip]) -> tuple[Tensor, Tensor]:
+    """Return the PARTIAL blocks of strips, and the numbers of all of their blocks: see `Call`."""
     of_blocks: list[tuple[int, int, int, int]] = []
     numbers = []
     for strip in strips:
-        for row in range(*strip.rows):
-            for column in strip.columns:
-                at = (strip.entry or 0, strip.head or 0, row, column)
-                is_partial = cells[at] == Cell.PARTIAL
-                numbers.append(len(of_blocks) if is_partial else -1)
-                of_blocks += [at] if is_partial else []
-    first = strips[0]
-    places = torch.tensor(numbers).view(len(strips), -1, len(first.columns))
-    keys = first.keys(sizes.num_keys)
-    return Call(
-        tuple(strips),
-        _tokens(strips, sizes, of_keys=False),
-        _tokens(strips, sizes, of_keys=True),
-        sum(run.stop - run.start for run in keys),
-        first.num_hidden(sizes.num_keys),
-        torch.tensor(of_blocks, dtype=torch.int64).view(-1, 4),
-        places.masked_fill(places < 0, len(of_blocks)),
-    )
+        for row, column in product(range(*strip.rows), strip.columns):
+            at = (strip.entry or 0, strip.head or 0, row, column)
+            is_partial = cells[at] == Cell.PARTIAL
+            numbers.append(len(of_blocks) if is_partial else -1)
+            of_blocks += [at] if is_partial else []
+    places = torch.tensor(numbers).view(len(strips), -1, len(strips[0].columns))
+    places = places.masked_fill(places < 0, len(of_blocks))
+    return torch.tensor(of_blocks, dtype=torch.int64).view(-1, 4), places
 
 
 def _tokens(strips: Sequence[Strip], sizes: Sizes, *, of_keys: bool) -> slice | Tensor:
@@ -355,13 +330,8 @@ class _Work:
         geometry: Sequence[int],
     ) -> None:
         self.rule, self.batch = Rule.parse(rule), query.shape[0]
-        self.indices = Indices(
-            Geometry.decode(geometry),
-            tables,
-            batch=self.batch,
-            dtype=query.dtype,
-            device=query.device,
-        )
+        decoded = Geometry.decode(geometry)
+        self.indices = Indices(decoded, tables, self.batch, query.dtype, query.device)
         if cells is None:
             of_batch = self.batch if BATCH in self.rule.allowed.free_symbols else 1
             cells = _cells_without_tables(rule, tuple(geometry), of_batch, query.dtype)
@@ -382,7 +352,7 @@ class _Work:
     def read(self, tokens: Tensor, which: slice | Tensor, call: Call) -> Tensor:
         """Return what a call reads, (entries x strips, heads, tokens, ...)."""
         part = tokens[:, which] if isinstance(which, slice) else tokens.index_select(1, which)
-        return part.unflatten(1, (len(call.strips), -1)).flatten(0, 1).transpose(1, 2)
+        return part.unflatten(1, (len(call.numbers), -1)).flatten(0, 1).transpose(1, 2)
 
     def write(self, tokens: Tensor, part: Tensor, call: Call) -> None:
         """Write what a call computed of its queries."""
@@ -421,7 +391,7 @@ class _Work:
         has_blind, start, num_full = bool(is_blind.any()), 0, len(of_blocks)
         for call in calls:
             number = len(call.of_blocks)
-            if not call.has_bias:
+            if not number and not call.num_hidden:
                 yield call, None, None
                 continue
             where = torch.where(call.numbers == number, num_full, call.numbers + start)
@@ -429,7 +399,7 @@ class _Work:
             blind = None
             if has_blind:
                 of_rows = is_blind[where].all(2).movedim(2, 1).flatten(2, 3)
-                blind = self._of_entries(of_rows[:, :, : self._num_rows(call)])
+                blind = self._of_entries(of_rows[:, :, : call.num_queries])
             yield call, self._bias_of_call(blocks, where, call), blind
 
     def _bias_of_call(self, blocks: Tensor, where: Tensor, call: Call) -> Tensor:
@@ -440,15 +410,10 @@ class _Work:
         rows = rows + torch.arange(BLOCK).view(1, 1, 1, -1, 1)
         bias = blocks.view(-1, BLOCK).index_select(0, rows.flatten())
         bias = bias.view(len(where), num_heads, rows.shape[2] * BLOCK, -1)
-        bias = bias[:, :, : self._num_rows(call), : call.num_keys - call.num_hidden]
+        bias = bias[:, :, : call.num_queries, : call.num_keys - call.num_hidden]
         if call.num_hidden:
             bias = torch.nn.functional.pad(bias, (call.num_hidden, 0), value=-float("inf"))
         return self._of_entries(bias)
-
-    def _num_rows(self, call: Call) -> int:
-        num_queries = self.indices.geometry.num_queries
-        of_strip = call.strips[0].queries(num_queries)
-        return of_strip.stop - of_strip.start
 
     def _of_entries(self, of_strips: Tensor) -> Tensor:
         """Repeat what is of strips for all batch entries, if these are not told apart."""
@@ -463,9 +428,8 @@ class _Work:
         """
         indices, number = self.indices, len(of_blocks)
         if not number:
-            dtype = bias_dtype(self.rule, indices.dtype)
-            return torch.zeros((1, 1, BLOCK, BLOCK), dtype=dtype)
-        place = _Blocks(indices.geometry, of_blocks, has_heads=self.has_heads)
+            return torch.zeros((1, 1, BLOCK, BLOCK), dtype=bias_dtype(self.rule, indices.dtype))
+        place = _at_blocks(indices.geometry, of_blocks, has_heads=self.has_heads)
         value = make_bias(self.rule, indices, place)
         blocks = value.new_zeros((number + 1, value.shape[1], BLOCK, BLOCK))
         blocks[:number] = value
@@ -519,15 +483,13 @@ def masked_tile(
     of_tile = [work.tokens_of(tensor) for tensor in (query, key, value)]
     for call, bias, blind in work.with_biases():
         which = (call.queries, call.keys, call.keys)
-        parts = [work.read(t, w, call) for t, w in zip(of_tile, which, strict=True)]
-        tile_call = TileCall(parts[0], parts[1], parts[2], False, scale, bias)
-        partial = FlashCPU().attend(tile_call)
-        work.write(whole_out, partial.out, call)
-        of_rows = partial.lse
+        q, k, v = (work.read(t, w, call) for t, w in zip(of_tile, which, strict=True))
+        out_of_call, lse_of_call = FlashCPU().attend(TileCall(q, k, v, False, scale, bias))
+        work.write(whole_out, out_of_call, call)
         if blind is not None:
-            of_rows = of_rows.masked_fill(blind, -float("inf"))
-        work.write(whole_lse, of_rows, call)
-        counters["cp_inductor"]["blocks_computed"] += call.num_blocks
+            lse_of_call = lse_of_call.masked_fill(blind, -float("inf"))
+        work.write(whole_lse, lse_of_call, call)
+        counters["cp_inductor"]["blocks_computed"] += call.numbers.numel()
     return out, lse
 
 
@@ -562,9 +524,9 @@ def masked_tile_backward(
     of_tile = [work.tokens_of(t) for t in (query, key, value, grad_out, out, hide_blind_rows(lse))]
     for call, bias, _ in work.with_biases():
         which = (call.queries, call.keys, call.keys, *[call.queries] * 3)
-        parts = [work.read(t, w, call) for t, w in zip(of_tile, which, strict=True)]
-        tile_call = TileCall(parts[0], parts[1], parts[2], False, scale, bias)
-        of_call = FlashCPU().differentiate(tile_call, parts[3], Partial(*parts[4:]))
+        q, k, v, grad, *whole = (work.read(t, w, call) for t, w in zip(of_tile, which, strict=True))
+        tile_call = TileCall(q, k, v, False, scale, bias)
+        of_call = FlashCPU().differentiate(tile_call, grad, Partial(*whole))
         work.write(wholes[0], of_call[0], call)
         work.add(wholes[1], of_call[1], call)
         work.add(wholes[2], of_call[2], call)

@@ -1,7 +1,4 @@
-"""Tiles in plain operations, for what no kernel does along a plan.
-
-That is dropout, gradients of a bias, and scores that are changed by more than a bias.
-"""
+"""Tiles in plain operations, for what no kernel does along a plan."""
 
 from __future__ import annotations
 
@@ -9,21 +6,14 @@ import torch
 from torch import Tensor
 
 from cp_inductor.tiles.combine import finite_lse
-from cp_inductor.tiles.kernels import (
-    Gradients,
-    Kernel,
-    Partial,
-    TileCall,
-    repeat_heads,
-    sum_heads,
-)
+from cp_inductor.tiles.kernels import Gradients, Kernel, Partial, TileCall, repeat_heads, sum_heads
 
 
 class Math(Kernel):
     """Attention in plain operations, in float32 (float64 for float64), on any device.
 
-    For what no kernel does along a plan: dropout whose mask is given, gradients of a bias, and
-    changed scores. Its results stay in that dtype: they are rounded once, when those of all tiles
+    For dropout whose mask is given, gradients of a bias, and scores that are changed by more than a
+    bias. Its results stay in that dtype: they are rounded once, when those of all tiles
     are combined.
 
     Args:
@@ -66,8 +56,7 @@ class Math(Kernel):
         grad_scores = probabilities * (grad_probabilities - delta)
         factor, grad_products = call.factor, grad_scores
         if call.change is not None:
-            slope = _masked(call, call.change.slope(_products(call)), 0.0)
-            grad_products = grad_scores * slope
+            grad_products = grad_scores * _masked(call, call.change.slope(_products(call)))
         dq = torch.matmul(grad_products, repeat_heads(key.to(dtype), num_heads)) * factor
         dk = torch.matmul(grad_products.transpose(-1, -2), query.to(dtype)) * factor
         dk, dv = sum_heads(dk, key.shape[1]), sum_heads(dv, key.shape[1])
@@ -82,7 +71,7 @@ def _scores(call: TileCall) -> Tensor:
     scores = _products(call)
     if call.change is not None:
         # What has overflowed where there is no pair would be no number.
-        scores = _masked(call, call.change.value(scores), 0.0)
+        scores = _masked(call, call.change.value(scores))
     return scores if call.bias is None else scores + call.bias.to(scores.dtype)
 
 
@@ -92,8 +81,6 @@ def _products(call: TileCall) -> Tensor:
     return torch.matmul(call.query.to(dtype), wide_key.transpose(-1, -2)) * call.factor
 
 
-def _masked(call: TileCall, numbers: Tensor, value: float) -> Tensor:
-    """Replace numbers of pairs that do not exist."""
-    if call.bias is None:
-        return numbers
-    return numbers.masked_fill(call.bias == -float("inf"), value)
+def _masked(call: TileCall, numbers: Tensor) -> Tensor:
+    """Replace numbers of pairs that do not exist by 0."""
+    return numbers if call.bias is None else numbers.masked_fill(call.bias == -float("inf"), 0.0)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import sympy
@@ -27,8 +28,7 @@ from cp_inductor.mask.evaluate import Operations, evaluate
 from cp_inductor.mask.language import BATCH, HEAD, INDICES, KEY, QUERY, SCORE, is_of_pairs
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Span, Tile
-from cp_inductor.tiles.dropout import draw_kept
-from cp_inductor.tiles.tokens import Tokens
+from cp_inductor.tiles.dims import Tokens
 from cp_inductor.torch_private.sizes import is_known
 
 
@@ -50,45 +50,28 @@ _FUNCTIONS: dict[str, Any] = {
 MAX_SCORE_BYTES = 1 << 28
 
 
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """What an attention reads beside query, key and value.
-
-    Attributes:
-        tables: of the rule, by number. Whole ones, but a table of queries and keys holds only the
-            rows of this rank's queries. Where the bias has a gradient, it is the last.
-        seed: () int64, of dropout, of this rank's first batch entry and head; see `seed_of_shard`.
-    """
-
-    tables: tuple[Tensor, ...] = ()
-    seed: Tensor | None = None
-
-
 class TileMasks:
     """Makes the masks of a rank's tiles.
 
     Args:
-        rule: of the plan.
-        tokens: lengths of spans.
+        rule, tokens: of the plan: what it computes under, and lengths of spans.
         own: this rank's chunks.
-        extras: what the rule reads, and more.
+        tables: of the rule, by number. Whole ones, but a table of queries and keys holds only the
+            rows of this rank's queries. Where the bias has a gradient, it is the last.
         like: any tensor (B, H, S, D) of the attention.
     """
 
-    def __init__(self, rule: Rule, tokens: Tokens, own: Span, extras: Extras, like: Tensor) -> None:
+    def __init__(
+        self, rule: Rule, tokens: Tokens, own: Span, tables: Sequence[Tensor], like: Tensor
+    ) -> None:
         self.rule, self.tokens, self.own = rule, tokens, own
-        self.extras, self.like = extras, like
+        self.tables, self.like = tables, like
 
     def bias(self, tile: Tile, rows: slice) -> Tensor | None:
         """Return what is added to some rows of a tile's scores, -inf where there is no pair.
 
-        Args:
-            tile: of the plan.
-            rows: of its queries, counted from its first.
-
-        Returns:
-            (B | 1, H | 1, rows, T) in the dtype of the attention, or of a wide bias; None if it
-            adds nothing.
+        Rows are counted from the tile's first query. The result is (B | 1, H | 1, rows, T) in the
+        dtype of the attention, or of a wide bias; None if it adds nothing.
         """
         if tile.mask is Mask.FULL and not self.rule.bias:
             return None
@@ -101,13 +84,7 @@ class TileMasks:
     def indices(self, tile: Tile) -> Indices:
         """Return the indices of a tile."""
         like = self.like
-        return Indices(
-            self.geometry(tile),
-            self.extras.tables,
-            batch=like.shape[0],
-            dtype=like.dtype,
-            device=like.device,
-        )
+        return Indices(self.geometry(tile), self.tables, like.shape[0], like.dtype, like.device)
 
     def geometry(self, tile: Tile) -> Geometry:
         """Return where a tile is."""
@@ -123,10 +100,7 @@ class TileMasks:
         )
 
     def change(self, tile: Tile, rows: slice) -> ScoreChange | None:
-        """Return what changes the scores of some rows of a tile; None if nothing does.
-
-        Takes the arguments of `bias`.
-        """
+        """Return what changes the scores of some rows of a tile, as of `bias`; None if nothing."""
         if self.rule.score == SCORE:
             return None
         indices, place = self.indices(tile), _at_rows(rows)
@@ -138,12 +112,8 @@ class TileMasks:
         return ScoreChange(*(partial(of_scores, of) for of in (self.rule.score, self.rule.slope)))
 
     def put_together(self, parts: Sequence[tuple[Tile, Tensor]]) -> Tensor:
-        """Return a tensor shaped as the bias from what tiles computed of it, each of its scores.
-
-        Args:
-            parts: tiles, and tensors (B | 1, H | 1, S, T) of theirs.
-        """
-        bias = self.extras.tables[-1]
+        """Put together a tensor shaped as the bias from parts of tiles, (B | 1, H | 1, S, T)."""
+        bias = self.tables[-1]
         total = bias.new_zeros(bias.shape, dtype=torch.promote_types(bias.dtype, torch.float32))
         for tile, part in parts:
             heads = (tile.heads.start, bias.shape[1] - tile.heads.stop)
@@ -161,17 +131,20 @@ class TileMasks:
                 row += last - first
         return total
 
-    def keep(self, tile: Tile, rows: slice, dropout_p: float) -> Tensor:
+    def keep(self, tile: Tile, rows: slice, seed: Tensor, dropout_p: float) -> Tensor:
         """Return 1 / (1 - p) where a score's probability is kept, and 0 where it is dropped.
 
-        Returns:
-            (B, H, rows, T) in float32 (float64 for float64).
+        Args:
+            tile, rows: as of `bias`.
+            seed: () int64, of this rank's first batch entry and head; see `seed_of_shard`.
+            dropout_p: p.
+
+        Returns (B, H, rows, T) in float32 (float64 for float64).
         """
-        assert self.extras.seed is not None
         indices, place = self.indices(tile), _at_rows(rows)
         places = [place(indices.of(symbol)) for symbol in INDICES]
         dtype = torch.promote_types(self.like.dtype, torch.float32)
-        return draw_kept(self.extras.seed, *places, dropout_p=dropout_p, dtype=dtype)
+        return draw_kept(seed, places, dropout_p, dtype)
 
     def token_range(self, span: Span, *, of_keys: bool) -> tuple[int | SymInt, int | SymInt]:
         """Return the first token of a span, and the one after its last."""
@@ -180,7 +153,7 @@ class TileMasks:
 
 
 def bias_dtype(rule: Rule, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of what a rule adds to the scores of an attention of a dtype."""
+    """Return the dtype of what a rule adds to the scores of an attention of some dtype."""
     return torch.promote_types(dtype, torch.float32) if rule.is_wide else dtype
 
 
@@ -222,10 +195,9 @@ class Geometry:
 
     def encode(self) -> list[int]:
         """Return it as numbers, which ops take."""
-        runs = (self.queries, self.keys, self.row_places)
         numbers = list(self.heads)
-        for some in runs:
-            numbers += [len(some), *(edge for run in some for edge in run)]
+        for runs in (self.queries, self.keys, self.row_places):
+            numbers += [len(runs), *chain.from_iterable(runs)]
         return numbers
 
     @staticmethod
@@ -262,10 +234,6 @@ def _length(runs: Runs) -> int:
     return sum(stop - start for start, stop in runs)
 
 
-def _is_all(runs: Runs, length: int | SymInt) -> bool:
-    return _is_from_first(runs) and is_known(runs[0][1] == length)
-
-
 def _is_from_first(runs: Runs) -> bool:
     return len(runs) == 1 and isinstance(runs[0][0], int) and runs[0][0] == 0
 
@@ -281,15 +249,13 @@ class Indices:
         geometry: of the tile.
         tables: of the rule.
         batch: how many batch entries there are.
-        dtype: of the attention.
-        device: of what is made.
+        dtype, device: of the attention; of what is made.
     """
 
     def __init__(
         self,
         geometry: Geometry,
         tables: Sequence[Tensor],
-        *,
         batch: int | SymInt,
         dtype: torch.dtype,
         device: torch.device,
@@ -302,9 +268,8 @@ class Indices:
     def of(self, symbol: sympy.Symbol) -> Tensor:
         """Return an index as a tensor (B, 1, 1, 1), (1, H, 1, 1), (1, 1, S, 1) or (1, 1, 1, T)."""
         if symbol not in self.known:
-            dim = INDICES.index(symbol)
-            flat = self._flat(symbol)
-            self.known[symbol] = flat.view([-1 if d == dim else 1 for d in range(4)])
+            shape = [-1 if index == symbol else 1 for index in INDICES]
+            self.known[symbol] = self._flat(symbol).view(shape)
         return self.known[symbol]
 
     def _flat(self, symbol: sympy.Symbol) -> Tensor:
@@ -320,10 +285,7 @@ class Indices:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def evaluate(
-        self,
-        expression: object,
-        place: Place = lambda tensor: tensor,
-        score: Tensor | None = None,
+        self, expression: object, place: Place = lambda tensor: tensor, score: Tensor | None = None
     ) -> Tensor:
         """Return the value of an expression, broadcast as far as it depends on indices.
 
@@ -372,11 +334,7 @@ class Indices:
         return torch.full((), value, dtype=dtype, device=self.device)
 
     def _read(
-        self,
-        number: int,
-        values: tuple[object, ...],
-        where: tuple[sympy.Expr, ...],
-        place: Place,
+        self, number: int, values: tuple[object, ...], where: tuple[sympy.Expr, ...], place: Place
     ) -> Tensor:
         if self.is_cut(where):
             return place(self.cut(number, where))
@@ -407,10 +365,11 @@ class Indices:
                 table = table.select(dim, int(where[dim]))
         symbols = [index for index in where if index.is_Symbol]
         for dim, symbol in enumerate(symbols):
-            ranges = self._ranges(symbol, is_rows=is_rows)
-            if ranges is not None and not _is_all(ranges, table.shape[dim]):
-                parts = [table.narrow(dim, start, stop - start) for start, stop in ranges]
-                table = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            ranges, length = self._ranges(symbol, is_rows=is_rows), table.shape[dim]
+            if ranges is None or (_is_from_first(ranges) and is_known(ranges[0][1] == length)):
+                continue
+            parts = [table.narrow(dim, start, stop - start) for start, stop in ranges]
+            table = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         order = sorted(range(len(symbols)), key=lambda dim: INDICES.index(symbols[dim]))
         if order != sorted(order):
             table = table.permute(order)
@@ -419,13 +378,8 @@ class Indices:
 
     def _ranges(self, symbol: sympy.Symbol, *, is_rows: bool) -> Runs | None:
         geometry = self.geometry
-        if symbol == HEAD:
-            return (geometry.heads,)
-        if symbol == KEY:
-            return geometry.keys
-        if symbol == QUERY:
-            return geometry.row_places if is_rows else geometry.queries
-        return None
+        queries = geometry.row_places if is_rows else geometry.queries
+        return {HEAD: (geometry.heads,), QUERY: queries, KEY: geometry.keys}.get(symbol)
 
 
 def _as_number(values: Tensor) -> Tensor:
@@ -455,3 +409,51 @@ class Lazily(dict[sympy.Symbol, Any]):
 
     def __missing__(self, symbol: sympy.Symbol) -> Any:
         return self.make(symbol)
+
+
+# --- Dropout --------------------------------------------------------------------------------------
+
+# Which probabilities dropout keeps is a hash of a seed and of a score's place in the attention. So
+# forward and backward, and all plans, drop the same scores. The seed contains the place of a rank's
+# batch entries and heads among all, see `cp_inductor.dtensor.axis.seed_of_shard`.
+
+# How far apart batch entries are before they are hashed: more than there are heads.
+BATCH_STRIDE = 1 << 16
+
+# How far apart keys are before they are hashed.
+_KEY_STRIDE = 0x3C6EF35F
+
+
+def draw_kept(seed: Tensor, places: Sequence[Tensor], p: float, dtype: torch.dtype) -> Tensor:
+    """Return 1 / (1 - p) where a score's probability is kept, and 0 where it is dropped.
+
+    Args:
+        seed: () int64, of the first batch entry and head.
+        places: indices of batch entries, heads, queries and keys, which broadcast to (B, H, S, T).
+        p: of dropping one.
+        dtype: of the result.
+    """
+    batch, heads, queries, keys = places
+    of_head = _once(_hash(seed + batch * BATCH_STRIDE + heads))
+    of_row = _once(_hash(of_head + queries))
+    # This makes a number of an index. Inductor computes indices in int32 on a GPU.
+    keys = keys & 0xFFFFFFFF
+    word = _hash(of_row ^ (keys * _KEY_STRIDE & 0xFFFFFFFF))
+    is_kept = word >= int(p * (1 << 32))
+    return is_kept.to(dtype) * (1 / (1 - p) if p < 1 else 0.0)
+
+
+def _hash(word: Tensor) -> Tensor:
+    """Scramble 32 bits; no step leaves the range of int64, whose overflow is nobody's promise."""
+    word = word & 0xFFFFFFFF
+    word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF
+    word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF
+    return (word >> 16) ^ word
+
+
+def _once(word: Tensor) -> Tensor:
+    """Return the same, behind a reduction: what is before it is not computed again by each reader.
+
+    A hash reads every step twice, and Inductor writes out what is read as often as it is.
+    """
+    return word.unsqueeze(-1).expand(*word.shape, 16).amax(-1)

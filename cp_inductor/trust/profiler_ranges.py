@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.graph.collectives import STARTS, WAIT
-from cp_inductor.tiles.tile_ops import TILE_OPS
+from cp_inductor.tiles.kernel_table import TILE_OPS
 from cp_inductor.torch_private.modes import OpWatcher, is_profiling
 
 # The attention and direction that an op belongs to, and which exchange or tile of it the op is,

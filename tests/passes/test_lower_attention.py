@@ -12,7 +12,7 @@ from torch import fx
 from cp_inductor.graph.collectives import START, WAIT
 from cp_inductor.passes.nodes import EXCHANGE_KEY
 from cp_inductor.passes.verify_graph import verify_graph
-from cp_inductor.tiles.tile_ops import TILE_OPS
+from cp_inductor.tiles.kernel_table import TILE_OPS
 from tests.support.graphs import attend_causal, disagreements, format_graph, lowered_graphs
 from tests.support.ranks import fake_mesh
 from tests.support.reference import make_qkv

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 import cp_inductor
 from cp_inductor.graph.collectives import START, WAIT
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
-from cp_inductor.tiles.tile_ops import TILE_OPS
+from cp_inductor.tiles.kernel_table import TILE_OPS
 from tests.support.graphs import (
     attend_causal,
     attend_full,

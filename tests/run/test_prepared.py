@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor import prepared, reset
-from cp_inductor.batches.plans import copy_numbers, numbers_of, pin
+from cp_inductor.batches.plans import HashedTables, copy_numbers, numbers_of, pin
 from tests.support.packed import draw_documents, in_documents, largest_error, make_batch, make_model
 from tests.support.ranks import on_ranks, world_mesh
 
@@ -91,8 +91,8 @@ def test_what_is_prepared_is_a_function_of_the_batch() -> None:
 
 def test_what_goes_to_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned once, and what is pinned is what is copied; played on the CPU."""
-    tables = [torch.arange(256)[None] // 50]
-    found = numbers_of(tables, "Eq(t0(b,q),t0(b,k))", 1, (256, 256), (2, 2), 1, 2, 0)
+    tables = HashedTables.of([torch.arange(256)[None] // 50])
+    found = numbers_of(tables, "Eq(t0(b,q),t0(b,k))", 1, (256, 256), (2, 2), 1, 2, 0, "")
     pinned: list[Tensor] = []
 
     def pin_memory(self: Tensor) -> Tensor:

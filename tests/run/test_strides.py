@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import cp_inductor
 from cp_inductor.region.regions import SequenceRegion
-from cp_inductor.tiles.kernel_table import get_kernel
+from cp_inductor.tiles.kernel_table import ROWS_OF_TILES, get_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall, with_whole_rows
-from cp_inductor.tiles.tile_ops import ROWS_OF_TILES
 from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
 from tests.support.graphs import attend_causal
 from tests.support.random_attention import STRIDES

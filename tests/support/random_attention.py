@@ -39,8 +39,8 @@ from cp_inductor.ops import attention as ops
 from cp_inductor.plan import Mask, Recipe, Span, Tile, backward_plan, forward_plan, resolve
 from cp_inductor.plan.strategies import TABLE
 from cp_inductor.tiles import block_tables, masked_tiles
-from cp_inductor.tiles.tile_masks import Extras, TileMasks
-from cp_inductor.tiles.tokens import Tokens
+from cp_inductor.tiles.dims import Tokens
+from cp_inductor.tiles.tile_masks import TileMasks
 from tests.support.reference import (
     TOLERANCE,
     assert_close,
@@ -634,10 +634,10 @@ def keep_of(seed: int, shape: Sequence[int], dropout_p: float) -> Tensor:
     batch, num_heads, *lengths = shape
     grid = Recipe(1, *lengths, num_heads, num_heads, 8, 8, "full", chunks=1).grid
     like = torch.empty(batch, num_heads, lengths[0], 8, dtype=torch.float64)
-    tokens, own, extras = Tokens(grid, *lengths), Span(0, 1), Extras((), torch.tensor(seed))
-    masks = TileMasks(Rule.parse("full"), tokens, own, extras, like)
+    own = Span(0, 1)
+    masks = TileMasks(Rule.parse("full"), Tokens(grid, *lengths), own, (), like)
     tile = Tile(0, (own,), (own,), Span(0, num_heads), Mask.FULL)
-    return masks.keep(tile, slice(None), dropout_p)
+    return masks.keep(tile, slice(None), torch.tensor(seed), dropout_p)
 
 
 def check_plans(case: Attention, plans: Sequence[Mapping[str, Any]]) -> None:

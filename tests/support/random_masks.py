@@ -42,8 +42,8 @@ from cp_inductor.mask.reader.values import DIMS, Value
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan import Mask, Recipe, Span, Tile
 from cp_inductor.tiles import block_tables
-from cp_inductor.tiles.tile_masks import Extras, Indices, TileMasks
-from cp_inductor.tiles.tokens import Tokens
+from cp_inductor.tiles.dims import Tokens
+from cp_inductor.tiles.tile_masks import Indices, TileMasks
 
 aten = torch.ops.aten
 
@@ -577,7 +577,7 @@ def check_rule(
     rule, text = recognized.rule, recognized.rule.format()
     grid = Recipe(1, *lengths, num_heads, num_heads, 8, 8, text, chunks=1).grid
     tables = tuple(values[node] for node in recognized.tables)
-    masks = TileMasks(rule, Tokens(grid, *lengths), Span(0, 1), Extras(tables), like)
+    masks = TileMasks(rule, Tokens(grid, *lengths), Span(0, 1), tables, like)
     tile = Tile(0, (Span(0, 1),), (Span(0, 1),), Span(0, num_heads), Mask.PARTIAL)
     actual = masks.bias(tile, slice(None))
     assert actual is not None

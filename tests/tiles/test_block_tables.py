@@ -41,7 +41,7 @@ def geometry_of(queries: Runs, keys: Runs, num_heads: int = 2, first_head: int =
 def indices_of(
     geometry: Geometry, tables: list[Tensor], batch: int = 2, dtype: torch.dtype = torch.float32
 ) -> Indices:
-    return Indices(geometry, tables, batch=batch, dtype=dtype, device=torch.device("cpu"))
+    return Indices(geometry, tables, batch, dtype, torch.device("cpu"))
 
 
 @pytest.fixture(params=[1, 3, 8])

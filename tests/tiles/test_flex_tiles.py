@@ -20,11 +20,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Span, Tile
 from cp_inductor.plan.grid import Grid
+from cp_inductor.tiles.dims import Tokens
 from cp_inductor.tiles.flex_tiles import FlexCUDA, list_blocks
 from cp_inductor.tiles.kernels import Partial, TileCall
 from cp_inductor.tiles.math_tiles import Math
-from cp_inductor.tiles.tile_masks import Extras, TileMasks
-from cp_inductor.tiles.tokens import Tokens
+from cp_inductor.tiles.tile_masks import TileMasks
 from cp_inductor.torch_private.tracing import trace_fake
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM, BATCH = 700, 4, 2, 16, 2
@@ -73,7 +73,7 @@ def make(
         for table in (table.to(device) for table in tables)
     ]
     like = torch.zeros(BATCH, HEADS, length, HEAD_DIM, dtype=dtype, device=device)
-    masks = TileMasks(Rule.parse(text), tokens, own, Extras(tuple(cut)), like)
+    masks = TileMasks(Rule.parse(text), tokens, own, cut, like)
     queries: tuple[Span, ...] = (own,)
     keys: tuple[Span, ...] = (Span(1, grid.num_chunks),)
     if has_gaps:
@@ -137,11 +137,11 @@ def test_the_templates_on_a_device(name: str, dtype: torch.dtype) -> None:
     wanted = Math().backward(whole_call, grad_out, expected)
     # What the rule reads is an input of the graph as well.
     given = [*(t.cuda() for t in tensors), expected.out.to(dtype).cuda(), expected.lse.cuda()]
-    read = masks.extras.tables
+    read = masks.tables
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         query, key, value, grad_out, out, lse, *tables = inputs
-        masks.extras = Extras(tuple(tables))
+        masks.tables = tables
         call = TileCall(query, key, value, scale=0.3)
         kernel = FlexCUDA(masks.rule, masks.indices(tile))
         partial = kernel.forward(call)

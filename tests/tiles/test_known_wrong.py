@@ -18,7 +18,7 @@ from cp_inductor import explain
 from cp_inductor.tiles import known_wrong
 from cp_inductor.tiles.aten_kernels import FlashCUDA
 from cp_inductor.tiles.cudnn_tiles import CudnnCUDA
-from cp_inductor.tiles.kernel_table import choose_kernel, why_kernel
+from cp_inductor.tiles.kernel_table import choose_kernel
 from tests.rehearsal.stand_ins import StandIns
 from tests.support.graphs import attend_causal
 from tests.support.ranks import fake_mesh
@@ -75,8 +75,7 @@ def test_fa4_is_not_chosen_for_two_wide_sequences(monkeypatch: pytest.MonkeyPatc
         how: dict[str, Any] = {"device": "cuda", "capability": capability}
         how["dtype"] = torch.bfloat16
         with torchs.sdpa_kernel(order, set_priority=True):
-            name = choose_kernel(one, one, one, site="here", **how)
-            return name, why_kernel(name, one, **how)
+            return choose_kernel(one, one, one, site="here", **how)
 
     name, why = choose(2, 256, BLACKWELL)
     assert name == "efficient_cuda"

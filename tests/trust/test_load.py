@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import cp_inductor
-from cp_inductor.batches.plans import numbers_of
+from cp_inductor.batches.plans import HashedTables, numbers_of
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from tests.support.graphs import recorded_lowering
 from tests.support.processes import run_python
@@ -135,7 +135,8 @@ def test_each_rank_of_64_runs_and_they_need_one_plan() -> None:
 def plan_a_batch(seed: int) -> None:
     documents = torch.randint(40, (1, 512), generator=torch.Generator().manual_seed(seed))
     rule = "(k-q<=0)&Eq(t0(b,q)-t0(b,k),0)"
-    numbers_of([documents.sort().values], rule, 1, (512, 512), (4, 2), 1, 4, seed % 4)
+    tables = HashedTables.of([documents.sort().values])
+    numbers_of(tables, rule, 1, (512, 512), (4, 2), 1, 4, seed % 4, "")
 
 
 def test_memory_of_a_day_of_batches_is_that_of_its_first_hour() -> None:

@@ -51,9 +51,8 @@ from cp_inductor.ops.attention import attention, attention_backward
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.executor import run_backward, run_forward
 from cp_inductor.source import user_line
-from cp_inductor.tiles.kernel_table import choose_kernel
+from cp_inductor.tiles.kernel_table import ROWS, choose_kernel
 from cp_inductor.tiles.kernels import with_whole_rows
-from cp_inductor.tiles.tile_ops import ROWS
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
     are_plain_tensors_replicated,
@@ -425,7 +424,7 @@ def _prepare(
         seed = torch.randint(0, 1 << 31, (), device=query.device)
         extras.append(seed_of_shard(seed, query if like is None else like))
 
-    kernel = choose_kernel(*local, dtype=dtype, site=site, has_bias=attn_mask is not None)
+    kernel, _ = choose_kernel(*local, dtype=dtype, site=site, has_bias=attn_mask is not None)
     recipe = make_recipe(plan_options, axis, query, key, rule=rule.format(), dtype=dtype, site=site)
     this = Attention(recipe, axis.rank, scale, kernel, axis.group_name, dropout_p)
     return this, local, extras

@@ -37,19 +37,13 @@ from cp_inductor.mask.reader.functions import OPS_OF_SCORES
 from cp_inductor.mask.reader.lengths import as_number
 from cp_inductor.mask.reader.read import known_nodes, read
 from cp_inductor.mask.reader.sums import is_sum_with_score
-from cp_inductor.mask.reader.to_rule import (
-    Recognized,
-    as_rule_of_scores,
-    misread,
-    with_bias_made,
-)
+from cp_inductor.mask.reader.to_rule import Recognized, as_rule_of_scores, misread, with_bias_made
 from cp_inductor.mask.reader.trace import Scores, Trace, trace_scores
-from cp_inductor.region.flex_bias import Reads
+from cp_inductor.region.flex_bias import reads_batch_and_head
 from cp_inductor.region.marks import MARK
 from cp_inductor.tiles.block_tables import BLOCK
 from cp_inductor.torch_private.dtensor import flex_attention_op
-from cp_inductor.torch_private.flex import has_blocks, scores_changed
-from cp_inductor.torch_private.flex_kernels import TUNING
+from cp_inductor.torch_private.flex import TUNING, has_blocks, scores_changed
 
 FLEX = flex_attention_op()
 
@@ -234,11 +228,6 @@ class _Outside:
     dtype: torch.dtype
     site: str
 
-    @property
-    def of_score_mod(self) -> Sequence[Any]:
-        """What the score_mod has captured."""
-        return self.captured[: len(self.call.of_score_mod)]
-
 
 def _read(outside: _Outside) -> Recognized:
     site = outside.site
@@ -297,13 +286,10 @@ def _recognize_sum(
         recognized = _recognize(_trace(outside, has_scores=False), outside.shape)
     if recognized is None:
         return None
-    reads = Reads.of(outside.call.score_mod)
-    found = with_bias_made(
-        recognized,
-        of_batch=reads.batch,
-        of_head=reads.head,
-        has_gradient=any(map(_is_learned, outside.of_score_mod)),
-    )
+    of_batch, of_head = reads_batch_and_head(outside.call.score_mod)
+    captured = outside.captured[: len(outside.call.of_score_mod)]
+    is_learned = any(map(_is_learned, captured))
+    found = with_bias_made(recognized, of_batch=of_batch, of_head=of_head, has_gradient=is_learned)
     return replace(found, computed_by=known_nodes(trace))
 
 

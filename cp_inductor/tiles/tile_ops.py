@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cp_inductor.tiles.kernel_table import KERNELS
-from cp_inductor.torch_private.flex_kernels import FLEX_BACKWARD, FLEX_FORWARD
+from cp_inductor.torch_private.flex import FLEX_BACKWARD, FLEX_FORWARD
 
 _KERNELS = [kernel for row in KERNELS.values() for kernel in (row.plain, row.under_rule)]
 BACKWARD_TILE_OPS: frozenset[Any] = frozenset(kernel.backward_op for kernel in _KERNELS)

@@ -13,7 +13,7 @@
     symbolic_dtensor    DTensors whose lengths are symbols
     shardings           shardings that DTensor chose, within a compile
     traces              what Dynamo traces for our backends alone
-    flex, flex_kernels  what is private of FlexAttention, and its ops
+    flex                the ops of FlexAttention, and what is private of it
     varlen              the op behind varlen_attn
     sizes               numbers for symbolic sizes
     inductor            custom passes, the order of nodes, strides of kernel inputs
@@ -23,7 +23,7 @@
     patches             every place at which torch does something else because of this package
 
 "Read in torch 2.13.0 and 2.15.0" means that the sources of these releases were read. Each
-function names the private API that it uses, and the releases that have it. The exceptions:
+function names the releases that have the private API it uses, as (2.13-2.15). The exceptions:
 `cp_inductor.inspect.pretend` holds what pretends a device or a world, and the interfaces that
 torch's compilers offer to backends are imported where they are used, which
 tests/repository/test_layout.py lists by file. `doctor` and tests/backend/test_torch_private.py look

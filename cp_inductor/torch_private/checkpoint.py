@@ -23,6 +23,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
+from cp_inductor.torch_private.modes import is_in_backward
+
 
 def rerun_within(context: AbstractContextManager[Any]) -> None:
     """Make every checkpoint around the caller enter `context` when it recomputes.
@@ -57,15 +59,11 @@ class _Recomputation:
             setattr(self.holder, self.name, _Within(function, context))
 
 
-def checkpoints_around() -> list[_Recomputation]:
-    """Return the checkpoints among the functions that called the caller, directly or not.
+def checkpoints_around() -> Iterator[_Recomputation]:
+    """Yield the checkpoints among the functions that called the caller, directly or not.
 
     They have no other name than the local variables of torch's frames, which `TEXTS` lists.
     """
-    return list(_find_on_stack())
-
-
-def _find_on_stack() -> Iterator[_Recomputation]:
     for frame in _frames_of_checkpoints():
         if frame.f_code is torch.utils.checkpoint.CheckpointFunction.forward.__code__:
             # use_reentrant=True: an autograd function, which keeps the function in its ctx.
@@ -129,7 +127,7 @@ def redraw_when_recomputed(model: nn.Module) -> None:
     """Wrap layers anew that are wrapped, so that they draw the random numbers of the forward again.
 
     One that was wrapped with `preserve_rng_state=False` drops out others in the backward than in
-    the forward. `checkpoint_wrapper`, `_checkpoint_wrapped_module` (2.13-2.15).
+    the forward (2.13-2.15).
     """
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
@@ -139,27 +137,19 @@ def redraw_when_recomputed(model: nn.Module) -> None:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether hooks on saved tensors are active: whatever autograd saves now passes through them.
-
-    `torch._C._autograd._top_saved_tensors_default_hooks`, 2.13-2.15.
-    """
+    """Whether what autograd saves now passes through hooks on saved tensors (2.13-2.15)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def is_backward_kept() -> bool:
-    """Whether the backward that runs on this thread may run again (retain_graph=True).
-
-    `torch._C._autograd._get_current_graph_task_keep_graph`, 2.13-2.15.
-    """
+    """Whether this thread's backward may run again (retain_graph=True, 2.13-2.15)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def is_recomputing() -> bool:
     """Whether a checkpoint computes again what it forgot: a backward runs that records operations.
 
-    `torch._C._current_graph_task_id` is -1 outside of backwards (2.13-2.15). Where Dynamo traces,
-    no backward runs.
+    Where Dynamo traces, no backward runs.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return False
-    return torch._C._current_graph_task_id() != -1
+    is_recording = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return is_recording and is_in_backward()

@@ -14,27 +14,25 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from cp_inductor.torch_private.leaned_on import GUARD_ON_DATA, INPUT_NOT_FAKED, SIZE_LOST
 from cp_inductor.torch_private.sizes import is_number, size_expression, size_hint
 
 ONE_RANK = "compile_on_one_rank"
+# Characters of a reason for a graph break.
+MAX_REASON = 400
 
 
 def is_capturing_whole() -> bool:
-    """Whether the current compile has fullgraph=True; False if none runs or that is unknown.
-
-    `InstructionTranslator.current_tx().one_graph` (torch._dynamo.symbolic_convert, 2.13-2.15).
-    """
+    """Whether the current compile has fullgraph=True; False if none runs (2.13-2.15)."""
     return bool(getattr(_translator(), "one_graph", False))
 
 
 def is_compiled_ahead() -> bool:
-    """Whether `aot_compile` calls the backend: nothing else passes over the key of a cached graph.
-
-    `bypass_autograd_cache_key` (torch._functorch.config, read in 2.13.0).
-    """
+    """Whether `aot_compile` calls the backend: nothing else bypasses a graph's cache key (2.13)."""
     import torch._functorch.config
 
     return bool(torch._functorch.config.bypass_autograd_cache_key)
@@ -51,10 +49,7 @@ def is_compiled_for_all_ranks() -> bool:
 
 
 def frame_locals() -> frozenset[str]:
-    """Return the names of the arguments, and of what a closure holds, of what is being compiled.
-
-    `InstructionTranslator.current_tx().f_locals` (torch._dynamo.symbolic_convert, read in 2.13.0).
-    """
+    """Return the names of arguments and closure variables of what is being compiled (2.13)."""
     return frozenset(getattr(_translator(), "f_locals", ()))
 
 
@@ -162,23 +157,15 @@ def settle_local_lengths(graph: fx.Graph) -> None:
 
 
 def is_splitting_for_ddp() -> bool:
-    """Whether Dynamo will split the graph into DDP's buckets: the model runs within DDP.
-
-    `DistributedDataParallel._get_active_ddp_module` (torch.nn.parallel, 2.13-2.15).
-    """
-    from torch.nn.parallel import DistributedDataParallel
-
+    """Whether Dynamo will split the graph into buckets: the model runs within DDP (2.13-2.15)."""
     return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def are_gradients_reduced() -> bool:
     """Whether DDP, `fully_shard` or `replicate` is in use, which reduce gradients over ranks.
 
-    `_module_state_mapping` (torch.distributed._composable_state, 2.13-2.15) has the modules that
-    the latter two were applied to.
+    `_module_state_mapping` (2.13-2.15) has the modules that the latter two were applied to.
     """
-    from torch.distributed._composable_state import _module_state_mapping
-
     return is_splitting_for_ddp() or bool(_module_state_mapping)
 
 
@@ -214,10 +201,7 @@ def _remove_frames(error: Exception) -> Exception:
 
 
 def one_compile_at_a_time() -> AbstractContextManager[Any]:
-    """Return the context in which no other thread traces or compiles through Dynamo.
-
-    `compile_lock` (torch._dynamo.convert_frame, 2.13-2.15), which Dynamo holds while it compiles.
-    """
+    """Return the lock that Dynamo holds while it traces and compiles (2.13-2.15)."""
     from torch._dynamo.convert_frame import compile_lock
 
     return compile_lock
@@ -304,20 +288,14 @@ class FailedTrace:
 
 
 def raised_while_traced(error: Exception) -> BaseException | None:
-    """Return what a function raised that Dynamo called while it traced; None for other errors.
-
-    Dynamo raises an `InternalTorchDynamoError` (torch._dynamo.exc, 2.13-2.15) in the handler of it.
-    """
+    """Return what a function raised that Dynamo called while it traced; None for other errors."""
     from torch._dynamo.exc import InternalTorchDynamoError
 
     return error.__context__ if isinstance(error, InternalTorchDynamoError) else None
 
 
 def graph_break_reason(error: Exception) -> str | None:
-    """Return in one line why Dynamo did not capture a whole function; None for other errors.
-
-    `TorchDynamoException` (torch._dynamo.exc, 2.13-2.15), whose text has an "Explanation:".
-    """
+    """Return in one line why Dynamo did not capture a whole function; None for other errors."""
     from torch._dynamo.exc import TorchDynamoException
 
     if not isinstance(error, TorchDynamoException):
@@ -326,6 +304,3 @@ def graph_break_reason(error: Exception) -> str | None:
     explained = [line for line in lines[1:] if line.startswith("Explanation:")]
     reason = ". ".join([*lines[:1], *explained[:1]])
     return reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]} ..."
-
-
-MAX_REASON = 400

@@ -9,7 +9,6 @@ Read in torch 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from inspect import signature
 from types import FunctionType
 from typing import Any
@@ -30,23 +29,19 @@ def _has_no_override(tensors: object) -> bool:
     return False
 
 
-def _without_override(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of torch.nn.functional that does not ask whether it is overridden.
-
-    Such a function calls `has_torch_function`, a global of its module, which is true in every mode,
-    and then calls the mode with itself. No argument stops that, and with the mode left, nothing in
-    the body would call it. So this is the function's code with other globals. They have no module
-    name, so that Dynamo looks them up where they are. To be removed once torch lets a mode call a
-    function within itself.
-    """
+# The function calls `has_torch_function`, a global of its module, which is true in every mode, and
+# then calls the mode with itself. No argument stops that, and with the mode left, nothing in the
+# body would call it. So this is its code with other globals. They have no module name, so that
+# Dynamo looks them up where they are. To be removed once torch lets a mode call a function within
+# itself.
+_torchs: Any = F.multi_head_attention_forward
+_globals = {
+    **_torchs.__globals__,
+    "has_torch_function": _has_no_override,
     # F has another function in its place while torch's context_parallel is entered.
-    sdpa = torch._C._nn.scaled_dot_product_attention
-    own = {"has_torch_function": _has_no_override, "scaled_dot_product_attention": sdpa}
-    scope = {**function.__globals__, **own}
-    del scope["__name__"]
-    return FunctionType(
-        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
-    )
-
-
-multi_head_attention = _without_override(F.multi_head_attention_forward)
+    "scaled_dot_product_attention": torch._C._nn.scaled_dot_product_attention,
+}
+del _globals["__name__"]
+multi_head_attention = FunctionType(
+    _torchs.__code__, _globals, _torchs.__name__, _torchs.__defaults__, _torchs.__closure__
+)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from cp_inductor.torch_private.sizes import forget_fakes, size_expression
@@ -31,13 +32,17 @@ from cp_inductor.torch_private.sizes import forget_fakes, size_expression
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
+class _Tracing(threading.local):
+    """Whether Dynamo traces for our backends now, on this thread."""
+
+    is_ours = False
+
+
+TRACING = _Tracing()
+
+
 def forget_shardings() -> None:
-    """Let DTensor choose anew, after what it may choose has changed.
-
-    `_clear_sharding_prop_cache` (torch.distributed.tensor.debug, 2.13-2.15).
-    """
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
+    """Let DTensor choose anew, after what it may choose has changed (2.13-2.15)."""
     _clear_sharding_prop_cache()
 
 
@@ -51,23 +56,16 @@ class RememberedShardings:
 
     def __init__(self) -> None:
         self._chosen: dict[Hashable, Any] = {}
-        self._thread: int | None = None
         self._traced = ExitStack()
 
-    def start(self) -> None:
-        """Remember from now on."""
-        self.end()
-        self._thread = threading.get_ident()
-
     def end(self) -> None:
-        """Forget all, and let DTensor choose."""
+        """Forget all."""
         self._chosen.clear()
-        self._thread = None
         self._traced.close()
 
     def recall(self, schema: Any, choose: Callable[[], Any]) -> Any:
         """Return what DTensor chooses for a call, or chose for an equal one."""
-        if threading.get_ident() != self._thread:
+        if not TRACING.is_ours:
             return choose()
         asked = _Frozen()
         try:

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 import sympy
 import torch
 from torch._guards import detect_fake_mode
-from torch.fx.experimental import symbolic_shapes
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch._library.fake_impl import allocate_size
+from torch._subclasses.fake_tensor import disable_fake_tensor_cache
+from torch.fx.experimental.symbolic_shapes import optimization_hint, statically_known_true
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """Return the value of a size in the call being compiled, without adding a guard.
-
-    `optimization_hint` (torch.fx.experimental.symbolic_shapes, public).
-    """
-    return symbolic_shapes.optimization_hint(size)
+    """Return the value of a size in the call being compiled, without adding a guard."""
+    return optimization_hint(size)
 
 
 def size_expression(size: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> sympy.Expr:
@@ -42,8 +40,7 @@ def has_hint(size: torch.SymInt) -> bool:
 
     `SymInt.node.has_hint` (torch.fx.experimental.sym_node, 2.13-2.15).
     """
-    found: bool = size.node.has_hint()
-    return found
+    return bool(size.node.has_hint())
 
 
 def is_demanded(size: torch.SymInt) -> bool:
@@ -68,10 +65,7 @@ def is_demanded(size: torch.SymInt) -> bool:
 
 
 def is_known(condition: bool | torch.SymBool) -> bool:
-    """Whether a comparison of sizes or strides is known to hold for all sizes; adds no guard.
-
-    `statically_known_true` (torch.fx.experimental.symbolic_shapes, public).
-    """
+    """Whether a comparison of sizes or strides is known to hold for all sizes; adds no guard."""
     return condition if isinstance(condition, bool) else statically_known_true(condition)
 
 
@@ -94,10 +88,8 @@ def forget_fakes(until: ExitStack) -> None:
     """Let the fake tensors of this compile run each op, until a stack of contexts is closed.
 
     To make and to use an entry of their cache takes longer than to run the op, where sizes are
-    symbols. `disable_fake_tensor_cache` (torch._subclasses.fake_tensor, 2.13-2.15).
+    symbols (2.13-2.15).
     """
-    from torch._subclasses.fake_tensor import disable_fake_tensor_cache
-
     mode = detect_fake_mode()
     if mode is not None and mode.cache_enabled:
         until.enter_context(disable_fake_tensor_cache(mode))
@@ -108,14 +100,11 @@ def new_size(least: int) -> torch.SymInt:
 
     `torch.library.get_ctx().new_dynamic_size` refuses where graphs may break, because Dynamo would
     break them there. The ops of this library are not in the program that Dynamo reads.
-    `FakeImplCtx._shape_env`, `allocate_size` (torch._library.fake_impl, 2.13-2.15).
+    `FakeImplCtx._shape_env` (torch._library.fake_impl, 2.13-2.15).
     """
-    from torch._library.fake_impl import allocate_size
-
     shape_env = torch.library.get_ctx()._shape_env
     assert shape_env is not None, "traced without symbolic sizes"
-    size: torch.SymInt = allocate_size(shape_env, least)
-    return size
+    return allocate_size(shape_env, least)
 
 
 @dataclass(frozen=True, slots=True)

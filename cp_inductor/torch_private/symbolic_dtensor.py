@@ -19,7 +19,6 @@ and leave all others to torch.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +39,7 @@ from cp_inductor.torch_private.dtensor import (
     replicated,
     without_handler,
 )
+from cp_inductor.torch_private.shardings import TRACING
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -59,12 +59,9 @@ class SymbolicLengths:
     def __init__(self) -> None:
         self._table: dict[Any, Handler] = {}
         self._added: set[Any] = set()
-        self._thread: int | None = None
 
     def start(self) -> None:
         """Add the handlers, beside those that are there."""
-        self.end()
-        self._thread = threading.get_ident()
         dispatcher: Any = DTensor._op_dispatcher
         self._table = dispatcher._custom_op_handlers
         for op in _ops_with_rules():
@@ -81,7 +78,7 @@ class SymbolicLengths:
         self._added.clear()
 
     def _handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread:
+        if not TRACING.is_ours:
             return dispatch_as_dtensor(op, args, kwargs)  # what another thread computes
         if op is SLICE_BACKWARD:
             bound = bind_arguments(op, args, kwargs)

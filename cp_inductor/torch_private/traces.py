@@ -17,7 +17,6 @@ Assumes: Dynamo's own lock lets one thread at a time trace.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 
-from cp_inductor.torch_private.shardings import forget_shardings, remembered
+from cp_inductor.torch_private.shardings import TRACING, forget_shardings, remembered
 from cp_inductor.torch_private.symbolic_dtensor import SymbolicLengths
 
 NameOf = Callable[[Exception], Exception | None]
@@ -40,14 +39,13 @@ class Traces:
         self._watched: list[tuple[Any, NameOf, Tell | None]] = []
         # Are called with the local variables of a frame that is about to be traced.
         self.before: list[Callable[[Mapping[str, Any]], None]] = []
-        self._thread: int | None = None
         # Contexts that are entered while Dynamo traces, and left when it has.
         self.around = ExitStack()
 
     @property
     def is_ours(self) -> bool:
         """Whether Dynamo traces for one of them now, on this thread."""
-        return self._thread == threading.get_ident()
+        return TRACING.is_ours
 
     def watch(self, backend: Callable[..., Any], name: NameOf, tell: Tell | None = None) -> None:
         """Watch what Dynamo traces for a backend from now on.
@@ -64,7 +62,8 @@ class Traces:
     def run(self, arguments: Mapping[str, Any], trace: Callable[[], Any]) -> Any:
         """Trace a frame; these are the arguments of `_compile`."""
         backend, frame = arguments["compiler_fn"], arguments["locals"]
-        innermost = innermost_backend(backend)
+        *_, innermost = _layers_of_backend(backend)
+        innermost = getattr(innermost, "__func__", innermost)  # a method stands for its function
         watched = (one[1:] for one in self._watched if one[0] is innermost)
         name, tell = next(watched, (None, None))
         if name is not None:
@@ -100,21 +99,15 @@ class Traces:
     def _switch(self, is_ours: bool) -> None:
         if is_ours == self.is_ours:
             return
-        self._thread = threading.get_ident() if is_ours else None
-        for state in (self._symbolic_lengths, remembered):
-            (state.start if is_ours else state.end)()
+        TRACING.is_ours = is_ours
+        if is_ours:
+            self._symbolic_lengths.start()
+        else:
+            self._symbolic_lengths.end()
+            remembered.end()
 
 
 traces = Traces()
-
-
-def innermost_backend(backend: Any) -> Any:
-    """Return what the user passed to torch.compile as a backend, or named.
-
-    A method stands for its function.
-    """
-    *_, innermost = _layers_of_backend(backend)
-    return getattr(innermost, "__func__", innermost)
 
 
 def options_of_backend(backend: Any) -> Mapping[str, Any]:

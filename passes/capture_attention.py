@@ -47,7 +47,7 @@ from cp_inductor.ops.plan_batch import PLAN_BATCH
 from cp_inductor.ops.rules_of_lengths import remember_mask
 from cp_inductor.passes.insert_call import insert_call
 from cp_inductor.passes.sites import Site
-from cp_inductor.region.flex_bias import Reads, bias_of_scores
+from cp_inductor.region.flex_bias import bias_of_scores, reads_batch_and_head
 from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, has_natural_lse
 from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.dims import SEQUENCE_DIM
@@ -260,8 +260,7 @@ def _made_bias(site: Site, query: fx.Node) -> fx.Node:
     """Insert what the score_mod of flex_attention adds to the scores of this rank's queries."""
     call, recipe = bind_flex(site.node, site.name), site.attention.recipe
     before = [recipe.grid.local_length(rank, of_keys=False) for rank in range(site.axis.rank)]
-    reads = Reads.of(call.score_mod)
-    where = (sum(before), recipe.grid.key_length, reads.batch, reads.head)
+    where = (sum(before), recipe.grid.key_length, *reads_batch_and_head(call.score_mod))
     args = (site.node.args[SCORE_MOD], query, _placed(site.query), *where, *call.of_score_mod)
     return insert_call(site.node, bias_of_scores, *args)
 

@@ -22,11 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_inductor.dtensor.wrap import wrap_shard
 from cp_inductor.errors import CPError
 from cp_inductor.torch_private.dtensor import flex_attention_op
-from cp_inductor.torch_private.modes import (
-    function_modes,
-    let_modes_see,
-    run_uncompiled,
-)
+from cp_inductor.torch_private.modes import function_modes, let_modes_see, run_uncompiled
 from cp_inductor.torch_private.varlen import VARLEN_OPS
 
 SITE = "attention over a sharded sequence"

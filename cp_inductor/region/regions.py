@@ -251,7 +251,7 @@ class SequenceRegion(RegionMode):
             # No kernel takes other features of values, as latent attention (MLA) has them.
             local[2] = F.pad(local[2], (0, width - of_values))
         local = [_with_whole_rows(tensor) for tensor in local]
-        pieces = [self._distribute(tensor, SEQUENCE_DIM) for tensor in local]
+        pieces = [self._distribute(tensor) for tensor in local]
         if attn_mask is not None:
             attn_mask = self._distribute_mask(attn_mask, pieces[0], pieces[1])
         out = func(*pieces, attn_mask, dropout_p, is_causal, **kwargs).to_local()
@@ -262,17 +262,16 @@ class SequenceRegion(RegionMode):
         return out
 
     def _prepare_attention(self, tensors: Sequence[Tensor], mask: Tensor | None) -> None:
-        """Check an attention that is about to run in eager code; let checkpoints recompute it."""
+        """Check an attention that eager code is about to run, and its types in all regions.
+
+        Checkpoints around it will recompute it in this region.
+        """
         query, key, value = tensors
         if is_transforming():
             refuse_transform(SITE)
         for side in (key, value):
             check_attention(query=query, key=side, site=SITE)
         rerun_within(self)
-        self._check_types(tensors, mask)
-
-    def _check_types(self, tensors: Sequence[Tensor], mask: Tensor | None) -> None:
-        """Let all enclosing regions check an attention over the shards of this one."""
         whole = {
             self._whole_length(t.shape[SEQUENCE_DIM]) or t.shape[SEQUENCE_DIM] * self.mesh.size()
             for t in tensors
@@ -294,8 +293,7 @@ class SequenceRegion(RegionMode):
         """
         given = (query, key, value)
         if any(is_sequence_sharded(tensor) for tensor in given):
-            found: tuple[Tensor, ...] = FLEX(query, key, value, *args, **kwargs)
-            return found
+            return FLEX(query, key, value, *args, **kwargs)
         if any(isinstance(tensor, DTensor) for tensor in given):
             refuse(
                 UnsupportedPlacement,
@@ -303,8 +301,7 @@ class SequenceRegion(RegionMode):
                 got="DTensors that do not shard the sequence",
                 remedy="pass their to_local(), and wrap the result",
             )
-        found = FLEX(self._mark(query), key, value, *args, **kwargs)
-        return found
+        return FLEX(self._mark(query), key, value, *args, **kwargs)
 
     def _attend_multi_head(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(arg, DTensor) for arg in (*args, *kwargs.values())):
@@ -320,13 +317,14 @@ class SequenceRegion(RegionMode):
         with self.copy:
             return multi_head_attention(*args, **kwargs)
 
-    def _distribute(self, local: Tensor, dim: int) -> DTensor:
+    def _distribute(self, local: Tensor) -> DTensor:
         """Wrap this rank's shard of a sequence into a DTensor."""
-        length = self._whole_length(local.shape[dim])
+        placements = [Shard(SEQUENCE_DIM)]
+        length = self._whole_length(local.shape[SEQUENCE_DIM])
         if length is None:
-            return DTensor.from_local(local, self.mesh, [Shard(dim)], run_check=False)
-        shape = (*local.shape[:dim], length, *local.shape[dim + 1 :])
-        return wrap_shard(local, self.mesh, [Shard(dim)], shape)
+            return DTensor.from_local(local, self.mesh, placements, run_check=False)
+        shape = (*local.shape[:SEQUENCE_DIM], length, *local.shape[SEQUENCE_DIM + 1 :])
+        return wrap_shard(local, self.mesh, placements, shape)
 
     def _whole_length(self, length: int) -> int | None:
         """Return the length of the whole of a shard; None if all shards are equally long."""

@@ -62,12 +62,11 @@ from cp_inductor.torch_private.modes import (
 # When one of these is called, the forward is over.
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
-# Functions by which Python reads a tensor's values. Those in the first set answer yes or no.
-_DECIDING = frozenset(
-    {Tensor.__bool__, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose}
-    | {torch.is_nonzero, Tensor.is_nonzero, Tensor.__contains__}
-)
+# Functions by which Python reads a tensor's values. Those in the first sets answer yes or no.
 _COMPARING = frozenset({Tensor.equal, torch.equal, Tensor.allclose, torch.allclose})
+_DECIDING = _COMPARING | {
+    *(Tensor.__bool__, torch.is_nonzero, Tensor.is_nonzero, Tensor.__contains__)
+}
 # After these, other code reads the memory, or another tensor shares it.
 _HANDING_OUT = frozenset(
     {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__} | {Tensor.untyped_storage, Tensor.storage}
@@ -157,11 +156,8 @@ class EagerTyper(Typer):
 
     def meet_attended(self, tensor: Tensor) -> Type:
         """Return the type of a query, key or value from outside."""
-        return (
-            Own()
-            if not _is_plain(tensor) or self.has_buffers
-            else self.shards(tensor, ATTENDED_DIM)
-        )
+        is_from_outside = self.has_buffers or not _is_plain(tensor)
+        return Own() if is_from_outside else self.shards(tensor, ATTENDED_DIM)
 
     def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
         """Give results their types, and note whether a number is read off tokens.
@@ -317,12 +313,9 @@ class EagerTyper(Typer):
 
     def _communicate(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Follow a program that communicates, and so knows that there are ranks."""
-        group = next(
-            (a for a in (*args, *kwargs.values()) if isinstance(a, dist.ProcessGroup)), None
-        )
-        is_ours = group is None or group.group_name == self.group_name
+        groups = [a for a in (*args, *kwargs.values()) if isinstance(a, dist.ProcessGroup)]
         out = func(*args, **kwargs)
-        if is_ours:
+        if not groups or groups[0].group_name == self.group_name:
             found = Same() if func in _GIVING_ALL_THE_SAME else Own()
             for tensor in self.leaves((args, kwargs, out)):
                 self.types[tensor] = found
@@ -350,15 +343,13 @@ class EagerTyper(Typer):
             least, most = range_over_ranks(
                 torch.tensor(int(out), device=leaves[0].device), self.group_name
             )
-            is_alike = least == most
+            if least == most:
+                return out
             got = f"{name_of_function(func)} to be {out} on this rank, and not on another"
         else:
             what = "decision" if func in _DECIDING else "number"
             got = _say_read(own, "the memory" if func in _HANDING_OUT else f"a {what}")
-            is_alike = False
-        if not is_alike:
-            raise self._refusal(got)
-        return out
+        raise self._refusal(got)
 
     def _refusal(self, got: str, site: str = "") -> SequenceMixed:
         return SequenceMixed(
@@ -416,13 +407,9 @@ class EagerTyper(Typer):
         bound = signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        labels = given["target"]
-        found = self.type_of(labels)
-        if (
-            given["reduction"] == "mean"
-            and isinstance(found, Shards)
-            and not labels.is_floating_point()
-        ):
+        labels, found = given["target"], self.type_of(given["target"])
+        is_mean = given["reduction"] == "mean" and not labels.is_floating_point()
+        if is_mean and isinstance(found, Shards):
             # Another rank may have refused it before: an index is in range of one shard alone.
             self.refuse_mixed(given["input"])
             where = (given["ignore_index"], self.group_name, self.locate())
@@ -454,7 +441,7 @@ class EagerTyper(Typer):
         Raises:
             SequenceMixed: there is such a tensor, or one from outside was written to.
         """
-        left = [(tensor, found) for tensor, found in self.types.items()]
+        left = list(self.types.items())
         self.refuse_mixed([t for t, one in left if isinstance(one, Mixed) and not one.is_vote])
         if not self.is_over:
             self.refuse_kept(list(self.kept))

@@ -24,15 +24,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.errors import SequenceMixed, SequenceWarning
-from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, numbers
+from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, find_rule, numbers
 from cp_inductor.sequence.rules.infer import infer_types
-from cp_inductor.sequence.rules.table import find_rule
 from cp_inductor.sequence.types import (
     ATTENDED_DIM,
     Mixed,
@@ -45,6 +43,7 @@ from cp_inductor.sequence.types import (
     regroup,
 )
 from cp_inductor.torch_private.modes import OpWatcher
+from cp_inductor.torch_private.tracing import tensors_in
 
 EXPECTED = "what computes each token by itself, attention, and sums over tokens"
 REMEDY = (
@@ -64,6 +63,7 @@ class Typer(OpWatcher):
 
     # Higher-order ops have no rules, so nothing is known about their results.
     supports_higher_order_operators = True
+    leaves = staticmethod(tensors_in)
 
     def __init__(self, is_even: Callable[[int], bool] = lambda length: True) -> None:
         super().__init__()
@@ -92,10 +92,6 @@ class Typer(OpWatcher):
     def shards(self, tensor: Tensor, dim: int) -> Type:
         """Return the type of a tensor whose dim holds this rank's tokens."""
         return shards_at(tensor, dim, self.is_even)
-
-    def leaves(self, values: Any) -> list[Tensor]:
-        """Return the tensors in a tree."""
-        return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_aten = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
@@ -128,13 +124,8 @@ class Typer(OpWatcher):
                 self.put(tensor, self._mixed(call, Mixes(f"{op}, {_WRITES}")))
 
     def _mixed(self, call: OpCall, error: Mixes) -> Mixed:
-        return Mixed(
-            self.locate(),
-            error.got,
-            error.remedy or REMEDY,
-            lengths=call.lengths(),
-            is_vote=error.is_vote,
-        )
+        remedy = error.remedy or REMEDY
+        return Mixed(self.locate(), error.got, remedy, call.lengths(), error.is_vote)
 
     def put(self, tensor: Tensor, given: Type) -> None:
         """Set the type of a tensor: a result, or what was written to."""
@@ -218,9 +209,8 @@ class Typer(OpWatcher):
 
     def _check_slices(self, tensor: Tensor, index: Any) -> None:
         found = self.type_of(tensor)
-        index = [
-            one for one in (index if isinstance(index, tuple) else (index,)) if one is not None
-        ]
+        index = index if isinstance(index, tuple) else (index,)
+        index = [one for one in index if one is not None]
         if not isinstance(found, Shards) or any(isinstance(one, (Tensor, list)) for one in index):
             return
         for place, one in enumerate(index):

@@ -6,8 +6,16 @@ from dataclasses import replace
 
 import torch
 
-from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, check_even, describe_kind, number
-from cp_inductor.sequence.rules.table import overloads, rule
+from cp_inductor.sequence.rules.call import (
+    SUMS,
+    Mixes,
+    OpCall,
+    check_even,
+    describe_kind,
+    number,
+    overloads,
+    rule,
+)
 from cp_inductor.sequence.types import Same, Shards, Sum, Type
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""A call of an op, as the rules see it, and what many rules ask about it."""
+"""A call of an op, as the rules see it, what many rules ask about it, and where they register."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from cp_inductor.sequence.types import Mixed, Same, Shards, Sum, Type, describe
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.sizes import size_hint
+from cp_inductor.torch_private.tracing import tensors_in
 
 POSITIONS = (
     "pass positions, and what else stands at tokens, as inputs that are sharded like the tokens"
@@ -59,16 +59,15 @@ class OpCall:
     ) -> None:
         self.op, self.type_of = op, type_of
         self.bound = bind_arguments(op, args, kwargs)
-        self.tensors = [leaf for leaf in pytree.tree_leaves(self.bound) if isinstance(leaf, Tensor)]
-        self.outs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.tensors, self.outs = tensors_in(self.bound), tensors_in(out)
         self.types = [type_of(tensor) for tensor in self.tensors]
 
     def written(self) -> list[Tensor]:
         """Return the tensors that the op writes to and does not return."""
         names = [one.name for one in self.op._schema.arguments if one.is_write]
-        leaves = pytree.tree_leaves([self.bound.get(name) for name in names])
         returned = {id(out) for out in self.outs}
-        return [one for one in leaves if isinstance(one, Tensor) and id(one) not in returned]
+        given = tensors_in([self.bound.get(name) for name in names])
+        return [tensor for tensor in given if id(tensor) not in returned]
 
     def of(self, types: Sequence[Type]) -> OpCall:
         """Return the call for other types of its tensors."""
@@ -150,3 +149,39 @@ def check_even(found: Shards, op: str) -> None:
     """Refuse a mean over tokens of which ranks have unequally many."""
     if not found.is_even:
         raise Mixes(f"{op} over shards that are unequally long: ranks weigh unequally", SUMS)
+
+
+Rule = Callable[[OpCall], "list[Type]"]
+RULES: dict[torch._ops.OpOverload, Rule] = {}
+TAGGED: dict[torch.Tag, Rule] = {}
+
+
+def overloads(ops: Iterable[Any]) -> set[torch._ops.OpOverload]:
+    """Return overloads, and all overloads of packets."""
+    found = set()
+    for op in ops:
+        is_one = isinstance(op, torch._ops.OpOverload)
+        found |= {op} if is_one else {getattr(op, name) for name in op.overloads()}
+    return found
+
+
+def rule(*ops: Any, tag: torch.Tag | None = None) -> Callable[[Rule], Rule]:
+    """Register a rule for overloads, or for all overloads of packets.
+
+    Args:
+        ops: overloads and packets.
+        tag: the rule is also that of all ops which torch has tagged so, if they have no other.
+    """
+
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(overloads(ops), rule))
+        if tag is not None:
+            TAGGED[tag] = rule
+        return rule
+
+    return register
+
+
+def find_rule(op: torch._ops.OpOverload) -> Rule | None:
+    """Return the rule of an op, or of its tag."""
+    return RULES.get(op) or next((TAGGED[tag] for tag in op.tags if tag in TAGGED), None)

@@ -7,8 +7,16 @@ from dataclasses import replace
 import torch
 
 from cp_inductor.graph.collectives import WAIT
-from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, aligned, check_even, describe_kind
-from cp_inductor.sequence.rules.table import overloads, rule
+from cp_inductor.sequence.rules.call import (
+    SUMS,
+    Mixes,
+    OpCall,
+    aligned,
+    check_even,
+    describe_kind,
+    overloads,
+    rule,
+)
 from cp_inductor.sequence.types import Shards, Sum, Type
 
 aten = torch.ops.aten

@@ -13,8 +13,8 @@ from cp_inductor.sequence.rules.call import (
     aligned,
     check_beside,
     describe_kind,
+    rule,
 )
-from cp_inductor.sequence.rules.table import rule
 from cp_inductor.sequence.types import Same, Sum, Type
 
 aten = torch.ops.aten

@@ -7,8 +7,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, check_beside, describe_kind
-from cp_inductor.sequence.rules.table import overloads, rule
+from cp_inductor.sequence.rules.call import (
+    SUMS,
+    Mixes,
+    OpCall,
+    check_beside,
+    describe_kind,
+    overloads,
+    rule,
+)
 from cp_inductor.sequence.types import Same, Shards, Sum, Type
 
 aten = torch.ops.aten

@@ -31,8 +31,9 @@ from cp_inductor.graph.nodes import name_of
 from cp_inductor.passes.attentions import calls_to
 from cp_inductor.passes.insert_call import free_name, insert_call
 from cp_inductor.region.flex_calls import FLEX, LSE, OF_VARLEN, OUT
+from cp_inductor.region.modes import VARLEN_OPS
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.varlen import VARLEN_OPS, varlen_op
+from cp_inductor.torch_private.dtensor import varlen_op
 
 TOKENS = 0
 # Arguments that change numbers, and how many parts a kernel splits keys into; others are refused.

@@ -252,7 +252,7 @@ def _trace(outside: _Outside, *, has_scores: bool = True) -> Trace:
     def change(scores: Tensor, known: Mapping[fx.Node, Any]) -> Tensor:
         values = [_value_of(item, known) for item in outside.captured]
         split = len(call.of_score_mod)
-        score_mod = call.score_mod if has_scores else _unchanged
+        score_mod = call.score_mod if has_scores else (lambda score, *_: score)
         return scores_changed(score_mod, call.mask_mod, scores, values[:split], values[split:])
 
     nodes = [item for item in outside.captured if _is_tensor(item)]
@@ -263,10 +263,6 @@ def _trace(outside: _Outside, *, has_scores: bool = True) -> Trace:
         lines = str(error).splitlines() or [""]
         got = f"one that raises {type(error).__name__}: {lines[0]}"
         raise _unreadable(outside.site, got) from error
-
-
-def _unchanged(score: Tensor, *_: Any) -> Tensor:
-    return score
 
 
 def _recognize_sum(

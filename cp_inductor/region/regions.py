@@ -63,14 +63,14 @@ from cp_inductor.tiles.kernel_table import is_a_kernel_enabled
 from cp_inductor.torch_private.checkpoint import rerun_within
 from cp_inductor.torch_private.context_parallel import torchs_context_parallel
 from cp_inductor.torch_private.modes import (
-    function_modes,
     function_modes_of_program,
     is_transforming,
+    multi_head_attention,
     name_of_function,
+    needs_weights,
     note_parameters,
     run_uncompiled,
 )
-from cp_inductor.torch_private.multi_head import multi_head_attention, needs_weights
 from cp_inductor.trust.agreement import tell_refusal
 from cp_inductor.trust.unreduced import watch_gradients
 
@@ -159,16 +159,13 @@ class SequenceRegion(RegionMode):
     def typing(self) -> EagerTyper:
         """Return what types the program inside: of the outermost region over these ranks."""
         if self.typer is None:
-            modes = function_modes_of_program()
-            outer = [m for m in modes if m is not self and self._is_alike(m)]
+            alike = [r for r in _regions_of_program() if r.group_name == self.group_name]
+            outer = [region for region in alike if region is not self]
             self.typer = outer[0].typing() if outer else EagerTyper(self.group_name, self._is_even)
             self.copy.typer = self.typer
             for buffer in self.buffers:
                 self.typer.declare(*buffer)
         return self.typer
-
-    def _is_alike(self, mode: object) -> bool:
-        return isinstance(mode, SequenceRegion) and mode.group_name == self.group_name
 
     def _is_even(self, length: int) -> bool:
         """Whether all ranks have as many tokens as this one, of its so many."""
@@ -183,7 +180,9 @@ class SequenceRegion(RegionMode):
         typer, self.typer, self.copy.typer = self.typer, None, None
         if typer is None or not self.is_typing():
             return
-        if any(m is not self.copy and self._is_alike(m) for m in function_modes()):
+        if any(
+            r is not self.copy and r.group_name == self.group_name for r in _regions_of_program()
+        ):
             return  # the outer one will
         try:
             typer.check_left()
@@ -378,12 +377,14 @@ def _sizes(sizes: Sequence[int]) -> str:
     return "" if torch.compiler.is_compiling() else f", {tuple(sizes)}"
 
 
+def _regions_of_program() -> list[SequenceRegion]:
+    return [mode for mode in function_modes_of_program() if isinstance(mode, SequenceRegion)]
+
+
 def _typers(inner: SequenceRegion | None) -> dict[EagerTyper, bool]:
     """Return what types the program here, and whether `inner` is over its ranks."""
-    modes = function_modes_of_program()
-    regions = [mode for mode in modes if isinstance(mode, SequenceRegion)]
     found = {}
-    for region in (*regions, *([] if inner is None else [inner])):
+    for region in (*_regions_of_program(), *([] if inner is None else [inner])):
         if region.is_typing():
             is_inner = inner is not None and inner.group_name == region.group_name
             found[region.typing()] = is_inner
@@ -392,8 +393,7 @@ def _typers(inner: SequenceRegion | None) -> dict[EagerTyper, bool]:
 
 def groups_of_program() -> list[str]:
     """Return the groups of the regions around the program, also while Dynamo compiles a part."""
-    modes = function_modes_of_program()
-    return [mode.group_name for mode in modes if isinstance(mode, SequenceRegion)]
+    return [region.group_name for region in _regions_of_program()]
 
 
 def typers_of_program() -> list[EagerTyper]:

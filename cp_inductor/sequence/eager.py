@@ -139,8 +139,7 @@ class EagerTyper(Typer):
     def meet_first(self, tensor: Tensor) -> Type:
         """Return the type of a tensor from outside, or from code that is not followed."""
         if not _is_plain(tensor):
-            if not TRUST.depth:
-                self._refuse_methods([tensor])
+            self._refuse_methods([tensor])
             return Own()
         if isinstance(tensor, nn.Parameter) or not tensor.ndim:
             return self.find(tensor) or Same()
@@ -202,8 +201,7 @@ class EagerTyper(Typer):
         elif func is Tensor.register_hook and not TRUST.depth:
             return func(args[0], self._typed_hook(args[0], *args[1:], **kwargs))
         elif TRUST.depth or not all(map(_is_plain, leaves)) or isinstance(func, _HigherOrder):
-            if not TRUST.depth:
-                self._refuse_methods(leaves)
+            self._refuse_methods(leaves)
             return self._trust(func, args, kwargs)
         elif str(getattr(func, "__module__", "")).startswith("torch.distributed"):
             return self._communicate(func, args, kwargs)
@@ -362,19 +360,15 @@ class EagerTyper(Typer):
     def _refuse_methods(self, tensors: Sequence[Tensor]) -> None:
         """Refuse tensors of a class that has functions of its own, but no ops to be typed.
 
-        And nested ones, whose rows are parts of sequences.
+        And nested ones, whose rows are parts of sequences. Within `per_rank` they are trusted.
         """
-        for one in tensors:
+        for one in () if TRUST.depth else tensors:
             is_typed = _is_plain(one) or isinstance(one, nn.Parameter)
             has_no_ops = type(one).__torch_dispatch__ is Tensor.__torch_dispatch__
             if one.is_nested or (has_no_ops and not is_typed):
                 name = "nested tensor" if one.is_nested else type(one).__name__
-                raise SequenceMixed(
-                    site=self.locate(),
-                    expected="tokens as torch.Tensor",
-                    got=f"a {name}, whose functions are not followed",
-                    remedy=REMEDY,
-                )
+                got = f"a {name}, whose functions are not followed"
+                raise self.refusal("tokens as torch.Tensor", got)
 
     def _typed_hook(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[..., Any]:
         """Return a hook on tokens, after which their gradient must still be that of each token."""

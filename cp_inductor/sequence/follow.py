@@ -74,6 +74,10 @@ class Typer(OpWatcher):
         """Return where the program is."""
         raise NotImplementedError
 
+    def refusal(self, expected: str, got: str, remedy: str = REMEDY) -> SequenceMixed:
+        """Return the error that refuses what the program calls."""
+        return SequenceMixed(site=self.locate(), expected=expected, got=got, remedy=remedy)
+
     def meet_first(self, tensor: Tensor) -> Type:
         """Return the type of a tensor that no op inside has made."""
         raise NotImplementedError
@@ -199,13 +203,10 @@ class Typer(OpWatcher):
         else:
             is_mean = reduction == "mean" and given["target"].is_floating_point()
         if is_mean:
-            raise SequenceMixed(
-                site=self.locate(),
-                expected="a mean over as many tokens on every rank",
-                got=f"{func.__name__} with reduction={reduction!r} over shards that are unequally"
-                " long",
-                remedy=SUMS,
+            got = (
+                f"{func.__name__} with reduction={reduction!r} over shards that are unequally long"
             )
+            raise self.refusal("a mean over as many tokens on every rank", got, SUMS)
 
     def _check_slices(self, tensor: Tensor, index: Any) -> None:
         found = self.type_of(tensor)
@@ -220,12 +221,8 @@ class Typer(OpWatcher):
         (size,) = numbers(tensor.shape[found.dim : found.dim + 1])
         stop = taken.stop if isinstance(taken, slice) else None
         if isinstance(stop, int) and size < stop < sys.maxsize:
-            raise SequenceMixed(
-                site=self.locate(),
-                expected=EXPECTED,
-                got=f"a slice up to token {stop}, of which this rank has {size}",
-                remedy=REMEDY,
-            )
+            got = f"a slice up to token {stop}, of which this rank has {size}"
+            raise self.refusal(EXPECTED, got)
 
     def refuse_mixed(self, values: Any) -> None:
         """Refuse mixed tensors.

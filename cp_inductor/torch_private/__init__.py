@@ -1,10 +1,9 @@
 """Every use of torch's private API in this package.
 
     groups              ranks of a process group, and its store
-    dtensor             handlers of DTensor's dispatcher
+    dtensor             handlers of DTensor's dispatcher, ops that they are of
     context_parallel    the state of torch's own context parallelism
-    modes               function and dispatch modes, autocast
-    multi_head          multi-head attention whose inner functions modes see
+    modes               function and dispatch modes, functions that they see, autocast
     checkpoint          what torch.utils.checkpoint recomputes
     dynamo              what Dynamo is compiling, and for which backend
     tracing             tracing graphs on fake tensors
@@ -14,7 +13,6 @@
     shardings           shardings that DTensor chose, within a compile
     traces              what Dynamo traces for our backends alone
     flex                the ops of FlexAttention, and what is private of it
-    varlen              the op behind varlen_attn
     sizes               numbers for symbolic sizes
     inductor            custom passes, the order of nodes, strides of kernel inputs
     triton              Triton's compiler, without a GPU

@@ -9,7 +9,7 @@ Read in torch 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FrameType
@@ -55,8 +55,16 @@ class _Recomputation:
     def run_within(self, context: AbstractContextManager[Any]) -> None:
         """Replace the function by one that enters the context first, unless it does so already."""
         function = getattr(self.holder, self.name)
-        if context not in getattr(function, "contexts", ()):
-            setattr(self.holder, self.name, _Within(function, context))
+        contexts = getattr(function, "contexts", ())
+        if context in contexts:
+            return
+
+        def within(*args: Any) -> Any:
+            with context:
+                return function(*args)
+
+        within.contexts = (context, *contexts)  # type: ignore[attr-defined]
+        setattr(self.holder, self.name, within)
 
 
 def checkpoints_around() -> Iterator[_Recomputation]:
@@ -64,23 +72,16 @@ def checkpoints_around() -> Iterator[_Recomputation]:
 
     They have no other name than the local variables of torch's frames, which `TEXTS` lists.
     """
-    for frame in _frames_of_checkpoints():
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
         if frame.f_code is torch.utils.checkpoint.CheckpointFunction.forward.__code__:
             # use_reentrant=True: an autograd function, which keeps the function in its ctx.
             yield _Recomputation(frame.f_locals["ctx"], "run_function")
-        elif "gen" in frame.f_locals:
+        elif frame.f_globals is vars(torch.utils.checkpoint) and "gen" in frame.f_locals:
             # use_reentrant=False: `checkpoint` drives a generator, whose local is the
             # _CheckpointFrame.
             generator = frame.f_locals["gen"]
             yield _Recomputation(generator.gi_frame.f_locals["new_frame"], "recompute_fn")
-
-
-def _frames_of_checkpoints() -> Iterator[FrameType]:
-    """Yield the frames on this thread's stack that run code of torch.utils.checkpoint."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals is vars(torch.utils.checkpoint):
-            yield frame
         frame = frame.f_back
 
 
@@ -97,25 +98,6 @@ def _find_in_hooks() -> Iterator[_Recomputation]:
     for variable in getattr(pack_hook, "__closure__", None) or ():
         if isinstance(variable.cell_contents, torch.utils.checkpoint._CheckpointFrame):
             yield _Recomputation(variable.cell_contents, "recompute_fn")
-
-
-class _Within:
-    """A function that enters a context whenever it is called.
-
-    Attributes:
-        function: what is called within the context; may itself be a `_Within`.
-        context: entered by this object.
-        contexts: all that are entered, those of `function` included.
-    """
-
-    def __init__(self, function: Callable[..., Any], context: AbstractContextManager[Any]) -> None:
-        self.function = function
-        self.context = context
-        self.contexts = (context, *getattr(function, "contexts", ()))
-
-    def __call__(self, *args: Any) -> Any:
-        with self.context:
-            return self.function(*args)
 
 
 def has_checkpointed_layers(model: nn.Module) -> bool:

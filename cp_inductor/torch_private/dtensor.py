@@ -170,10 +170,7 @@ def are_plain_tensors_replicated() -> bool:
 
 
 def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a DTensor that every rank has whole, below autograd, with no op in between.
-
-    `DTensorSpec`, `TensorMeta` (torch.distributed.tensor._dtensor_spec, 2.13-2.15).
-    """
+    """Return a DTensor that every rank has whole, below autograd, without an op (2.13-2.15)."""
     meta = TensorMeta(local.shape, local.stride(), local.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
@@ -186,6 +183,20 @@ def flex_attention_op() -> Any:
     """
     import_module("torch.nn.attention.flex_attention")
     return torch.ops.higher_order.flex_attention
+
+
+def varlen_op() -> Any:
+    """Return the op that varlen_attn, which is public, calls (read in 2.13.0).
+
+    None in releases where `torch_attn::_varlen_attn` has none of these arguments.
+    """
+    try:
+        import_module("torch.nn.attention.varlen")
+        op = torch.ops.torch_attn._varlen_attn.default
+    except (ImportError, AttributeError):
+        return None
+    names = {argument.name for argument in op._schema.arguments}
+    return op if {"cu_seq_q", "window_size", "seqused_k", "block_table"} <= names else None
 
 
 # Called with a DTensor whose data is about to be replaced; they may refuse it.

@@ -125,19 +125,12 @@ def relate_local_lengths(graph: fx.Graph) -> None:
     Example: of s0 tokens of the whole sequence, this rank has s1. Then s0 becomes 2 * s1, of which
     compilers can say more than of two symbols. Calls with other lengths are compiled once more.
     """
-    for node in graph.find_nodes(op="placeholder"):
-        value = node.meta.get("example_value")
-        if not isinstance(value, DTensor):
-            continue
-        local = value.to_local()
-        for dim, (whole, part) in enumerate(zip(value.shape, local.shape, strict=True)):
-            sizes = zip(value.placements, value.device_mesh.shape, strict=True)
-            ranks = math.prod(
-                size for one, size in sizes if isinstance(one, Shard) and one.dim == dim
-            )
-            is_dynamic = ranks > 1 and isinstance(whole, torch.SymInt)
-            if is_dynamic and size_hint(whole) == ranks * size_hint(part):
-                bool(whole == ranks * part)
+    for value, dim, whole, local in _lengths_of_inputs(graph):
+        sizes = zip(value.placements, value.device_mesh.shape, strict=True)
+        ranks = math.prod(size for one, size in sizes if isinstance(one, Shard) and one.dim == dim)
+        is_dynamic = ranks > 1 and isinstance(whole, torch.SymInt)
+        if is_dynamic and size_hint(whole) == ranks * size_hint(local):
+            bool(whole == ranks * local)
 
 
 def settle_local_lengths(graph: fx.Graph) -> None:
@@ -148,12 +141,18 @@ def settle_local_lengths(graph: fx.Graph) -> None:
     the backward, after it has counted the symbols among the outputs: it fails, or the outputs have
     lengths of None.
     """
+    for _, _, whole, local in _lengths_of_inputs(graph):
+        if size_expression(whole).is_number:
+            int(local)
+
+
+def _lengths_of_inputs(graph: fx.Graph) -> Iterator[tuple[DTensor, int, Any, Any]]:
+    """Yield each DTensor among the inputs with each of its dims, whole length and local length."""
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
         if isinstance(value, DTensor):
-            for whole, local in zip(value.shape, value.to_local().shape, strict=True):
-                if size_expression(whole).is_number:
-                    int(local)
+            for dim, lengths in enumerate(zip(value.shape, value.to_local().shape, strict=True)):
+                yield value, dim, *lengths
 
 
 def is_splitting_for_ddp() -> bool:

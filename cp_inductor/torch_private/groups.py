@@ -49,12 +49,9 @@ def exchange_rows(
 ) -> Tensor:
     """Send rows to the ranks along a mesh axis, in order; the gradients of what arrives come back.
 
-    Args:
-        rows: as many for every rank, unless `sent` and `received` count them.
-        received, sent: from and to each rank.
-        mesh, axis: the ranks.
+    Every rank gets as many, unless `sent` and `received` count those to and from each (2.13-2.15).
     """
-    return all_to_all_single_autograd(rows, received, sent, (mesh, axis))  # 2.13-2.15
+    return all_to_all_single_autograd(rows, received, sent, (mesh, axis))
 
 
 def mesh_axis_ranks(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:

@@ -145,22 +145,17 @@ def _keep_last_strides(
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Apply another layout constraint, and then ask for last strides of 1."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
     if constrain is not None:
         args, kwargs = constrain(node, *args, **kwargs)
     given = list(args)
     for place in places:
-        given[place] = _with_last_stride_1(given[place])
+        strides = given[place].maybe_get_stride()
+        if strides is None or not V.graph.sizevars.statically_known_equals(strides[-1], 1):
+            given[place] = ir.ExternKernel.require_contiguous(given[place])
     return tuple(given), kwargs
-
-
-def _with_last_stride_1(value: Any) -> Any:
-    from torch._inductor import ir
-    from torch._inductor.virtualized import V
-
-    strides = value.maybe_get_stride()
-    if strides is not None and V.graph.sizevars.statically_known_equals(strides[-1], 1):
-        return value
-    return ir.ExternKernel.require_contiguous(value)
 
 
 def _is_inlined(node: fx.Node) -> bool:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -62,8 +65,7 @@ def run_uncompiled(function: Callable[..., Any]) -> None:
     `__torch_function__` and handlers of DTensor. Its guards (torch 2.13) do not distinguish the
     property getters that a mode is called with, so code of one property would run for another.
     Within a graph the function is still traced. If it is an object, this stops its `__call__`.
-
-    `torch._C._dynamo.eval_frame.set_code_exec_strategy`, 2.13-2.15.
+    (2.13-2.15)
     """
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
@@ -165,3 +167,34 @@ def has_autocast(graph: fx.Graph) -> bool:
     """Whether a Dynamo graph turns autocast on (`_enter_autocast`, torch.amp, 2.13-2.15)."""
     entered = (node for node in graph.nodes if node.target is torch.amp._enter_autocast)
     return any(node.args[2] is not False for node in entered)  # device, dtype, enabled, cache
+
+
+_NEED_WEIGHTS = list(signature(F.multi_head_attention_forward).parameters).index("need_weights")
+
+
+def needs_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of F.multi_head_attention_forward asks for the weights of its attention."""
+    is_given = len(args) > _NEED_WEIGHTS
+    return bool(args[_NEED_WEIGHTS] if is_given else kwargs.get("need_weights", True))
+
+
+def _has_no_override(tensors: object) -> bool:
+    return False
+
+
+# Multi-head attention whose inner functions, SDPA among them, call the modes. F's function calls
+# `has_torch_function`, a global of its module, which is true in every mode, and then calls the mode
+# with itself. No argument stops that, and with the mode left, nothing in the body would call it. So
+# this is its code with other globals. They have no module name, so that Dynamo looks them up where
+# they are. To be removed once torch lets a mode call a function within itself.
+_torchs: Any = F.multi_head_attention_forward
+_globals = {
+    **_torchs.__globals__,
+    "has_torch_function": _has_no_override,
+    # F has another function in its place while torch's context_parallel is entered.
+    "scaled_dot_product_attention": torch._C._nn.scaled_dot_product_attention,
+}
+del _globals["__name__"]
+multi_head_attention = FunctionType(
+    _torchs.__code__, _globals, _torchs.__name__, _torchs.__defaults__, _torchs.__closure__
+)

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from cp_inductor.torch_private.sizes import forget_fakes, size_expression
@@ -43,16 +42,13 @@ TRACING = _Tracing()
 
 def forget_shardings() -> None:
     """Let DTensor choose anew, after what it may choose has changed (2.13-2.15)."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imports FSDP
+
     _clear_sharding_prop_cache()
 
 
 class RememberedShardings:
-    """What DTensor chose, while Dynamo traces for us.
-
-    `OpSchema`, `OutputSharding` (torch.distributed.tensor._op_schema), `DTensorSpec`
-    (torch.distributed.tensor._dtensor_spec), read in 2.13.0. torch shares what it remembers between
-    calls as well.
-    """
+    """What DTensor chose while Dynamo traces for us; torch shares it between calls, too (2.13)."""
 
     def __init__(self) -> None:
         self._chosen: dict[Hashable, Any] = {}

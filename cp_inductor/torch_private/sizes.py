@@ -23,10 +23,7 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def size_expression(size: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> sympy.Expr:
-    """Return a size, or what was computed from sizes, as an expression of Dynamo's symbols.
-
-    `SymInt.node.expr` (torch.fx.experimental.sym_node, 2.13-2.15).
-    """
+    """Return a size, or what sizes make, as an expression of Dynamo's symbols (2.13-2.15)."""
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
 
@@ -36,10 +33,7 @@ def is_number(size: int | torch.SymInt) -> bool:
 
 
 def has_hint(size: torch.SymInt) -> bool:
-    """Whether a size is known in the call being compiled, not only when the data is.
-
-    `SymInt.node.has_hint` (torch.fx.experimental.sym_node, 2.13-2.15).
-    """
+    """Whether a size is known when a call is compiled, not only when data is (2.13-2.15)."""
     return bool(size.node.has_hint())
 
 
@@ -55,9 +49,8 @@ def is_demanded(size: torch.SymInt) -> bool:
     for tracked in getattr(size.node.shape_env, "tracked_fakes", None) or ():
         constraints = getattr(tracked.symbolic_context, "constraint_sizes", ())
         # Those of symbols alone, which are graph inputs as well, have no sizes.
-        for length, constraint in zip(
-            getattr(tracked.fake, "shape", ()), constraints, strict=False
-        ):
+        lengths = getattr(tracked.fake, "shape", ())
+        for length, constraint in zip(lengths, constraints, strict=False):
             is_strict = constraint is not None and not constraint.warn_only
             if is_strict and not symbols.isdisjoint(size_expression(length).free_symbols):
                 return True
@@ -77,9 +70,8 @@ def note_hint(size: int | torch.SymInt, hint: int) -> None:
     """
     if not isinstance(size, torch.SymInt):
         return
-    expression = size_expression(size)
+    factor, rest = size_expression(size).as_coeff_Mul()
     hints = getattr(size.node.shape_env, "var_to_hint_override", None)
-    factor, rest = expression.as_coeff_Mul()
     if hints is not None and rest.is_Symbol:
         hints[rest] = max(1, hint // int(factor))
 
@@ -99,8 +91,7 @@ def new_size(least: int) -> torch.SymInt:
     """Return a size that only data says, `least` at least, in the fake of an op.
 
     `torch.library.get_ctx().new_dynamic_size` refuses where graphs may break, because Dynamo would
-    break them there. The ops of this library are not in the program that Dynamo reads.
-    `FakeImplCtx._shape_env` (torch._library.fake_impl, 2.13-2.15).
+    break them there. The ops of this library are not in the program that Dynamo reads (2.13-2.15).
     """
     shape_env = torch.library.get_ctx()._shape_env
     assert shape_env is not None, "traced without symbolic sizes"

@@ -19,7 +19,7 @@ and leave all others to torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -34,14 +34,13 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
+    Handler,
     are_plain_tensors_replicated,
     dispatch_as_dtensor,
     replicated,
     without_handler,
 )
 from cp_inductor.torch_private.shardings import TRACING
-
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 SLICE_BACKWARD = torch.ops.aten.slice_backward.default
 # What Python's `x[:]` has for an end.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,22 +183,17 @@ def known_results(piece: fx.GraphModule, results: Sequence[Tensor]) -> None:
     For fake tensors INVOKE_SUBGRAPH calls its module, which calls `forward` as nn.Module does: an
     attribute of the instance comes before the one of the class (read in 2.13.0).
     """
-    piece.forward = _KnownResults(results)
+    piece.forward = partial(_make_like, results)
 
 
-class _KnownResults:
-    """Returns new fake tensors with the sizes, strides, dtypes and devices of some."""
-
-    def __init__(self, results: Sequence[Tensor]) -> None:
-        self.results = results
-
-    def __call__(self, *operands: Any) -> tuple[Tensor, ...]:
-        like = next(one for one in operands if isinstance(one, Tensor))
-        assert is_fake(like), "a piece is run by the code that is generated for it"
-        return tuple(
-            like.new_empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
-            for one in self.results
-        )
+def _make_like(results: Sequence[Tensor], *operands: Any) -> tuple[Tensor, ...]:
+    """Return new fake tensors with the sizes, strides, dtypes and devices of some."""
+    like = next(one for one in operands if isinstance(one, Tensor))
+    assert is_fake(like), "a piece is run by the code that is generated for it"
+    return tuple(
+        like.new_empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+        for one in results
+    )
 
 
 # What brings an index into torch.vmap in a Dynamo graph (torch._functorch.predispatch, 2.13).

@@ -101,6 +101,42 @@ class OpCall:
             named = [named]
         return tuple(dim % max(ndim, 1) for dim in named) if named else tuple(range(ndim))
 
+    def aligned(self, out: Tensor, tensors: Sequence[Tensor] | None = None) -> Shards:
+        """Return where the tokens are in a result that tensors are broadcast to."""
+        found: Shards | None = None
+        tensors = self.tensors if tensors is None else tensors
+        for tensor in tensors:
+            given = self.type_of(tensor)
+            if isinstance(given, Shards):
+                moved = replace(given, dim=given.dim + out.ndim - tensor.ndim)
+                if found not in (None, moved):
+                    raise Mixes(f"{self.op} of tokens with other tokens, or along two dims")
+                found = moved
+        if found is None:
+            raise Mixes(f"{self.op} of what is no shard")
+        if numbers(out.shape)[found.dim] != found.outer * found.length * found.inner:
+            raise Mixes(f"{self.op}, which repeats a token")
+        for tensor in tensors:
+            self.check_beside(tensor, found.dim - out.ndim + tensor.ndim)
+        return found
+
+    def check_beside(self, tensor: Tensor, dim: int) -> None:
+        """Refuse numbers that are the same on every rank but differ from token to token."""
+        given = self.type_of(tensor)
+        if not isinstance(given, Same) or dim < 0 or is_uniform(tensor, given):
+            return
+        if number(tensor.shape[dim]) != 1 and number(tensor.stride(dim)) != 0:
+            size = number(tensor.shape[dim])
+            got = f"{self.op} of tokens and of {size} numbers that are the same on every rank"
+            raise Mixes(f"{got}, though other tokens are there", POSITIONS)
+
+    def check_even(self, found: Shards) -> None:
+        """Refuse a mean over tokens of which ranks have unequally many."""
+        if not found.is_even:
+            raise Mixes(
+                f"{self.op} over shards that are unequally long: ranks weigh unequally", SUMS
+            )
+
 
 def is_uniform(tensor: Tensor, given: Type) -> bool:
     """Whether every rank has one and the same number, at all entries of a tensor."""
@@ -110,45 +146,6 @@ def is_uniform(tensor: Tensor, given: Type) -> bool:
 def describe_kind(given: Type) -> str:
     """Say what a tensor is, without numbers."""
     return "tokens" if isinstance(given, Shards) else describe(given)
-
-
-def aligned(call: OpCall, out: Tensor, tensors: Sequence[Tensor] | None = None) -> Shards:
-    """Return where the tokens are in a result that tensors are broadcast to."""
-    found: Shards | None = None
-    tensors = call.tensors if tensors is None else tensors
-    for tensor in tensors:
-        given = call.type_of(tensor)
-        if isinstance(given, Shards):
-            moved = replace(given, dim=given.dim + out.ndim - tensor.ndim)
-            if found not in (None, moved):
-                raise Mixes(f"{call.op} of tokens with other tokens, or along two dims")
-            found = moved
-    if found is None:
-        raise Mixes(f"{call.op} of what is no shard")
-    if numbers(out.shape)[found.dim] != found.outer * found.length * found.inner:
-        raise Mixes(f"{call.op}, which repeats a token")
-    for tensor in tensors:
-        check_beside(call, tensor, found.dim - out.ndim + tensor.ndim)
-    return found
-
-
-def check_beside(call: OpCall, tensor: Tensor, dim: int) -> None:
-    """Refuse numbers that are the same on every rank but differ from token to token."""
-    given = call.type_of(tensor)
-    if not isinstance(given, Same) or dim < 0 or is_uniform(tensor, given):
-        return
-    if number(tensor.shape[dim]) != 1 and number(tensor.stride(dim)) != 0:
-        raise Mixes(
-            f"{call.op} of tokens and of {number(tensor.shape[dim])} numbers that are the same on"
-            " every rank, though other tokens are there",
-            POSITIONS,
-        )
-
-
-def check_even(found: Shards, op: str) -> None:
-    """Refuse a mean over tokens of which ranks have unequally many."""
-    if not found.is_even:
-        raise Mixes(f"{op} over shards that are unequally long: ranks weigh unequally", SUMS)
 
 
 Rule = Callable[[OpCall], "list[Type]"]

@@ -266,7 +266,7 @@ class EagerTyper(Typer):
             self.refuse_mixed((args, kwargs))  # on other ranks the call may have succeeded
             raise
         if self.was_read is not None and not self.is_over and not _only_checks(func, args, kwargs):
-            raise self._refusal(_say_read(self.was_read, "a number"))
+            raise self._reading_refusal(_say_read(self.was_read, "a number"))
         if key is not None and all(tensor._version == version for tensor, version in before):
             self._remember(key, [tensor for tensor, _ in before], self.leaves(out))
         return out
@@ -347,15 +347,12 @@ class EagerTyper(Typer):
         else:
             what = "decision" if func in _DECIDING else "number"
             got = _say_read(own, "the memory" if func in _HANDING_OUT else f"a {what}")
-        raise self._refusal(got)
+        raise self._reading_refusal(got)
 
-    def _refusal(self, got: str, site: str = "") -> SequenceMixed:
-        return SequenceMixed(
-            site=site or self.locate(),
-            expected=f"Python to read numbers of the whole sequence; {EXPECTED}",
-            got=got,
-            remedy=f"use dist.all_reduce first, or read it after the region; {REMEDY}",
-        )
+    def _reading_refusal(self, got: str, site: str = "") -> SequenceMixed:
+        expected = f"Python to read numbers of the whole sequence; {EXPECTED}"
+        remedy = f"use dist.all_reduce first, or read it after the region; {REMEDY}"
+        return self.refusal(expected, got, remedy, site)
 
     def _refuse_methods(self, tensors: Sequence[Tensor]) -> None:
         """Refuse tensors of a class that has functions of its own, but no ops to be typed.
@@ -384,15 +381,11 @@ class EagerTyper(Typer):
             found = given if changed is None else self.type_of(changed)
             self.refuse_mixed(changed)
             if changed is not None and self.was_read is not None:
-                raise self._refusal(_say_read(self.was_read, "a number"), site)
+                raise self._reading_refusal(_say_read(self.was_read, "a number"), site)
             is_of_tokens = isinstance(found, Shards) and found.places()[0] in given.places()
             if not is_of_tokens and not isinstance(found, Own):
-                raise SequenceMixed(
-                    site=site,
-                    expected=f"a hook that returns a gradient of {describe(given)}",
-                    got=describe(found),
-                    remedy=REMEDY,
-                )
+                expected = f"a hook that returns a gradient of {describe(given)}"
+                raise self.refusal(expected, describe(found), site=site)
             return changed
 
         return typed

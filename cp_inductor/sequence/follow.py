@@ -74,9 +74,12 @@ class Typer(OpWatcher):
         """Return where the program is."""
         raise NotImplementedError
 
-    def refusal(self, expected: str, got: str, remedy: str = REMEDY) -> SequenceMixed:
-        """Return the error that refuses what the program calls."""
-        return SequenceMixed(site=self.locate(), expected=expected, got=got, remedy=remedy)
+    def refusal(
+        self, expected: str, got: str, remedy: str = REMEDY, site: str = ""
+    ) -> SequenceMixed:
+        """Return the error that refuses what the program calls, here or at a site."""
+        site = site or self.locate()
+        return SequenceMixed(site=site, expected=expected, got=got, remedy=remedy)
 
     def meet_first(self, tensor: Tensor) -> Type:
         """Return the type of a tensor that no op inside has made."""
@@ -233,9 +236,7 @@ class Typer(OpWatcher):
         for tensor in self.leaves(values):
             found = self.types.get(tensor)
             if isinstance(found, Mixed):
-                raise SequenceMixed(
-                    site=found.site, expected=EXPECTED, got=found.got, remedy=found.remedy
-                )
+                raise self.refusal(EXPECTED, found.got, found.remedy, found.site)
 
     def refuse_kept(self, tensors: Iterable[Tensor]) -> None:
         """Refuse what a program has written into tensors that are the same on every rank.
@@ -249,13 +250,13 @@ class Typer(OpWatcher):
             found = self.types.get(tensor)
             sizes = tuple(numbers(tensor.shape))
             if isinstance(found, (Shards, Sum, Mixed)) and any(size != 1 for size in sizes):
-                raise SequenceMixed(
-                    site=found.site if isinstance(found, Mixed) else self.locate(),
-                    expected=f"a tensor of {sizes}, which a model keeps, to stay the same on every"
-                    " rank",
-                    got=found.got if isinstance(found, Mixed) else describe(found),
-                    remedy=f"use dist.all_reduce first; {REMEDY}",
+                expected = (
+                    f"a tensor of {sizes}, which a model keeps, to stay the same on every rank"
                 )
+                site, got = "", describe(found)
+                if isinstance(found, Mixed):
+                    site, got = found.site, found.got
+                raise self.refusal(expected, got, f"use dist.all_reduce first; {REMEDY}", site)
 
     def check_attention(self, site: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Check that an attention is over the tokens.

@@ -13,7 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo.config
+import torch._functorch.config
+import torch._inductor.config
 from torch import fx, nn
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.exc import (
+    InternalTorchDynamoError,
+    ShortenTraceback,
+    TorchDynamoException,
+    TorchRuntimeError,
+)
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import AttrSource, GetItemSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import counters
+from torch._guards import Guard, TracingContext
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -33,8 +48,6 @@ def is_capturing_whole() -> bool:
 
 def is_compiled_ahead() -> bool:
     """Whether `aot_compile` calls the backend: nothing else bypasses a graph's cache key (2.13)."""
-    import torch._functorch.config
-
     return bool(torch._functorch.config.bypass_autograd_cache_key)
 
 
@@ -54,8 +67,6 @@ def frame_locals() -> frozenset[str]:
 
 
 def _translator() -> Any:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     with suppress(AttributeError):  # nothing is being compiled
         return InstructionTranslator.current_tx()
     return None
@@ -96,14 +107,7 @@ def guard_whole_lengths(graph: fx.Graph) -> None:
     placements, and whole lengths that are symbols, but not whole lengths that are numbers, nor
     symbols that became numbers, so it would reuse the graph for 21 tokens. This adds a guard for
     each sharded dim. Dynamo generates code from the guards after it has called the backend.
-
-    `TracingContext.guards_context.dynamo_guards`, `Guard` (torch._guards), `AttrSource`,
-    `GetItemSource` (torch._dynamo.source), `GuardBuilder.EQUALS_MATCH` (torch._dynamo.guards).
     """
-    from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.source import AttrSource, GetItemSource
-    from torch._guards import Guard, TracingContext
-
     context = TracingContext.try_get()
     if context is None:
         return
@@ -183,8 +187,6 @@ def as_backend_error(error: Exception, instead_of: Exception | None = None) -> E
         error: what to raise.
         instead_of: torch's error, whose class the returned error has as well.
     """
-    from torch._dynamo.exc import ShortenTraceback
-
     cls = type(error)
     torchs = () if instead_of is None else (type(instead_of),)
     methods = {"__module__": cls.__module__, "remove_dynamo_frames": _remove_frames}
@@ -201,21 +203,12 @@ def _remove_frames(error: Exception) -> Exception:
 
 def one_compile_at_a_time() -> AbstractContextManager[Any]:
     """Return the lock that Dynamo holds while it traces and compiles (2.13-2.15)."""
-    from torch._dynamo.convert_frame import compile_lock
-
     return compile_lock
 
 
 @contextmanager
 def compile_state_kept() -> Iterator[None]:
-    """Within this context, compiles change no counters, use no caches and ignore the stance.
-
-    `torch._dynamo.utils.counters`; the caches' switches in torch._inductor.config and
-    torch._functorch.config (2.13-2.15).
-    """
-    import torch._dynamo.config
-    from torch._dynamo.utils import counters
-
+    """Compiles within change no counters, use no caches and ignore the stance (2.13-2.15)."""
     before = {name: dict(counter) for name, counter in counters.items()}
     try:
         with (
@@ -232,13 +225,7 @@ def compile_state_kept() -> Iterator[None]:
 
 @contextmanager
 def compiled_anew() -> Iterator[None]:
-    """Within this context, graphs are compiled without caches, a backward with its forward.
-
-    The switches are those of `compile_state_kept`.
-    """
-    import torch._functorch.config
-    import torch._inductor.config
-
+    """Graphs are compiled without caches within, a backward with its forward (2.13-2.15)."""
     with (
         torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
         torch._functorch.config.patch(
@@ -267,8 +254,6 @@ class FailedTrace:
         While it traces, Dynamo adds `_torch_dynamo_tracer_output` to the error, whose
         `output_graph_for_cleanup` is the graph so far (torch._dynamo.output_graph, 2.13).
         """
-        from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
-
         text = str(error)
         is_of_input = isinstance(error, AssertionError) and INPUT_NOT_FAKED in text
         is_of_size = isinstance(error, TorchDynamoException) and (
@@ -288,15 +273,11 @@ class FailedTrace:
 
 def raised_while_traced(error: Exception) -> BaseException | None:
     """Return what a function raised that Dynamo called while it traced; None for other errors."""
-    from torch._dynamo.exc import InternalTorchDynamoError
-
     return error.__context__ if isinstance(error, InternalTorchDynamoError) else None
 
 
 def graph_break_reason(error: Exception) -> str | None:
     """Return in one line why Dynamo did not capture a whole function; None for other errors."""
-    from torch._dynamo.exc import TorchDynamoException
-
     if not isinstance(error, TorchDynamoException):
         return None
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

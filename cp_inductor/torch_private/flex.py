@@ -70,6 +70,12 @@ class Flex:
     mask_buffers: tuple[Tensor, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def arguments(self) -> tuple[Any, ...]:
+        """Return what both ops take behind their functions of scores."""
+        options = {**_OPTIONS, **self.options}
+        buffers = (self.score_buffers, self.mask_buffers)
+        return self.block_mask.as_tuple(), self.scale, options, *buffers
+
 
 def flex_forward(query: Tensor, key: Tensor, value: Tensor, flex: Flex) -> tuple[Tensor, Tensor]:
     """Attend to the pairs of a block mask.
@@ -83,17 +89,7 @@ def flex_forward(query: Tensor, key: Tensor, value: Tensor, flex: Flex) -> tuple
         out (B, H, S, D) and lse (B, H, S), natural log, float32 at least; of a row without a pair
         0 and -inf.
     """
-    out, lse, *_ = FLEX_FORWARD(
-        query,
-        key,
-        value,
-        flex.score_mod,
-        flex.block_mask.as_tuple(),
-        flex.scale,
-        {**_OPTIONS, **flex.options},
-        flex.score_buffers,
-        flex.mask_buffers,
-    )
+    out, lse, *_ = FLEX_FORWARD(query, key, value, flex.score_mod, *flex.arguments())
     return out, lse * math.log(2)
 
 
@@ -128,22 +124,9 @@ def flex_backward(
             grad = grad * flex.slope(*given, *args[6:])
         return [grad, *[None] * (4 + len(flex.score_buffers))]
 
-    grads: Any = FLEX_BACKWARD(
-        query,
-        key,
-        value,
-        torch.zeros_like(grad_out),
-        lse / math.log(2),
-        grad_out,
-        delta * -math.log(2),
-        flex.score_mod,
-        joint,
-        flex.block_mask.as_tuple(),
-        flex.scale,
-        {**_OPTIONS, **flex.options},
-        flex.score_buffers,
-        flex.mask_buffers,
-    )
+    log_2 = math.log(2)
+    given = (query, key, value, torch.zeros_like(grad_out), lse / log_2, grad_out, delta * -log_2)
+    grads: Any = FLEX_BACKWARD(*given, flex.score_mod, joint, *flex.arguments())
     dq, dk, dv, *_ = grads
     return dq, dk, dv
 

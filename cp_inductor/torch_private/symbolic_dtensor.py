@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -63,7 +64,9 @@ class SymbolicLengths:
         """Add the handlers, beside those that are there."""
         dispatcher: Any = DTensor._op_dispatcher
         self._table = dispatcher._custom_op_handlers
-        for op in _ops_with_rules():
+        names = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
+        tables = [getattr(dispatcher.sharding_propagator, name, {}) for name in names]
+        for op in dict.fromkeys(chain(*tables)):
             is_taken = op in self._table or op in dispatcher._random_ops
             is_pure = isinstance(op, torch._ops.OpOverload) and not op._schema.is_mutable
             if is_pure and not is_taken:
@@ -94,13 +97,6 @@ class SymbolicLengths:
             ]
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         return dispatch_as_dtensor(op, args, kwargs)
-
-
-def _ops_with_rules() -> set[Any]:
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    names = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
-    tables: list[Mapping[Any, Any]] = [getattr(propagator, name, {}) for name in names]
-    return {op for table in tables for op in table}
 
 
 def _is_plain_symbolic(value: Any) -> bool:

@@ -23,6 +23,8 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch._dynamo import convert_frame
+from torch._dynamo.exc import SkipFrame, UncapturedHigherOrderOpError, Unsupported, UserError
 
 from cp_inductor.torch_private.shardings import TRACING, forget_shardings, remembered
 from cp_inductor.torch_private.symbolic_dtensor import SymbolicLengths
@@ -62,8 +64,9 @@ class Traces:
     def run(self, arguments: Mapping[str, Any], trace: Callable[[], Any]) -> Any:
         """Trace a frame; these are the arguments of `_compile`."""
         backend, frame = arguments["compiler_fn"], arguments["locals"]
-        *_, innermost = _layers_of_backend(backend)
-        innermost = getattr(innermost, "__func__", innermost)  # a method stands for its function
+        layers = list(_layers_of_backend(backend))
+        # What the user passed to torch.compile. A method stands for its function.
+        innermost = getattr(layers[-1], "__func__", layers[-1])
         watched = (one[1:] for one in self._watched if one[0] is innermost)
         name, tell = next(watched, (None, None))
         if name is not None:
@@ -75,7 +78,9 @@ class Traces:
         except Exception as error:
             named = None if name is None else name(error)
             if tell is not None and not is_run_by_python(error, is_whole=arguments["one_graph"]):
-                tell(named or error, frame, options_of_backend(backend))
+                wrapped = [one for one in layers if isinstance(one, torch._TorchCompileWrapper)]
+                options = wrapped[0].kwargs.get("options") if wrapped else None
+                tell(named or error, frame, options or {})
             if named is None:
                 raise
             raise named.with_traceback(error.__traceback__) from None
@@ -110,14 +115,6 @@ class Traces:
 traces = Traces()
 
 
-def options_of_backend(backend: Any) -> Mapping[str, Any]:
-    """Return the options that the user passed to torch.compile."""
-    layers = _layers_of_backend(backend)
-    wrapped = (one.kwargs for one in layers if isinstance(one, torch._TorchCompileWrapper))
-    options: Mapping[str, Any] | None = next(wrapped, {}).get("options")
-    return options or {}
-
-
 def _layers_of_backend(backend: Any) -> Iterator[Any]:
     """Yield a backend, and what it wraps.
 
@@ -146,8 +143,6 @@ def is_run_by_python(error: Exception, *, is_whole: bool) -> bool:
     `ConvertFrame` (torch._dynamo.convert_frame, 2.13-2.15) does so with frames that are skipped,
     and without fullgraph=True with most of what it does not support.
     """
-    from torch._dynamo.exc import SkipFrame, UncapturedHigherOrderOpError, Unsupported, UserError
-
     if torch._dynamo.config.suppress_errors or isinstance(error, SkipFrame):
         return True
     is_raised = is_whole or isinstance(error, UncapturedHigherOrderOpError)
@@ -160,8 +155,6 @@ def _wrap_once(traces: Traces) -> None:
     `_compile` (torch._dynamo.convert_frame, 2.13-2.15), whose `skip` counts the frames of Python
     above it. Its callers cannot be wrapped: they look at the frame that called them.
     """
-    from torch._dynamo import convert_frame
-
     compile_frame = convert_frame._compile
     if hasattr(compile_frame, "__wrapped__"):
         return

@@ -178,12 +178,7 @@ class FlexMasks:
     known: dict[Any, Recognized] = field(default_factory=dict)
 
     def read(self, call: FlexCall, lengths: tuple[int, int], site: str) -> Recognized:
-        """Return what a call's functions say.
-
-        Args:
-            call: to read.
-            lengths: of the whole sequences of queries and keys.
-            site: for errors.
+        """Return what a call's functions say, of whole queries and keys of these lengths.
 
         Raises:
             UnsupportedAttention: one of them cannot be read, or does more than add to the scores
@@ -213,12 +208,10 @@ class _Outside:
     """A call, seen from outside all bodies.
 
     Attributes:
-        call: to read.
         captured: the values that its functions captured, score_mod's first: nodes outside all
             bodies, or numbers.
         graph: the graph around all bodies.
         shape, dtype: of the scores (B, H, S, T).
-        site: for errors.
     """
 
     call: FlexCall
@@ -268,13 +261,7 @@ def _trace(outside: _Outside, *, has_scores: bool = True) -> Trace:
 def _recognize_sum(
     outside: _Outside, trace: Trace, recognized: Recognized | None
 ) -> Recognized | None:
-    """Return a rule whose bias is computed as a tensor; None if the score_mod is no sum.
-
-    Args:
-        outside: the call.
-        trace: of its functions.
-        recognized: what they say, if they could be read.
-    """
+    """Return a rule whose bias is computed as a tensor; None if the score_mod is no sum."""
     if not is_sum_with_score(trace, read(trace, ops=OPS_OF_SCORES)):
         return None
     if recognized is None:

@@ -64,8 +64,7 @@ def run_uncompiled(function: Callable[..., Any]) -> None:
     After a graph break, Dynamo compiles every function that eager code calls, such as
     `__torch_function__` and handlers of DTensor. Its guards (torch 2.13) do not distinguish the
     property getters that a mode is called with, so code of one property would run for another.
-    Within a graph the function is still traced. If it is an object, this stops its `__call__`.
-    (2.13-2.15)
+    Within a graph the function is still traced. An object's `__call__` is stopped (2.13-2.15).
     """
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP

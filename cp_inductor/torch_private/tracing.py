@@ -60,8 +60,7 @@ def trace_fake(
     dispatcher, as torch._inductor.pattern_matcher.fwd_only does (2.13-2.15).
 
     Args:
-        function: to trace.
-        values: its arguments.
+        function, values: what to trace, and its arguments.
         decompositions: op => the function that replaces it.
         like: a tensor of the fake mode to trace under; by default the first value.
     """

@@ -62,7 +62,7 @@ from cp_inductor.torch_private.modes import (
 # When one of these is called, the forward is over.
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
-# Functions by which Python reads a tensor's values. Those in the first sets answer yes or no.
+# Functions by which Python reads a tensor's values. Those in the first two sets answer yes or no.
 _COMPARING = frozenset({Tensor.equal, torch.equal, Tensor.allclose, torch.allclose})
 _DECIDING = _COMPARING | {
     *(Tensor.__bool__, torch.is_nonzero, Tensor.is_nonzero, Tensor.__contains__)
@@ -155,8 +155,8 @@ class EagerTyper(Typer):
 
     def meet_attended(self, tensor: Tensor) -> Type:
         """Return the type of a query, key or value from outside."""
-        is_from_outside = self.has_buffers or not _is_plain(tensor)
-        return Own() if is_from_outside else self.shards(tensor, ATTENDED_DIM)
+        is_own = self.has_buffers or not _is_plain(tensor)
+        return Own() if is_own else self.shards(tensor, ATTENDED_DIM)
 
     def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
         """Give results their types, and note whether a number is read off tokens.

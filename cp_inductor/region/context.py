@@ -1,6 +1,4 @@
-"""What puts a program, or one module, into a `SequenceRegion`: a context, and a parallel style.
-
-`context_parallel` is a drop-in for torch's. It shards buffers in place:
+"""A drop-in for torch's `context_parallel`: shard buffers in place, attend over all shards.
 
     ids (1, 4096), on 4 ranks
     with cp_inductor.context_parallel(mesh, buffers=[ids, labels], buffer_seq_dims=[1, 1]):
@@ -21,18 +19,15 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ParallelStyle
-from torch.fx.traceback import annotate
 
 from cp_inductor.dtensor.limits import check_mesh, dim_of
 from cp_inductor.dtensor.permuted import may_be_permuted, refuse_permuted, refuse_two_contexts
 from cp_inductor.dtensor.wrap import whole_tensor, wrap_shard
 from cp_inductor.errors import InvalidArgument, UnsupportedBuffer, UnsupportedPlacement
 from cp_inductor.plan.grid import shard_lengths
-from cp_inductor.region.marks import IN_REGION
 from cp_inductor.region.regions import SequenceRegion
 from cp_inductor.sequence.follow import version_of
 from cp_inductor.torch_private.context_parallel import torchs_load_balance
@@ -100,8 +95,7 @@ class context_parallel(ContextDecorator):  # noqa: N801
             if cut:
                 refuse_two_contexts(SITE)
             region = SequenceRegion(self.mesh, lengths, buffers=[*cut.values()])
-            is_permuted = not cut and may_be_permuted()
-            stack.enter_context(torchs_load_balance(is_permuted))
+            stack.enter_context(torchs_load_balance(not cut and may_be_permuted()))
             for place in places:
                 stack.enter_context(self._sharded(place))
             stack.enter_context(self._unwritten(places))
@@ -188,7 +182,7 @@ def _check(
                 " whole sequence"
             )
             _refuse("a tensor", kind, remedy, place)
-        if isinstance(buffer, (DTensor, nn.Parameter)) or buffer.requires_grad:
+        if isinstance(buffer, (DTensor, torch.nn.Parameter)) or buffer.requires_grad:
             _refuse(
                 "a plain tensor without a gradient, the same on every rank",
                 f"{kind}, requires_grad={buffer.requires_grad}",
@@ -256,51 +250,3 @@ def context_parallel_unshard(
         shape = (*buffer.shape[:dim], int(length), *buffer.shape[dim + 1 :])
         wholes.append(whole_tensor(wrap_shard(buffer, mesh, [Shard(dim)], shape)))
     return wholes
-
-
-class ContextParallel(ParallelStyle):
-    """Let every scaled_dot_product_attention of a module see the whole sequence.
-
-        parallelize_module(model, cp_mesh, {"layers.*.attention": cp_inductor.ContextParallel()})
-
-    The module keeps its weights, hooks and signature, and is given this rank's shards, or DTensors
-    that are sharded along the sequence. Its class is replaced by a subclass, as `fully_shard` does.
-
-    Works for your own attention modules and for nn.MultiheadAttention with need_weights=False,
-    which is how nn.TransformerEncoderLayer calls its self_attn. Weights stay plain tensors, and
-    each rank's gradients cover only its tokens: reduce them as for data parallelism, over both
-    axes.
-
-    Args:
-        seq_len: number of tokens of the whole sequence; needed if it does not divide by the number
-            of ranks.
-
-    Raises:
-        UnsupportedPlacement: when applied, if the mesh is not 1-D.
-    """
-
-    def __init__(self, *, seq_len: int | None = None) -> None:
-        super().__init__()
-        self.seq_len = seq_len
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        lengths = () if self.seq_len is None else (self.seq_len,)
-        cls, region = type(module), SequenceRegion(device_mesh, lengths)
-
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with region, annotate({IN_REGION: region.group_name}):
-                out = cls.forward(self, *args, **kwargs)
-            if not torch.compiler.is_compiling():
-                region.judge()
-            return out
-
-        names = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
-        module.__class__ = type(f"ContextParallel{cls.__name__}", (cls,), names)
-        # A layer around it asks for hooks before it takes nn.TransformerEncoderLayer's fast path,
-        # which would read the weights and go past the forward.
-        module.register_forward_pre_hook(_nothing)
-        return module
-
-
-def _nothing(module: nn.Module, args: Any) -> None:
-    """Be a hook."""

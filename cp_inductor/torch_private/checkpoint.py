@@ -94,8 +94,7 @@ def _find_in_hooks() -> Iterator[_Recomputation]:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return
-    pack_hook = hooks[0]
-    for variable in getattr(pack_hook, "__closure__", None) or ():
+    for variable in getattr(hooks[0], "__closure__", None) or ():
         if isinstance(variable.cell_contents, torch.utils.checkpoint._CheckpointFrame):
             yield _Recomputation(variable.cell_contents, "recompute_fn")
 

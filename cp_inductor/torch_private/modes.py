@@ -177,10 +177,6 @@ def needs_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(args[_NEED_WEIGHTS] if is_given else kwargs.get("need_weights", True))
 
 
-def _has_no_override(tensors: object) -> bool:
-    return False
-
-
 # Multi-head attention whose inner functions, SDPA among them, call the modes. F's function calls
 # `has_torch_function`, a global of its module, which is true in every mode, and then calls the mode
 # with itself. No argument stops that, and with the mode left, nothing in the body would call it. So
@@ -189,7 +185,7 @@ def _has_no_override(tensors: object) -> bool:
 _torchs: Any = F.multi_head_attention_forward
 _globals = {
     **_torchs.__globals__,
-    "has_torch_function": _has_no_override,
+    "has_torch_function": lambda tensors: False,
     # F has another function in its place while torch's context_parallel is entered.
     "scaled_dot_product_attention": torch._C._nn.scaled_dot_product_attention,
 }

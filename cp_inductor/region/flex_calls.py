@@ -198,8 +198,7 @@ class FlexMasks:
             graph = call.query.graph
             while graph in self.calls:
                 graph = self.calls[graph].graph
-            dtype = torch.promote_types(query.dtype, torch.float32)
-            self.known[key] = _read(_Outside(call, captured, graph, shape, dtype, site))
+            self.known[key] = _read(_Outside(call, captured, graph, shape, site))
         return self.known[key]
 
 
@@ -211,14 +210,13 @@ class _Outside:
         captured: the values that its functions captured, score_mod's first: nodes outside all
             bodies, or numbers.
         graph: the graph around all bodies.
-        shape, dtype: of the scores (B, H, S, T).
+        shape: of the scores, (B, H, S, T).
     """
 
     call: FlexCall
     captured: Sequence[Any]
     graph: fx.Graph
     shape: tuple[int, ...]
-    dtype: torch.dtype
     site: str
 
 
@@ -249,8 +247,9 @@ def _trace(outside: _Outside, *, has_scores: bool = True) -> Trace:
         return scores_changed(score_mod, call.mask_mod, scores, values[:split], values[split:])
 
     nodes = [item for item in outside.captured if _is_tensor(item)]
+    dtype = torch.promote_types(call.query.meta["example_value"].dtype, torch.float32)
     try:
-        return trace_scores(Scores(outside.graph, nodes, outside.shape, outside.dtype, change))
+        return trace_scores(Scores(outside.graph, nodes, outside.shape, dtype, change))
     except Exception as error:
         # A user's function may raise anything.
         lines = str(error).splitlines() or [""]

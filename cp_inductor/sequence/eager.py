@@ -64,9 +64,7 @@ _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd
 
 # Functions by which Python reads a tensor's values. Those in the first two sets answer yes or no.
 _COMPARING = frozenset({Tensor.equal, torch.equal, Tensor.allclose, torch.allclose})
-_DECIDING = _COMPARING | {
-    *(Tensor.__bool__, torch.is_nonzero, Tensor.is_nonzero, Tensor.__contains__)
-}
+_DECIDING = _COMPARING | {Tensor.__bool__, torch.is_nonzero, Tensor.is_nonzero, Tensor.__contains__}
 # After these, other code reads the memory, or another tensor shares it.
 _HANDING_OUT = frozenset(
     {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__} | {Tensor.untyped_storage, Tensor.storage}

@@ -23,7 +23,7 @@ BUDGETS = {
     "trust": (1400, 2321),
     "inspect": (3200, 3611),
     "integrations": (1900, 0),
-    "region sequence": (3600, 3903),
+    "region sequence": (3600, 3900),
     "backend graph schedule ops .": (3900, 3978),
 }
 IS_NO_CODE = {

@@ -62,14 +62,13 @@ from cp_inductor.passes.attentions import (
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
 from cp_inductor.region.marks import region_of_query, regions_of
-from cp_inductor.region.modes import OPAQUE_ATTENTION
+from cp_inductor.region.modes import OPAQUE_ATTENTION, VARLEN_OPS
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS, choose_kernel
 from cp_inductor.torch_private.arguments import sdpa_backends_at
 from cp_inductor.torch_private.modes import name_of_function
 from cp_inductor.torch_private.sizes import Multiple, size_hint, solve
-from cp_inductor.torch_private.varlen import VARLEN_OPS
 
 # Exchanges of a plan at run time, forward, if the user names no number: half of a rank's own cells
 # are computed before what it brings, and half behind it.

@@ -47,9 +47,10 @@ from cp_inductor.passes.attentions import calls_to
 from cp_inductor.passes.nodes import free_name, insert_call, insert_graph
 from cp_inductor.region.flex_calls import FLEX, LSE, OF_VARLEN, OUT
 from cp_inductor.region.marks import regions_of
+from cp_inductor.region.modes import VARLEN_OPS
 from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.dtensor import varlen_op
 from cp_inductor.torch_private.tracing import trace_pre_dispatch
-from cp_inductor.torch_private.varlen import VARLEN_OPS, varlen_op
 
 TOKENS = 0
 # Arguments that change numbers, and how many parts a kernel splits keys into; others are refused.

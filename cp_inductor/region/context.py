@@ -26,11 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from cp_inductor.dtensor.limits import check_mesh, dim_of
 from cp_inductor.dtensor.permuted import may_be_permuted, refuse_permuted, refuse_two_contexts
 from cp_inductor.dtensor.wrap import whole_tensor, wrap_shard
-from cp_inductor.errors import (
-    InvalidArgument,
-    UnsupportedBuffer,
-    UnsupportedPlacement,
-)
+from cp_inductor.errors import InvalidArgument, UnsupportedBuffer, UnsupportedPlacement
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.region.regions import SequenceRegion
 from cp_inductor.sequence.follow import version_of
@@ -99,8 +95,7 @@ class context_parallel(ContextDecorator):  # noqa: N801
             if cut:
                 refuse_two_contexts(SITE)
             region = SequenceRegion(self.mesh, lengths, buffers=[*cut.values()])
-            is_permuted = not cut and may_be_permuted()
-            stack.enter_context(torchs_load_balance(is_permuted))
+            stack.enter_context(torchs_load_balance(not cut and may_be_permuted()))
             for place in places:
                 stack.enter_context(self._sharded(place))
             stack.enter_context(self._unwritten(places))

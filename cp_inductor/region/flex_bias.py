@@ -13,7 +13,6 @@ captured tensor is a part of the sum over the ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,18 +24,10 @@ from cp_inductor.dtensor.wrap import wrap_whole
 from cp_inductor.torch_private.flex import bias_at
 
 
-@dataclass(frozen=True, slots=True)
-class Reads:
-    """The indices that a score_mod reads, beside those of query and key."""
-
-    batch: bool
-    head: bool
-
-    @staticmethod
-    def of(score_mod: fx.GraphModule) -> Reads:
-        """Return what a score_mod in a Dynamo graph reads."""
-        _, batch, head, *_ = score_mod.graph.find_nodes(op="placeholder")
-        return Reads(bool(batch.users), bool(head.users))
+def reads_batch_and_head(score_mod: fx.GraphModule) -> tuple[bool, bool]:
+    """Return whether a score_mod in a Dynamo graph reads the index of a batch entry, of a head."""
+    _, batch, head, *_ = score_mod.graph.find_nodes(op="placeholder")
+    return bool(batch.users), bool(head.users)
 
 
 def bias_of_scores(

@@ -36,19 +36,13 @@ from cp_inductor.mask.language import FUNCTIONS, SCORE, number_of, tables_of
 from cp_inductor.mask.reader.lengths import as_number
 from cp_inductor.mask.reader.read import Reading, known_nodes
 from cp_inductor.mask.reader.scores import OPS_OF_SCORES, is_sum_with_score
-from cp_inductor.mask.reader.to_rule import (
-    Recognized,
-    as_rule_of_scores,
-    misread,
-    with_bias_made,
-)
+from cp_inductor.mask.reader.to_rule import Recognized, as_rule_of_scores, misread, with_bias_made
 from cp_inductor.mask.reader.trace import Scores, Trace, trace_nodes
-from cp_inductor.region.flex_bias import Reads
+from cp_inductor.region.flex_bias import reads_batch_and_head
 from cp_inductor.region.marks import MARK
 from cp_inductor.tiles.block_tables import BLOCK
 from cp_inductor.torch_private.dtensor import flex_attention_op
-from cp_inductor.torch_private.flex import has_blocks, scores_changed
-from cp_inductor.torch_private.flex_kernels import TUNING
+from cp_inductor.torch_private.flex import TUNING, has_blocks, scores_changed
 
 FLEX = flex_attention_op()
 
@@ -183,12 +177,7 @@ class FlexMasks:
     known: dict[Any, Recognized] = field(default_factory=dict)
 
     def read(self, call: FlexCall, lengths: tuple[int, int], site: str) -> Recognized:
-        """Return what a call's functions say.
-
-        Args:
-            call: to read.
-            lengths: of the whole sequences of queries and keys.
-            site: for errors.
+        """Return what a call's functions say, of whole queries and keys of these lengths.
 
         Raises:
             UnsupportedAttention: one of them cannot be read, or does more than add to the scores
@@ -208,8 +197,7 @@ class FlexMasks:
             graph = call.query.graph
             while graph in self.calls:
                 graph = self.calls[graph].graph
-            dtype = torch.promote_types(query.dtype, torch.float32)
-            self.known[key] = _read(_Outside(call, captured, graph, shape, dtype, site))
+            self.known[key] = _read(_Outside(call, captured, graph, shape, site))
         return self.known[key]
 
 
@@ -218,25 +206,17 @@ class _Outside:
     """A call, seen from outside all bodies.
 
     Attributes:
-        call: to read.
         captured: the values that its functions captured, score_mod's first: nodes outside all
             bodies, or numbers.
         graph: the graph around all bodies.
-        shape, dtype: of the scores (B, H, S, T).
-        site: for errors.
+        shape: of the scores, (B, H, S, T).
     """
 
     call: FlexCall
     captured: Sequence[Any]
     graph: fx.Graph
     shape: tuple[int, ...]
-    dtype: torch.dtype
     site: str
-
-    @property
-    def of_score_mod(self) -> Sequence[Any]:
-        """What the score_mod has captured."""
-        return self.captured[: len(self.call.of_score_mod)]
 
 
 def _read(outside: _Outside) -> Recognized:
@@ -262,12 +242,13 @@ def _trace(outside: _Outside, *, has_scores: bool = True) -> Trace:
     def change(scores: Tensor, known: Mapping[fx.Node, Any]) -> Tensor:
         values = [_value_of(item, known) for item in outside.captured]
         split = len(call.of_score_mod)
-        score_mod = call.score_mod if has_scores else _unchanged
+        score_mod = call.score_mod if has_scores else (lambda score, *_: score)
         return scores_changed(score_mod, call.mask_mod, scores, values[:split], values[split:])
 
     nodes = [item for item in outside.captured if _is_tensor(item)]
+    dtype = torch.promote_types(call.query.meta["example_value"].dtype, torch.float32)
     try:
-        return trace_nodes(nodes, outside.graph, Scores(outside.shape, outside.dtype, change))
+        return trace_nodes(nodes, outside.graph, Scores(outside.shape, dtype, change))
     except Exception as error:
         # A user's function may raise anything.
         lines = str(error).splitlines() or [""]
@@ -275,20 +256,10 @@ def _trace(outside: _Outside, *, has_scores: bool = True) -> Trace:
         raise _unreadable(outside.site, got) from error
 
 
-def _unchanged(score: Tensor, *_: Any) -> Tensor:
-    return score
-
-
 def _recognize_sum(
     outside: _Outside, trace: Trace, recognized: Recognized | None
 ) -> Recognized | None:
-    """Return a rule whose bias is computed as a tensor; None if the score_mod is no sum.
-
-    Args:
-        outside: the call.
-        trace: of its functions.
-        recognized: what they say, if they could be read.
-    """
+    """Return a rule whose bias is computed as a tensor; None if the score_mod is no sum."""
     if not is_sum_with_score(trace, Reading(trace, ops=OPS_OF_SCORES)):
         return None
     if recognized is None:
@@ -296,13 +267,10 @@ def _recognize_sum(
         recognized = _recognize(_trace(outside, has_scores=False), outside.shape)
     if recognized is None:
         return None
-    reads = Reads.of(outside.call.score_mod)
-    found = with_bias_made(
-        recognized,
-        of_batch=reads.batch,
-        of_head=reads.head,
-        has_gradient=any(map(_is_learned, outside.of_score_mod)),
-    )
+    of_batch, of_head = reads_batch_and_head(outside.call.score_mod)
+    captured = outside.captured[: len(outside.call.of_score_mod)]
+    is_learned = any(map(_is_learned, captured))
+    found = with_bias_made(recognized, of_batch=of_batch, of_head=of_head, has_gradient=is_learned)
     return replace(found, computed_by=known_nodes(trace))
 
 

@@ -19,8 +19,8 @@ from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import graphs_of, modules_of, nodes_of, recompile_all
 from cp_inductor.graph.subgraphs import bodies_of
 from cp_inductor.region.modes import FLEX
+from cp_inductor.sequence.rules.call import RULES
 from cp_inductor.sequence.rules.elements import pointwise
-from cp_inductor.sequence.rules.table import RULES
 
 # The custom metadata of an attention that is left alone on purpose.
 LEFT_ALONE = {"cp_inductor": "local_attention"}

@@ -21,13 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_inductor.dtensor.wrap import wrap_shard
 from cp_inductor.errors import CPError
-from cp_inductor.torch_private.dtensor import flex_attention_op
-from cp_inductor.torch_private.modes import (
-    function_modes,
-    let_modes_see,
-    run_uncompiled,
-)
-from cp_inductor.torch_private.varlen import VARLEN_OPS
+from cp_inductor.torch_private.dtensor import flex_attention_op, varlen_op
+from cp_inductor.torch_private.modes import function_modes, let_modes_see, run_uncompiled
 
 SITE = "attention over a sharded sequence"
 
@@ -39,6 +34,11 @@ FLEX = flex_attention_op()
 MULTI_HEAD = F.multi_head_attention_forward
 
 _ATEN_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+
+_VARLEN = varlen_op()
+
+# As graphs and modes see it.
+VARLEN_OPS = frozenset() if _VARLEN is None else frozenset({_VARLEN, _VARLEN.overloadpacket})
 
 # Attention that calls no scaled_dot_product_attention: Dynamo captures it whole, and it would run
 # over the local shard alone.

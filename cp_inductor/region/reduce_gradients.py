@@ -128,31 +128,23 @@ def _compare(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> bool:
     """
     texts = [f"{name}: {p.dtype} {list(held_by_rank(p).shape)}" for name, p in parameters.items()]
     digest = int.from_bytes(hashlib.sha256(repr(texts).encode()).digest()[:7], "big")
-    grads = [p.grad for p in parameters.values()]
-    sparse = [
-        name
-        for name, p in parameters.items()
-        if p.grad is not None and held_by_rank(p.grad).layout != torch.strided
-    ]
+    grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    sparse = [name for name, g in grads.items() if held_by_rank(g).layout != torch.strided]
     group = mesh.get_group()
     sums = {
         name: _sums[p].is_left(group.group_name) for name, p in parameters.items() if p in _sums
     }
-    said = [digest, -digest, any(grad is None for grad in grads), bool(sparse), False]
+    said = [digest, -digest, len(grads) < len(parameters), bool(sparse), False]
     most = torch.tensor(said, dtype=torch.int64, device=mesh.device_type)
     for is_left in sums.values():
         most[-1] |= is_left
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     greatest, least, is_missing, is_sparse, is_sum = most.tolist()
     if greatest != -least:
-        fields = {f"parameter {number}": text for number, text in enumerate(texts)}
-        what = {"what": "parameters to reduce", "parameters": str(len(texts))}
-        entry = Entry(
-            SITE,
-            {**what, **fields},
-            ("parameters",),
-            "build the same model on every rank, and freeze the same parameters",
-        )
+        fields = {"what": "parameters to reduce", "parameters": str(len(texts))}
+        fields |= {f"parameter {number}": text for number, text in enumerate(texts)}
+        remedy = "build the same model on every rank, and freeze the same parameters"
+        entry = Entry(SITE, fields, ("parameters",), remedy)
         agree_once([str(group.group_name)], lambda: entry)
     if is_sparse:
         raise UnsupportedPlacement(

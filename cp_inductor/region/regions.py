@@ -63,14 +63,14 @@ from cp_inductor.tiles.kernel_table import is_a_kernel_enabled
 from cp_inductor.torch_private.checkpoint import rerun_within
 from cp_inductor.torch_private.context_parallel import torchs_context_parallel
 from cp_inductor.torch_private.modes import (
-    function_modes,
     function_modes_of_program,
     is_transforming,
+    multi_head_attention,
     name_of_function,
+    needs_weights,
     note_parameters,
     run_uncompiled,
 )
-from cp_inductor.torch_private.multi_head import multi_head_attention, needs_weights
 from cp_inductor.trust.agreement import tell_refusal
 from cp_inductor.trust.unreduced import watch_gradients
 
@@ -159,16 +159,13 @@ class SequenceRegion(RegionMode):
     def typing(self) -> EagerTyper:
         """Return what types the program inside: of the outermost region over these ranks."""
         if self.typer is None:
-            modes = function_modes_of_program()
-            outer = [m for m in modes if m is not self and self._is_alike(m)]
+            alike = [r for r in _regions_of_program() if r.group_name == self.group_name]
+            outer = [region for region in alike if region is not self]
             self.typer = outer[0].typing() if outer else EagerTyper(self.group_name, self._is_even)
             self.copy.typer = self.typer
             for buffer in self.buffers:
                 self.typer.declare(*buffer)
         return self.typer
-
-    def _is_alike(self, mode: object) -> bool:
-        return isinstance(mode, SequenceRegion) and mode.group_name == self.group_name
 
     def _is_even(self, length: int) -> bool:
         """Whether all ranks have as many tokens as this one, of its so many."""
@@ -183,7 +180,9 @@ class SequenceRegion(RegionMode):
         typer, self.typer, self.copy.typer = self.typer, None, None
         if typer is None or not self.is_typing():
             return
-        if any(m is not self.copy and self._is_alike(m) for m in function_modes()):
+        if any(
+            r is not self.copy and r.group_name == self.group_name for r in _regions_of_program()
+        ):
             return  # the outer one will
         try:
             typer.check_left()
@@ -251,7 +250,7 @@ class SequenceRegion(RegionMode):
             # No kernel takes other features of values, as latent attention (MLA) has them.
             local[2] = F.pad(local[2], (0, width - of_values))
         local = [_with_whole_rows(tensor) for tensor in local]
-        pieces = [self._distribute(tensor, SEQUENCE_DIM) for tensor in local]
+        pieces = [self._distribute(tensor) for tensor in local]
         if attn_mask is not None:
             attn_mask = self._distribute_mask(attn_mask, pieces[0], pieces[1])
         out = func(*pieces, attn_mask, dropout_p, is_causal, **kwargs).to_local()
@@ -262,17 +261,16 @@ class SequenceRegion(RegionMode):
         return out
 
     def _prepare_attention(self, tensors: Sequence[Tensor], mask: Tensor | None) -> None:
-        """Check an attention that is about to run in eager code; let checkpoints recompute it."""
+        """Check an attention that eager code is about to run, and its types in all regions.
+
+        Checkpoints around it will recompute it in this region.
+        """
         query, key, value = tensors
         if is_transforming():
             refuse_transform(SITE)
         for side in (key, value):
             check_attention(query=query, key=side, site=SITE)
         rerun_within(self)
-        self._check_types(tensors, mask)
-
-    def _check_types(self, tensors: Sequence[Tensor], mask: Tensor | None) -> None:
-        """Let all enclosing regions check an attention over the shards of this one."""
         whole = {
             self._whole_length(t.shape[SEQUENCE_DIM]) or t.shape[SEQUENCE_DIM] * self.mesh.size()
             for t in tensors
@@ -294,8 +292,7 @@ class SequenceRegion(RegionMode):
         """
         given = (query, key, value)
         if any(is_sequence_sharded(tensor) for tensor in given):
-            found: tuple[Tensor, ...] = FLEX(query, key, value, *args, **kwargs)
-            return found
+            return FLEX(query, key, value, *args, **kwargs)
         if any(isinstance(tensor, DTensor) for tensor in given):
             refuse(
                 UnsupportedPlacement,
@@ -303,8 +300,7 @@ class SequenceRegion(RegionMode):
                 got="DTensors that do not shard the sequence",
                 remedy="pass their to_local(), and wrap the result",
             )
-        found = FLEX(self._mark(query), key, value, *args, **kwargs)
-        return found
+        return FLEX(self._mark(query), key, value, *args, **kwargs)
 
     def _attend_multi_head(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(arg, DTensor) for arg in (*args, *kwargs.values())):
@@ -320,13 +316,14 @@ class SequenceRegion(RegionMode):
         with self.copy:
             return multi_head_attention(*args, **kwargs)
 
-    def _distribute(self, local: Tensor, dim: int) -> DTensor:
+    def _distribute(self, local: Tensor) -> DTensor:
         """Wrap this rank's shard of a sequence into a DTensor."""
-        length = self._whole_length(local.shape[dim])
+        placements = [Shard(SEQUENCE_DIM)]
+        length = self._whole_length(local.shape[SEQUENCE_DIM])
         if length is None:
-            return DTensor.from_local(local, self.mesh, [Shard(dim)], run_check=False)
-        shape = (*local.shape[:dim], length, *local.shape[dim + 1 :])
-        return wrap_shard(local, self.mesh, [Shard(dim)], shape)
+            return DTensor.from_local(local, self.mesh, placements, run_check=False)
+        shape = (*local.shape[:SEQUENCE_DIM], length, *local.shape[SEQUENCE_DIM + 1 :])
+        return wrap_shard(local, self.mesh, placements, shape)
 
     def _whole_length(self, length: int) -> int | None:
         """Return the length of the whole of a shard; None if all shards are equally long."""
@@ -380,12 +377,14 @@ def _sizes(sizes: Sequence[int]) -> str:
     return "" if torch.compiler.is_compiling() else f", {tuple(sizes)}"
 
 
+def _regions_of_program() -> list[SequenceRegion]:
+    return [mode for mode in function_modes_of_program() if isinstance(mode, SequenceRegion)]
+
+
 def _typers(inner: SequenceRegion | None) -> dict[EagerTyper, bool]:
     """Return what types the program here, and whether `inner` is over its ranks."""
-    modes = function_modes_of_program()
-    regions = [mode for mode in modes if isinstance(mode, SequenceRegion)]
     found = {}
-    for region in (*regions, *([] if inner is None else [inner])):
+    for region in (*_regions_of_program(), *([] if inner is None else [inner])):
         if region.is_typing():
             is_inner = inner is not None and inner.group_name == region.group_name
             found[region.typing()] = is_inner
@@ -394,8 +393,7 @@ def _typers(inner: SequenceRegion | None) -> dict[EagerTyper, bool]:
 
 def groups_of_program() -> list[str]:
     """Return the groups of the regions around the program, also while Dynamo compiles a part."""
-    modes = function_modes_of_program()
-    return [mode.group_name for mode in modes if isinstance(mode, SequenceRegion)]
+    return [region.group_name for region in _regions_of_program()]
 
 
 def typers_of_program() -> list[EagerTyper]:

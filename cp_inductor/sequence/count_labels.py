@@ -56,12 +56,7 @@ def count_labels(
 
 @torch.library.custom_op("cp_inductor::check_labels", mutates_args=())
 def check_labels(labels: Tensor, ends: Tensor, site: str) -> Tensor:
-    """Return labels, if the greatest number of them on a rank is the least.
-
-    Args:
-        labels: integers.
-        ends: (2,), the least, negated, and the greatest.
-        site: for the error.
+    """Return labels, if `ends` (2,), the least number on a rank, negated, and the greatest, agree.
 
     Raises:
         SequenceMixed: they differ.

@@ -62,12 +62,9 @@ from cp_inductor.torch_private.modes import (
 # When one of these is called, the forward is over.
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
-# Functions by which Python reads a tensor's values. Those in the first set answer yes or no.
-_DECIDING = frozenset(
-    {Tensor.__bool__, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose}
-    | {torch.is_nonzero, Tensor.is_nonzero, Tensor.__contains__}
-)
+# Functions by which Python reads a tensor's values. Those in the first two sets answer yes or no.
 _COMPARING = frozenset({Tensor.equal, torch.equal, Tensor.allclose, torch.allclose})
+_DECIDING = _COMPARING | {Tensor.__bool__, torch.is_nonzero, Tensor.is_nonzero, Tensor.__contains__}
 # After these, other code reads the memory, or another tensor shares it.
 _HANDING_OUT = frozenset(
     {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__} | {Tensor.untyped_storage, Tensor.storage}
@@ -140,8 +137,7 @@ class EagerTyper(Typer):
     def meet_first(self, tensor: Tensor) -> Type:
         """Return the type of a tensor from outside, or from code that is not followed."""
         if not _is_plain(tensor):
-            if not TRUST.depth:
-                self._refuse_methods([tensor])
+            self._refuse_methods([tensor])
             return Own()
         if isinstance(tensor, nn.Parameter) or not tensor.ndim:
             return self.find(tensor) or Same()
@@ -157,11 +153,8 @@ class EagerTyper(Typer):
 
     def meet_attended(self, tensor: Tensor) -> Type:
         """Return the type of a query, key or value from outside."""
-        return (
-            Own()
-            if not _is_plain(tensor) or self.has_buffers
-            else self.shards(tensor, ATTENDED_DIM)
-        )
+        is_own = self.has_buffers or not _is_plain(tensor)
+        return Own() if is_own else self.shards(tensor, ATTENDED_DIM)
 
     def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
         """Give results their types, and note whether a number is read off tokens.
@@ -206,8 +199,7 @@ class EagerTyper(Typer):
         elif func is Tensor.register_hook and not TRUST.depth:
             return func(args[0], self._typed_hook(args[0], *args[1:], **kwargs))
         elif TRUST.depth or not all(map(_is_plain, leaves)) or isinstance(func, _HigherOrder):
-            if not TRUST.depth:
-                self._refuse_methods(leaves)
+            self._refuse_methods(leaves)
             return self._trust(func, args, kwargs)
         elif str(getattr(func, "__module__", "")).startswith("torch.distributed"):
             return self._communicate(func, args, kwargs)
@@ -272,7 +264,7 @@ class EagerTyper(Typer):
             self.refuse_mixed((args, kwargs))  # on other ranks the call may have succeeded
             raise
         if self.was_read is not None and not self.is_over and not _only_checks(func, args, kwargs):
-            raise self._refusal(_say_read(self.was_read, "a number"))
+            raise self._reading_refusal(_say_read(self.was_read, "a number"))
         if key is not None and all(tensor._version == version for tensor, version in before):
             self._remember(key, [tensor for tensor, _ in before], self.leaves(out))
         return out
@@ -317,12 +309,9 @@ class EagerTyper(Typer):
 
     def _communicate(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Follow a program that communicates, and so knows that there are ranks."""
-        group = next(
-            (a for a in (*args, *kwargs.values()) if isinstance(a, dist.ProcessGroup)), None
-        )
-        is_ours = group is None or group.group_name == self.group_name
+        groups = [a for a in (*args, *kwargs.values()) if isinstance(a, dist.ProcessGroup)]
         out = func(*args, **kwargs)
-        if is_ours:
+        if not groups or groups[0].group_name == self.group_name:
             found = Same() if func in _GIVING_ALL_THE_SAME else Own()
             for tensor in self.leaves((args, kwargs, out)):
                 self.types[tensor] = found
@@ -350,40 +339,31 @@ class EagerTyper(Typer):
             least, most = range_over_ranks(
                 torch.tensor(int(out), device=leaves[0].device), self.group_name
             )
-            is_alike = least == most
+            if least == most:
+                return out
             got = f"{name_of_function(func)} to be {out} on this rank, and not on another"
         else:
             what = "decision" if func in _DECIDING else "number"
             got = _say_read(own, "the memory" if func in _HANDING_OUT else f"a {what}")
-            is_alike = False
-        if not is_alike:
-            raise self._refusal(got)
-        return out
+        raise self._reading_refusal(got)
 
-    def _refusal(self, got: str, site: str = "") -> SequenceMixed:
-        return SequenceMixed(
-            site=site or self.locate(),
-            expected=f"Python to read numbers of the whole sequence; {EXPECTED}",
-            got=got,
-            remedy=f"use dist.all_reduce first, or read it after the region; {REMEDY}",
-        )
+    def _reading_refusal(self, got: str, site: str = "") -> SequenceMixed:
+        expected = f"Python to read numbers of the whole sequence; {EXPECTED}"
+        remedy = f"use dist.all_reduce first, or read it after the region; {REMEDY}"
+        return self.refusal(expected, got, remedy, site)
 
     def _refuse_methods(self, tensors: Sequence[Tensor]) -> None:
         """Refuse tensors of a class that has functions of its own, but no ops to be typed.
 
-        And nested ones, whose rows are parts of sequences.
+        And nested ones, whose rows are parts of sequences. Within `per_rank` they are trusted.
         """
-        for one in tensors:
+        for one in () if TRUST.depth else tensors:
             is_typed = _is_plain(one) or isinstance(one, nn.Parameter)
             has_no_ops = type(one).__torch_dispatch__ is Tensor.__torch_dispatch__
             if one.is_nested or (has_no_ops and not is_typed):
                 name = "nested tensor" if one.is_nested else type(one).__name__
-                raise SequenceMixed(
-                    site=self.locate(),
-                    expected="tokens as torch.Tensor",
-                    got=f"a {name}, whose functions are not followed",
-                    remedy=REMEDY,
-                )
+                got = f"a {name}, whose functions are not followed"
+                raise self.refusal("tokens as torch.Tensor", got)
 
     def _typed_hook(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[..., Any]:
         """Return a hook on tokens, after which their gradient must still be that of each token."""
@@ -399,15 +379,11 @@ class EagerTyper(Typer):
             found = given if changed is None else self.type_of(changed)
             self.refuse_mixed(changed)
             if changed is not None and self.was_read is not None:
-                raise self._refusal(_say_read(self.was_read, "a number"), site)
+                raise self._reading_refusal(_say_read(self.was_read, "a number"), site)
             is_of_tokens = isinstance(found, Shards) and found.places()[0] in given.places()
             if not is_of_tokens and not isinstance(found, Own):
-                raise SequenceMixed(
-                    site=site,
-                    expected=f"a hook that returns a gradient of {describe(given)}",
-                    got=describe(found),
-                    remedy=REMEDY,
-                )
+                expected = f"a hook that returns a gradient of {describe(given)}"
+                raise self.refusal(expected, describe(found), site=site)
             return changed
 
         return typed
@@ -416,13 +392,9 @@ class EagerTyper(Typer):
         bound = signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        labels = given["target"]
-        found = self.type_of(labels)
-        if (
-            given["reduction"] == "mean"
-            and isinstance(found, Shards)
-            and not labels.is_floating_point()
-        ):
+        labels, found = given["target"], self.type_of(given["target"])
+        is_mean = given["reduction"] == "mean" and not labels.is_floating_point()
+        if is_mean and isinstance(found, Shards):
             # Another rank may have refused it before: an index is in range of one shard alone.
             self.refuse_mixed(given["input"])
             where = (given["ignore_index"], self.group_name, self.locate())
@@ -454,7 +426,7 @@ class EagerTyper(Typer):
         Raises:
             SequenceMixed: there is such a tensor, or one from outside was written to.
         """
-        left = [(tensor, found) for tensor, found in self.types.items()]
+        left = list(self.types.items())
         self.refuse_mixed([t for t, one in left if isinstance(one, Mixed) and not one.is_vote])
         if not self.is_over:
             self.refuse_kept(list(self.kept))

@@ -24,15 +24,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.errors import SequenceMixed, SequenceWarning
-from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, numbers
+from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, find_rule, numbers
 from cp_inductor.sequence.rules.infer import infer_types
-from cp_inductor.sequence.rules.table import find_rule
 from cp_inductor.sequence.types import (
     ATTENDED_DIM,
     Mixed,
@@ -45,6 +43,7 @@ from cp_inductor.sequence.types import (
     regroup,
 )
 from cp_inductor.torch_private.modes import OpWatcher
+from cp_inductor.torch_private.tracing import tensors_in
 
 EXPECTED = "what computes each token by itself, attention, and sums over tokens"
 REMEDY = (
@@ -64,6 +63,7 @@ class Typer(OpWatcher):
 
     # Higher-order ops have no rules, so nothing is known about their results.
     supports_higher_order_operators = True
+    leaves = staticmethod(tensors_in)
 
     def __init__(self, is_even: Callable[[int], bool] = lambda length: True) -> None:
         super().__init__()
@@ -73,6 +73,13 @@ class Typer(OpWatcher):
     def locate(self) -> str:
         """Return where the program is."""
         raise NotImplementedError
+
+    def refusal(
+        self, expected: str, got: str, remedy: str = REMEDY, site: str = ""
+    ) -> SequenceMixed:
+        """Return the error that refuses what the program calls, here or at a site."""
+        site = site or self.locate()
+        return SequenceMixed(site=site, expected=expected, got=got, remedy=remedy)
 
     def meet_first(self, tensor: Tensor) -> Type:
         """Return the type of a tensor that no op inside has made."""
@@ -92,10 +99,6 @@ class Typer(OpWatcher):
     def shards(self, tensor: Tensor, dim: int) -> Type:
         """Return the type of a tensor whose dim holds this rank's tokens."""
         return shards_at(tensor, dim, self.is_even)
-
-    def leaves(self, values: Any) -> list[Tensor]:
-        """Return the tensors in a tree."""
-        return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_aten = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
@@ -128,13 +131,8 @@ class Typer(OpWatcher):
                 self.put(tensor, self._mixed(call, Mixes(f"{op}, {_WRITES}")))
 
     def _mixed(self, call: OpCall, error: Mixes) -> Mixed:
-        return Mixed(
-            self.locate(),
-            error.got,
-            error.remedy or REMEDY,
-            lengths=call.lengths(),
-            is_vote=error.is_vote,
-        )
+        remedy = error.remedy or REMEDY
+        return Mixed(self.locate(), error.got, remedy, call.lengths(), error.is_vote)
 
     def put(self, tensor: Tensor, given: Type) -> None:
         """Set the type of a tensor: a result, or what was written to."""
@@ -208,19 +206,15 @@ class Typer(OpWatcher):
         else:
             is_mean = reduction == "mean" and given["target"].is_floating_point()
         if is_mean:
-            raise SequenceMixed(
-                site=self.locate(),
-                expected="a mean over as many tokens on every rank",
-                got=f"{func.__name__} with reduction={reduction!r} over shards that are unequally"
-                " long",
-                remedy=SUMS,
+            got = (
+                f"{func.__name__} with reduction={reduction!r} over shards that are unequally long"
             )
+            raise self.refusal("a mean over as many tokens on every rank", got, SUMS)
 
     def _check_slices(self, tensor: Tensor, index: Any) -> None:
         found = self.type_of(tensor)
-        index = [
-            one for one in (index if isinstance(index, tuple) else (index,)) if one is not None
-        ]
+        index = index if isinstance(index, tuple) else (index,)
+        index = [one for one in index if one is not None]
         if not isinstance(found, Shards) or any(isinstance(one, (Tensor, list)) for one in index):
             return
         for place, one in enumerate(index):
@@ -230,12 +224,8 @@ class Typer(OpWatcher):
         (size,) = numbers(tensor.shape[found.dim : found.dim + 1])
         stop = taken.stop if isinstance(taken, slice) else None
         if isinstance(stop, int) and size < stop < sys.maxsize:
-            raise SequenceMixed(
-                site=self.locate(),
-                expected=EXPECTED,
-                got=f"a slice up to token {stop}, of which this rank has {size}",
-                remedy=REMEDY,
-            )
+            got = f"a slice up to token {stop}, of which this rank has {size}"
+            raise self.refusal(EXPECTED, got)
 
     def refuse_mixed(self, values: Any) -> None:
         """Refuse mixed tensors.
@@ -246,9 +236,7 @@ class Typer(OpWatcher):
         for tensor in self.leaves(values):
             found = self.types.get(tensor)
             if isinstance(found, Mixed):
-                raise SequenceMixed(
-                    site=found.site, expected=EXPECTED, got=found.got, remedy=found.remedy
-                )
+                raise self.refusal(EXPECTED, found.got, found.remedy, found.site)
 
     def refuse_kept(self, tensors: Iterable[Tensor]) -> None:
         """Refuse what a program has written into tensors that are the same on every rank.
@@ -262,13 +250,13 @@ class Typer(OpWatcher):
             found = self.types.get(tensor)
             sizes = tuple(numbers(tensor.shape))
             if isinstance(found, (Shards, Sum, Mixed)) and any(size != 1 for size in sizes):
-                raise SequenceMixed(
-                    site=found.site if isinstance(found, Mixed) else self.locate(),
-                    expected=f"a tensor of {sizes}, which a model keeps, to stay the same on every"
-                    " rank",
-                    got=found.got if isinstance(found, Mixed) else describe(found),
-                    remedy=f"use dist.all_reduce first; {REMEDY}",
+                expected = (
+                    f"a tensor of {sizes}, which a model keeps, to stay the same on every rank"
                 )
+                site, got = "", describe(found)
+                if isinstance(found, Mixed):
+                    site, got = found.site, found.got
+                raise self.refusal(expected, got, f"use dist.all_reduce first; {REMEDY}", site)
 
     def check_attention(self, site: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Check that an attention is over the tokens.

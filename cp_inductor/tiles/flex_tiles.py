@@ -36,7 +36,7 @@ from cp_inductor.tiles.block_tables import BLOCK, make_block_table, shape_of_blo
 from cp_inductor.tiles.kernels import Gradients, Partial, RuleKernel, TileCall, with_whole_rows
 from cp_inductor.tiles.stand_in import delta_of
 from cp_inductor.tiles.tile_masks import Geometry, Indices, bias_dtype
-from cp_inductor.torch_private.flex_kernels import (
+from cp_inductor.torch_private.flex import (
     FLEX_BACKWARD,
     FLEX_FORWARD,
     Flex,

@@ -1,10 +1,9 @@
 """Every use of torch's private API in this package.
 
     groups              ranks of a process group, and its store
-    dtensor             handlers of DTensor's dispatcher
+    dtensor             handlers of DTensor's dispatcher, ops that they are of
     context_parallel    the state of torch's own context parallelism
-    modes               function and dispatch modes, autocast
-    multi_head          multi-head attention whose inner functions modes see
+    modes               function and dispatch modes, functions that they see, autocast
     checkpoint          what torch.utils.checkpoint recomputes
     dynamo              what Dynamo is compiling, and for which backend
     tracing             tracing graphs on fake tensors
@@ -13,8 +12,7 @@
     symbolic_dtensor    DTensors whose lengths are symbols
     shardings           shardings that DTensor chose, within a compile
     traces              what Dynamo traces for our backends alone
-    flex, flex_kernels  what is private of FlexAttention, and its ops
-    varlen              the op behind varlen_attn
+    flex                the ops of FlexAttention, and what is private of it
     sizes               numbers for symbolic sizes
     inductor            custom passes, the order of nodes, strides of kernel inputs
     triton              Triton's compiler, without a GPU
@@ -23,7 +21,7 @@
     patches             every place at which torch does something else because of this package
 
 "Read in torch 2.13.0 and 2.15.0" means that the sources of these releases were read. Each
-function names the private API that it uses, and the releases that have it. The exceptions:
+function names the releases that have the private API it uses, as (2.13-2.15). The exceptions:
 `cp_inductor.inspect.pretend` holds what pretends a device or a world, and the interfaces that
 torch's compilers offer to backends are imported where they are used, which
 tests/repository/test_layout.py lists by file. `doctor` and tests/backend/test_torch_private.py look

@@ -83,10 +83,7 @@ def tensors_written_by(
 def bind_arguments(
     op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call by name, with defaults, from the schema of its op.
-
-    `OpOverload._schema` (torch._ops, 2.13-2.15).
-    """
+    """Return a call's arguments by name, with defaults, from its op's schema (2.13-2.15)."""
     arguments = op._schema.arguments
     bound = {argument.name: argument.default_value for argument in arguments}
     bound.update(zip((argument.name for argument in arguments), args, strict=False))

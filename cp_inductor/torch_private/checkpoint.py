@@ -9,7 +9,7 @@ Read in torch 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FrameType
@@ -22,6 +22,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     checkpoint_wrapper,
 )
+
+from cp_inductor.torch_private.modes import is_in_backward
 
 
 def rerun_within(context: AbstractContextManager[Any]) -> None:
@@ -53,36 +55,33 @@ class _Recomputation:
     def run_within(self, context: AbstractContextManager[Any]) -> None:
         """Replace the function by one that enters the context first, unless it does so already."""
         function = getattr(self.holder, self.name)
-        if context not in getattr(function, "contexts", ()):
-            setattr(self.holder, self.name, _Within(function, context))
+        contexts = getattr(function, "contexts", ())
+        if context in contexts:
+            return
+
+        def within(*args: Any) -> Any:
+            with context:
+                return function(*args)
+
+        within.contexts = (context, *contexts)  # type: ignore[attr-defined]
+        setattr(self.holder, self.name, within)
 
 
-def checkpoints_around() -> list[_Recomputation]:
-    """Return the checkpoints among the functions that called the caller, directly or not.
+def checkpoints_around() -> Iterator[_Recomputation]:
+    """Yield the checkpoints among the functions that called the caller, directly or not.
 
     They have no other name than the local variables of torch's frames, which `TEXTS` lists.
     """
-    return list(_find_on_stack())
-
-
-def _find_on_stack() -> Iterator[_Recomputation]:
-    for frame in _frames_of_checkpoints():
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
         if frame.f_code is torch.utils.checkpoint.CheckpointFunction.forward.__code__:
             # use_reentrant=True: an autograd function, which keeps the function in its ctx.
             yield _Recomputation(frame.f_locals["ctx"], "run_function")
-        elif "gen" in frame.f_locals:
+        elif frame.f_globals is vars(torch.utils.checkpoint) and "gen" in frame.f_locals:
             # use_reentrant=False: `checkpoint` drives a generator, whose local is the
             # _CheckpointFrame.
             generator = frame.f_locals["gen"]
             yield _Recomputation(generator.gi_frame.f_locals["new_frame"], "recompute_fn")
-
-
-def _frames_of_checkpoints() -> Iterator[FrameType]:
-    """Yield the frames on this thread's stack that run code of torch.utils.checkpoint."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals is vars(torch.utils.checkpoint):
-            yield frame
         frame = frame.f_back
 
 
@@ -95,29 +94,9 @@ def _find_in_hooks() -> Iterator[_Recomputation]:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return
-    pack_hook = hooks[0]
-    for variable in getattr(pack_hook, "__closure__", None) or ():
+    for variable in getattr(hooks[0], "__closure__", None) or ():
         if isinstance(variable.cell_contents, torch.utils.checkpoint._CheckpointFrame):
             yield _Recomputation(variable.cell_contents, "recompute_fn")
-
-
-class _Within:
-    """A function that enters a context whenever it is called.
-
-    Attributes:
-        function: what is called within the context; may itself be a `_Within`.
-        context: entered by this object.
-        contexts: all that are entered, those of `function` included.
-    """
-
-    def __init__(self, function: Callable[..., Any], context: AbstractContextManager[Any]) -> None:
-        self.function = function
-        self.context = context
-        self.contexts = (context, *getattr(function, "contexts", ()))
-
-    def __call__(self, *args: Any) -> Any:
-        with self.context:
-            return self.function(*args)
 
 
 def has_checkpointed_layers(model: nn.Module) -> bool:
@@ -129,7 +108,7 @@ def redraw_when_recomputed(model: nn.Module) -> None:
     """Wrap layers anew that are wrapped, so that they draw the random numbers of the forward again.
 
     One that was wrapped with `preserve_rng_state=False` drops out others in the backward than in
-    the forward. `checkpoint_wrapper`, `_checkpoint_wrapped_module` (2.13-2.15).
+    the forward (2.13-2.15).
     """
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
@@ -139,27 +118,19 @@ def redraw_when_recomputed(model: nn.Module) -> None:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether hooks on saved tensors are active: whatever autograd saves now passes through them.
-
-    `torch._C._autograd._top_saved_tensors_default_hooks`, 2.13-2.15.
-    """
+    """Whether what autograd saves now passes through hooks on saved tensors (2.13-2.15)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def is_backward_kept() -> bool:
-    """Whether the backward that runs on this thread may run again (retain_graph=True).
-
-    `torch._C._autograd._get_current_graph_task_keep_graph`, 2.13-2.15.
-    """
+    """Whether this thread's backward may run again (retain_graph=True, 2.13-2.15)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def is_recomputing() -> bool:
     """Whether a checkpoint computes again what it forgot: a backward runs that records operations.
 
-    `torch._C._current_graph_task_id` is -1 outside of backwards (2.13-2.15). Where Dynamo traces,
-    no backward runs.
+    Where Dynamo traces, no backward runs.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return False
-    return torch._C._current_graph_task_id() != -1
+    is_recording = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return is_recording and is_in_backward()

@@ -63,8 +63,7 @@ def torchs_context_parallel() -> TorchsContextParallel:
 def torchs_load_balance(is_balanced: bool) -> Iterator[None]:
     """Within this context, tell torch's `context_parallel_unshard` whether shards are permuted.
 
-    `_cp_options.enable_load_balance` (torch.distributed.tensor.experimental._context_parallel, read
-    in 2.13). Torch's own `context_parallel` sets and restores it in the same way.
+    Torch's own `context_parallel` sets and restores it in the same way (2.13).
     """
     options = torchs_attention()._cp_options
     before = options.enable_load_balance

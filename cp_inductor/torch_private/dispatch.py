@@ -96,28 +96,19 @@ def _moves_written(op: Any, args: Any, chosen: Any) -> bool:
 
 
 def become(tensor: DTensor, view: DTensor, op: Any, args: Any, kwargs: Any) -> Any:
-    """Give a DTensor the shape, strides and part of a view of it, as ops like `squeeze_` do.
-
-    `_local_tensor`, `_spec` of a DTensor (torch.distributed.tensor._api, 2.13-2.15).
-    """
+    """Give a DTensor the shape, strides and part of a view of it, as `squeeze_` (2.13-2.15)."""
     changed: Any = tensor
     changed._local_tensor, changed._spec = view._local_tensor, view._spec
     return as_view(op, args, kwargs, tensor)
 
 
 def as_view(op: Any, args: Any, kwargs: Any, made: Any) -> Any:
-    """Return what was made for a call of an op that returns a view, as autograd needs it.
-
-    `return_and_correct_aliasing` (torch.utils._python_dispatch, 2.13-2.15).
-    """
+    """Return what an op that returns a view made, as autograd needs it (2.13-2.15)."""
     return return_and_correct_aliasing(op, args, kwargs, made)
 
 
 def is_composite(op: torch._ops.OpOverload) -> bool:
-    """Whether torch computes an op by other ops, which DTensor is asked for then.
-
-    `torch._C._dispatch_has_kernel_for_dispatch_key` (2.13-2.15).
-    """
+    """Whether torch computes an op by other ops, which DTensor is asked for then (2.13-2.15)."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._random import is_rng_supported_mesh
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from cp_inductor.errors import UnsupportedPlacement
@@ -147,47 +150,27 @@ def without_handler(
 
 
 def ops_that_draw() -> tuple[torch._ops.OpOverload, ...]:
-    """Return the ops for which DTensor has a generator of its own, where it has one.
-
-    `DTensor._op_dispatcher._random_ops` (torch.distributed.tensor._dispatch, 2.13-2.15).
-    """
+    """Return the ops for which DTensor has a generator of its own, where it has one (2.13-2.15)."""
     return tuple(DTensor._op_dispatcher._random_ops)
 
 
 def has_generator_of_mesh(mesh: DeviceMesh) -> bool:
-    """Whether DTensor draws in step on all ranks of a mesh: not on the CPU.
-
-    `is_rng_supported_mesh` (torch.distributed.tensor._random, 2.13-2.15).
-    """
-    from torch.distributed.tensor._random import is_rng_supported_mesh
-
+    """Whether DTensor draws in step on all ranks of a mesh: not on the CPU (2.13-2.15)."""
     return is_rng_supported_mesh(mesh)
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """Return what a rank holds of a DTensor, without autograd.
-
-    `DTensor._local_tensor` (torch.distributed.tensor._api, 2.13-2.15).
-    """
+    """Return what a rank holds of a DTensor, without autograd (2.13-2.15)."""
     return tensor._local_tensor
 
 
 def are_plain_tensors_replicated() -> bool:
-    """Whether plain tensors beside DTensors are taken as replicated: `implicit_replication`.
-
-    `DTensor._op_dispatcher._allow_implicit_replication` (torch.distributed.tensor._dispatch,
-    2.13-2.15).
-    """
+    """Whether `implicit_replication` takes plain tensors as replicated (2.13-2.15)."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a DTensor that every rank has whole, below autograd, with no op in between.
-
-    `DTensorSpec`, `TensorMeta` (torch.distributed.tensor._dtensor_spec, 2.13-2.15).
-    """
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
+    """Return a DTensor that every rank has whole, below autograd, without an op (2.13-2.15)."""
     meta = TensorMeta(local.shape, local.stride(), local.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
@@ -200,6 +183,20 @@ def flex_attention_op() -> Any:
     """
     import_module("torch.nn.attention.flex_attention")
     return torch.ops.higher_order.flex_attention
+
+
+def varlen_op() -> Any:
+    """Return the op that varlen_attn, which is public, calls (read in 2.13.0).
+
+    None in releases where `torch_attn::_varlen_attn` has none of these arguments.
+    """
+    try:
+        import_module("torch.nn.attention.varlen")
+        op = torch.ops.torch_attn._varlen_attn.default
+    except (ImportError, AttributeError):
+        return None
+    names = {argument.name for argument in op._schema.arguments}
+    return op if {"cu_seq_q", "window_size", "seqused_k", "block_table"} <= names else None
 
 
 # Called with a DTensor whose data is about to be replaced; they may refuse it.
@@ -252,11 +249,5 @@ def follow_memory(whole: Callable[[DTensor], Tensor | None]) -> None:
 
 
 def is_propagating_shapes(tensor: Tensor) -> bool:
-    """Whether only shapes are wanted: the tensor is fake, and no graph is being traced.
-
-    So it is when Dynamo propagates example values. `get_proxy_mode`
-    (torch.fx.experimental.proxy_tensor, 2.13-2.15).
-    """
-    from torch._subclasses.fake_tensor import FakeTensor
-
+    """Whether Dynamo propagates example values: shapes, with no graph being traced (2.13-2.15)."""
     return isinstance(tensor, FakeTensor) and get_proxy_mode() is None

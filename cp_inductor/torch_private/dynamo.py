@@ -13,30 +13,41 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo.config
+import torch._functorch.config
+import torch._inductor.config
 from torch import fx, nn
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.exc import (
+    InternalTorchDynamoError,
+    ShortenTraceback,
+    TorchDynamoException,
+    TorchRuntimeError,
+)
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import AttrSource, GetItemSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import counters
+from torch._guards import Guard, TracingContext
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from cp_inductor.torch_private.leaned_on import GUARD_ON_DATA, INPUT_NOT_FAKED, SIZE_LOST
 from cp_inductor.torch_private.sizes import is_number, size_expression, size_hint
 
 ONE_RANK = "compile_on_one_rank"
+# Characters of a reason for a graph break.
+MAX_REASON = 400
 
 
 def is_capturing_whole() -> bool:
-    """Whether the current compile has fullgraph=True; False if none runs or that is unknown.
-
-    `InstructionTranslator.current_tx().one_graph` (torch._dynamo.symbolic_convert, 2.13-2.15).
-    """
+    """Whether the current compile has fullgraph=True; False if none runs (2.13-2.15)."""
     return bool(getattr(_translator(), "one_graph", False))
 
 
 def is_compiled_ahead() -> bool:
-    """Whether `aot_compile` calls the backend: nothing else passes over the key of a cached graph.
-
-    `bypass_autograd_cache_key` (torch._functorch.config, read in 2.13.0).
-    """
-    import torch._functorch.config
-
+    """Whether `aot_compile` calls the backend: nothing else bypasses a graph's cache key (2.13)."""
     return bool(torch._functorch.config.bypass_autograd_cache_key)
 
 
@@ -51,16 +62,11 @@ def is_compiled_for_all_ranks() -> bool:
 
 
 def frame_locals() -> frozenset[str]:
-    """Return the names of the arguments, and of what a closure holds, of what is being compiled.
-
-    `InstructionTranslator.current_tx().f_locals` (torch._dynamo.symbolic_convert, read in 2.13.0).
-    """
+    """Return the names of arguments and closure variables of what is being compiled (2.13)."""
     return frozenset(getattr(_translator(), "f_locals", ()))
 
 
 def _translator() -> Any:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     with suppress(AttributeError):  # nothing is being compiled
         return InstructionTranslator.current_tx()
     return None
@@ -101,14 +107,7 @@ def guard_whole_lengths(graph: fx.Graph) -> None:
     placements, and whole lengths that are symbols, but not whole lengths that are numbers, nor
     symbols that became numbers, so it would reuse the graph for 21 tokens. This adds a guard for
     each sharded dim. Dynamo generates code from the guards after it has called the backend.
-
-    `TracingContext.guards_context.dynamo_guards`, `Guard` (torch._guards), `AttrSource`,
-    `GetItemSource` (torch._dynamo.source), `GuardBuilder.EQUALS_MATCH` (torch._dynamo.guards).
     """
-    from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.source import AttrSource, GetItemSource
-    from torch._guards import Guard, TracingContext
-
     context = TracingContext.try_get()
     if context is None:
         return
@@ -130,19 +129,12 @@ def relate_local_lengths(graph: fx.Graph) -> None:
     Example: of s0 tokens of the whole sequence, this rank has s1. Then s0 becomes 2 * s1, of which
     compilers can say more than of two symbols. Calls with other lengths are compiled once more.
     """
-    for node in graph.find_nodes(op="placeholder"):
-        value = node.meta.get("example_value")
-        if not isinstance(value, DTensor):
-            continue
-        local = value.to_local()
-        for dim, (whole, part) in enumerate(zip(value.shape, local.shape, strict=True)):
-            sizes = zip(value.placements, value.device_mesh.shape, strict=True)
-            ranks = math.prod(
-                size for one, size in sizes if isinstance(one, Shard) and one.dim == dim
-            )
-            is_dynamic = ranks > 1 and isinstance(whole, torch.SymInt)
-            if is_dynamic and size_hint(whole) == ranks * size_hint(part):
-                bool(whole == ranks * part)
+    for value, dim, whole, local in _lengths_of_inputs(graph):
+        sizes = zip(value.placements, value.device_mesh.shape, strict=True)
+        ranks = math.prod(size for one, size in sizes if isinstance(one, Shard) and one.dim == dim)
+        is_dynamic = ranks > 1 and isinstance(whole, torch.SymInt)
+        if is_dynamic and size_hint(whole) == ranks * size_hint(local):
+            bool(whole == ranks * local)
 
 
 def settle_local_lengths(graph: fx.Graph) -> None:
@@ -153,32 +145,30 @@ def settle_local_lengths(graph: fx.Graph) -> None:
     the backward, after it has counted the symbols among the outputs: it fails, or the outputs have
     lengths of None.
     """
+    for _, _, whole, local in _lengths_of_inputs(graph):
+        if size_expression(whole).is_number:
+            int(local)
+
+
+def _lengths_of_inputs(graph: fx.Graph) -> Iterator[tuple[DTensor, int, Any, Any]]:
+    """Yield each DTensor among the inputs with each of its dims, whole length and local length."""
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
         if isinstance(value, DTensor):
-            for whole, local in zip(value.shape, value.to_local().shape, strict=True):
-                if size_expression(whole).is_number:
-                    int(local)
+            for dim, lengths in enumerate(zip(value.shape, value.to_local().shape, strict=True)):
+                yield value, dim, *lengths
 
 
 def is_splitting_for_ddp() -> bool:
-    """Whether Dynamo will split the graph into DDP's buckets: the model runs within DDP.
-
-    `DistributedDataParallel._get_active_ddp_module` (torch.nn.parallel, 2.13-2.15).
-    """
-    from torch.nn.parallel import DistributedDataParallel
-
+    """Whether Dynamo will split the graph into buckets: the model runs within DDP (2.13-2.15)."""
     return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def are_gradients_reduced() -> bool:
     """Whether DDP, `fully_shard` or `replicate` is in use, which reduce gradients over ranks.
 
-    `_module_state_mapping` (torch.distributed._composable_state, 2.13-2.15) has the modules that
-    the latter two were applied to.
+    `_module_state_mapping` (2.13-2.15) has the modules that the latter two were applied to.
     """
-    from torch.distributed._composable_state import _module_state_mapping
-
     return is_splitting_for_ddp() or bool(_module_state_mapping)
 
 
@@ -197,8 +187,6 @@ def as_backend_error(error: Exception, instead_of: Exception | None = None) -> E
         error: what to raise.
         instead_of: torch's error, whose class the returned error has as well.
     """
-    from torch._dynamo.exc import ShortenTraceback
-
     cls = type(error)
     torchs = () if instead_of is None else (type(instead_of),)
     methods = {"__module__": cls.__module__, "remove_dynamo_frames": _remove_frames}
@@ -214,25 +202,13 @@ def _remove_frames(error: Exception) -> Exception:
 
 
 def one_compile_at_a_time() -> AbstractContextManager[Any]:
-    """Return the context in which no other thread traces or compiles through Dynamo.
-
-    `compile_lock` (torch._dynamo.convert_frame, 2.13-2.15), which Dynamo holds while it compiles.
-    """
-    from torch._dynamo.convert_frame import compile_lock
-
+    """Return the lock that Dynamo holds while it traces and compiles (2.13-2.15)."""
     return compile_lock
 
 
 @contextmanager
 def compile_state_kept() -> Iterator[None]:
-    """Within this context, compiles change no counters, use no caches and ignore the stance.
-
-    `torch._dynamo.utils.counters`; the caches' switches in torch._inductor.config and
-    torch._functorch.config (2.13-2.15).
-    """
-    import torch._dynamo.config
-    from torch._dynamo.utils import counters
-
+    """Compiles within change no counters, use no caches and ignore the stance (2.13-2.15)."""
     before = {name: dict(counter) for name, counter in counters.items()}
     try:
         with (
@@ -249,13 +225,7 @@ def compile_state_kept() -> Iterator[None]:
 
 @contextmanager
 def compiled_anew() -> Iterator[None]:
-    """Within this context, graphs are compiled without caches, a backward with its forward.
-
-    The switches are those of `compile_state_kept`.
-    """
-    import torch._functorch.config
-    import torch._inductor.config
-
+    """Graphs are compiled without caches within, a backward with its forward (2.13-2.15)."""
     with (
         torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
         torch._functorch.config.patch(
@@ -284,8 +254,6 @@ class FailedTrace:
         While it traces, Dynamo adds `_torch_dynamo_tracer_output` to the error, whose
         `output_graph_for_cleanup` is the graph so far (torch._dynamo.output_graph, 2.13).
         """
-        from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
-
         text = str(error)
         is_of_input = isinstance(error, AssertionError) and INPUT_NOT_FAKED in text
         is_of_size = isinstance(error, TorchDynamoException) and (
@@ -304,28 +272,15 @@ class FailedTrace:
 
 
 def raised_while_traced(error: Exception) -> BaseException | None:
-    """Return what a function raised that Dynamo called while it traced; None for other errors.
-
-    Dynamo raises an `InternalTorchDynamoError` (torch._dynamo.exc, 2.13-2.15) in the handler of it.
-    """
-    from torch._dynamo.exc import InternalTorchDynamoError
-
+    """Return what a function raised that Dynamo called while it traced; None for other errors."""
     return error.__context__ if isinstance(error, InternalTorchDynamoError) else None
 
 
 def graph_break_reason(error: Exception) -> str | None:
-    """Return in one line why Dynamo did not capture a whole function; None for other errors.
-
-    `TorchDynamoException` (torch._dynamo.exc, 2.13-2.15), whose text has an "Explanation:".
-    """
-    from torch._dynamo.exc import TorchDynamoException
-
+    """Return in one line why Dynamo did not capture a whole function; None for other errors."""
     if not isinstance(error, TorchDynamoException):
         return None
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     explained = [line for line in lines[1:] if line.startswith("Explanation:")]
     reason = ". ".join([*lines[:1], *explained[:1]])
     return reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]} ..."
-
-
-MAX_REASON = 400

@@ -54,9 +54,7 @@ def _register_stand_ins() -> None:
 
     ops: list[Any] = [*FORWARD_OPS, *BACKWARD_OPS]
     if VARLEN in sys.modules:
-        from cp_inductor.torch_private.varlen import varlen_op
-
-        ops += [op for op in [varlen_op()] if op is not None]
+        ops += [op for op in [dtensor.varlen_op()] if op is not None]
     if FLEX in sys.modules:
         ops.append(dtensor.flex_attention_op())
     for op in ops:

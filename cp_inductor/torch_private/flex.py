@@ -1,17 +1,134 @@
-"""What is private of FlexAttention: how its functions of one score are called for all of them.
+"""Call the ops of flex attention on one device, and its functions of one score for all scores.
 
-Read in torch 2.13.0.
+Read in torch 2.13.0 and 2.15.0.
+
+The ops are higher-order: a mask and a score function are traced into subgraphs, which Inductor
+generates into its Triton templates. Their arguments change between versions: `BlockMask` knows how
+many entries its tuple has. They give the log of sums in base 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 import torch
+import torch._higher_order_ops.flex_attention  # registers the ops
 from torch import Tensor
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.nn.attention.flex_attention import BlockMask
+
+# Whose private names mypy does not know.
+_MODULE: Any = import_module("torch.nn.attention.flex_attention")
+
+FLEX_FORWARD = torch.ops.higher_order.flex_attention
+FLEX_BACKWARD = torch.ops.higher_order.flex_attention_backward
+
+# As `flex_attention` passes them by default (`_apply_kernel_options`, next to it). The template for
+# decoding, which few queries would get, is not what the tables are for.
+_OPTIONS: dict[str, Any] = {
+    "BACKEND": "TRITON",
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+    "OUTPUT_LOGSUMEXP": True,
+    "OUTPUT_MAX": False,
+}
+
+# What users may say of how the templates compute (`FlexKernelOptions`), also for one direction.
+_TUNED = (
+    *("num_warps", "num_stages", "USE_TMA", "PRESCALE_QK"),
+    *("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"),
+    *("kpack", "matrix_instr_nonkdim", "waves_per_eu"),
+)
+TUNING = frozenset(f"{direction}{name}" for direction in ("", "fwd_", "bwd_") for name in _TUNED)
+
+
+@dataclass(frozen=True, slots=True)
+class Flex:
+    """What is computed of query, key and value.
+
+    Attributes:
+        block_mask: its mask_mod is called with b, h, m, n and `mask_buffers`.
+        score_mod: called with a scaled score, b, h, m, n and `score_buffers`.
+        slope: its derivative by the score, of the same arguments; None is 1.
+        scale: of the scores.
+        score_buffers, mask_buffers: tensors that the functions read.
+        options: of the templates, of `TUNING`, beside those that say what is computed.
+    """
+
+    block_mask: BlockMask
+    score_mod: Callable[..., Tensor]
+    slope: Callable[..., Tensor] | None
+    scale: float
+    score_buffers: tuple[Tensor, ...]
+    mask_buffers: tuple[Tensor, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return what both ops take behind their functions of scores."""
+        options = {**_OPTIONS, **self.options}
+        buffers = (self.score_buffers, self.mask_buffers)
+        return self.block_mask.as_tuple(), self.scale, options, *buffers
+
+
+def flex_forward(query: Tensor, key: Tensor, value: Tensor, flex: Flex) -> tuple[Tensor, Tensor]:
+    """Attend to the pairs of a block mask.
+
+    Args:
+        query: (B, H, S, D).
+        key, value: (B, G, T, D).
+        flex: what to compute; its blocks by columns are not read.
+
+    Returns:
+        out (B, H, S, D) and lse (B, H, S), natural log, float32 at least; of a row without a pair
+        0 and -inf.
+    """
+    out, lse, *_ = FLEX_FORWARD(query, key, value, flex.score_mod, *flex.arguments())
+    return out, lse * math.log(2)
+
+
+def flex_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    flex: Flex,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Differentiate `flex_forward`, of whose rows this may be a part of the keys.
+
+    The op computes <out, grad_out> in the dtype of the inputs, which is too coarse for rows that
+    attend to one key. So it is given no out, and delta as if it were the gradient of the lse.
+
+    Args:
+        query, key, value, flex: as there.
+        grad_out: (B, H, S, D).
+        lse: (B, H, S), of whole rows, natural log.
+        delta: (B, H, S), <out, grad_out>, in float32 (float64 for float64).
+
+    Returns:
+        Gradients of query, key and value.
+    """
+
+    def joint(*args: Tensor) -> list[Tensor | None]:
+        """Return the gradients of a score, of the four indices and of the buffers."""
+        *given, grad = args[:6]
+        if flex.slope is not None:
+            grad = grad * flex.slope(*given, *args[6:])
+        return [grad, *[None] * (4 + len(flex.score_buffers))]
+
+    log_2 = math.log(2)
+    given = (query, key, value, torch.zeros_like(grad_out), lse / log_2, grad_out, delta * -log_2)
+    grads: Any = FLEX_BACKWARD(*given, flex.score_mod, joint, *flex.arguments())
+    dq, dk, dv, *_ = grads
+    return dq, dk, dv
 
 
 def scores_changed(
@@ -23,9 +140,7 @@ def scores_changed(
 ) -> Tensor:
     """Return what FlexAttention takes the softmax of, -inf where there is no pair.
 
-    As `_math_attention_inner` (torch._higher_order_ops.flex_attention), with its
-    `_vmap_for_bhqkv` (torch.nn.attention.flex_attention) and `TransformGetItemToIndex`
-    (torch._dynamo._trace_wrapped_higher_order_op).
+    As `_math_attention_inner` (torch._higher_order_ops.flex_attention).
 
     Args:
         score_mod: (score, b, h, q, k, *captured) -> score, of scalar tensors.
@@ -33,11 +148,8 @@ def scores_changed(
         scores: (B, H, S, T), scaled.
         of_score_mod, of_mask_mod: what they have captured.
     """
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    flex: Any = import_module("torch.nn.attention.flex_attention")
     indices = [torch.arange(size, device=scores.device) for size in scores.shape]
-    to_mask = flex._vmap_for_bhqkv(mask_mod, prefix=(), suffix=(None,) * len(of_mask_mod))
+    to_mask = _MODULE._vmap_for_bhqkv(mask_mod, prefix=(), suffix=(None,) * len(of_mask_mod))
     with TransformGetItemToIndex():
         allowed = to_mask(*indices, *of_mask_mod)
     changed = bias_at(score_mod, scores, indices, of_score_mod)
@@ -52,9 +164,8 @@ def has_blocks(block_mask: Sequence[Any]) -> bool:
     Args:
         block_mask: an argument of the op, as `BlockMask.as_tuple` makes it.
     """
-    flex: Any = import_module("torch.nn.attention.flex_attention")
     *_, of_queries, of_keys, _ = block_mask
-    return min(of_queries, of_keys) < flex._LARGE_SPARSE_BLOCK_SIZE
+    return min(of_queries, of_keys) < _MODULE._LARGE_SPARSE_BLOCK_SIZE
 
 
 def bias_at(
@@ -65,8 +176,6 @@ def bias_at(
 ) -> Tensor:
     """Return what a function of one score makes of scores, or of one everywhere; differentiable.
 
-    As `scores_changed`, by `_vmap_for_bhqkv`.
-
     Args:
         score_mod: (score, b, h, q, k, *captured) -> score, of scalar tensors.
         score: (), or (B, H, S, T).
@@ -76,14 +185,10 @@ def bias_at(
     Returns:
         (B, H, S, T).
     """
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    flex: Any = import_module("torch.nn.attention.flex_attention")
     shape = [index.shape[0] for index in indices]
-    call = flex._vmap_for_bhqkv(score_mod, prefix=(0,), suffix=(None,) * len(captured))
+    call = _MODULE._vmap_for_bhqkv(score_mod, prefix=(0,), suffix=(None,) * len(captured))
     with TransformGetItemToIndex():
-        bias: Tensor = call(score.expand(shape), *indices, *captured)
-    return bias
+        return call(score.expand(shape), *indices, *captured)
 
 
 @contextmanager
@@ -94,15 +199,14 @@ def flex_gradients_on_cpu() -> Iterator[None]:
     Its other checks stay. Dynamo guards which function the module has, so that nothing compiled
     within is used outside.
     """
-    flex: Any = import_module("torch.nn.attention.flex_attention")
-    original = flex._validate_device
+    original = _MODULE._validate_device
 
     def validate(query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.device.type != "cpu":
             original(query, key, value)
 
-    flex._validate_device = validate
+    _MODULE._validate_device = validate
     try:
         yield
     finally:
-        flex._validate_device = original
+        _MODULE._validate_device = original

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -17,11 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def group_of(group_name: str) -> dist.ProcessGroup:
-    """Return the process group that has a name now.
-
-    `_resolve_process_group` (torch.distributed.distributed_c10d, 2.13-2.15), by which functional
-    collectives find the group of a name, too.
-    """
+    """Return the process group that has a name now, as functional collectives do (2.13-2.15)."""
     # Names have a type of their own, a str to everybody but type checkers.
     resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
     return resolve(group_name)
@@ -52,25 +49,17 @@ def exchange_rows(
 ) -> Tensor:
     """Send rows to the ranks along a mesh axis, in order; the gradients of what arrives come back.
 
-    `all_to_all_single_autograd` (torch.distributed._functional_collectives, 2.13-2.15).
-
-    Args:
-        rows: as many for every rank, unless `sent` and `received` count them.
-        received, sent: from and to each rank.
-        mesh, axis: the ranks.
+    Every rank gets as many, unless `sent` and `received` count those to and from each (2.13-2.15).
     """
-    arrived: Tensor = all_to_all_single_autograd(rows, received, sent, (mesh, axis))
-    return arrived
+    return all_to_all_single_autograd(rows, received, sent, (mesh, axis))
 
 
 def mesh_axis_ranks(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
     """Return the global ranks on this process's line along one axis of a mesh, in mesh order.
 
-    `unset_fake_temporarily` (torch._subclasses.fake_tensor, 2.13-2.15): a mesh holds its ranks in a
-    tensor. While a graph is traced, indexing it would return a fake tensor.
+    A mesh holds its ranks in a tensor. While a graph is traced, indexing it would return a fake
+    tensor (2.13-2.15).
     """
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     with unset_fake_temporarily():

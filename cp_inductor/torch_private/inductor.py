@@ -7,23 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx
+from torch._functorch._aot_autograd.descriptors import AOTInput
+from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
+from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.traceback import NodeSource
+from torch.utils._ordered_set import OrderedSet
 
 
 def is_input_of_forward(node: fx.Node) -> bool:
     """Whether an input of a graph from AOTAutograd is an input of the whole function.
 
-    The other inputs are tensors that the forward saved, and gradients. AOTAutograd describes inputs
-    in `meta["desc"]`: an `AOTInput` (torch._functorch._aot_autograd.descriptors, 2.13-2.15).
+    The other inputs are tensors that the forward saved, and gradients (2.13-2.15).
     """
-    from torch._functorch._aot_autograd.descriptors import AOTInput
-
     description = node.meta.get("desc")
     return isinstance(description, AOTInput) and not description.is_tangent()
 
@@ -40,7 +45,6 @@ def keep_order(graph: fx.Graph, earlier_of: Mapping[fx.Node, Sequence[fx.Node]])
     `meta["inductor_realize_to_strides"]` (torch._inductor.graph, 2.13-2.15) makes it store it.
     """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-    from torch.utils._ordered_set import OrderedSet
 
     for source in {source for node in earlier_of for source in node.all_input_nodes}:
         if len(source.users) > 1 and isinstance(source.meta.get("val"), Tensor):
@@ -53,8 +57,7 @@ def keep_order(graph: fx.Graph, earlier_of: Mapping[fx.Node, Sequence[fx.Node]])
 def sort_topologically(graph: fx.Graph) -> None:
     """Move nodes after their inputs; nodes that are in order keep their order.
 
-    `stable_topological_sort` (torch._inductor.pattern_matcher, 2.13-2.15). Inductor calls it after
-    its post-grad passes; until then a graph may be out of order.
+    Inductor does so after its post-grad passes; until then a graph may be out of order (2.13-2.15).
     """
     from torch._inductor.pattern_matcher import stable_topological_sort
 
@@ -62,10 +65,7 @@ def sort_topologically(graph: fx.Graph) -> None:
 
 
 def append_custom_pass(existing: Any, ours: CustomGraphPass) -> Any:
-    """Return a custom-pass setting of Inductor's config with one more pass at its end.
-
-    `get_custom_graph_passes` (torch._inductor.custom_graph_pass, 2.13-2.15).
-    """
+    """Return a custom-pass setting of Inductor's config with one more pass (2.13-2.15)."""
     return ours if existing is None else [*get_custom_graph_passes(existing), ours]
 
 
@@ -104,7 +104,8 @@ def lowered_as_asked(
 
     constraints = lowering._maybe_layout_constraints
     strided = {
-        op: _KeepLastStrides(constraints.get(op), places) for op, places in arguments_of.items()
+        op: partial(_keep_last_strides, constraints.get(op), places)
+        for op, places in arguments_of.items()
     }
     cat = torch.ops.aten.cat.default
     lower = lowering.lowerings[cat]
@@ -136,29 +137,25 @@ def lowered_as_asked(
         yield
 
 
-class _KeepLastStrides:
-    """A layout constraint that applies another constraint, and then asks for last strides of 1."""
-
-    def __init__(self, constrain: Callable[..., Any] | None, places: Sequence[int]) -> None:
-        self.constrain, self.places = constrain, places
-
-    def __call__(self, node: fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if self.constrain is not None:
-            args, kwargs = self.constrain(node, *args, **kwargs)
-        given = list(args)
-        for place in self.places:
-            given[place] = _with_last_stride_1(given[place])
-        return tuple(given), kwargs
-
-
-def _with_last_stride_1(value: Any) -> Any:
+def _keep_last_strides(
+    constrain: Callable[..., Any] | None,
+    places: Sequence[int],
+    node: fx.Node,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """Apply another layout constraint, and then ask for last strides of 1."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    strides = value.maybe_get_stride()
-    if strides is not None and V.graph.sizevars.statically_known_equals(strides[-1], 1):
-        return value
-    return ir.ExternKernel.require_contiguous(value)
+    if constrain is not None:
+        args, kwargs = constrain(node, *args, **kwargs)
+    given = list(args)
+    for place in places:
+        strides = given[place].maybe_get_stride()
+        if strides is None or not V.graph.sizevars.statically_known_equals(strides[-1], 1):
+            given[place] = ir.ExternKernel.require_contiguous(given[place])
+    return tuple(given), kwargs
 
 
 def _is_inlined(node: fx.Node) -> bool:
@@ -204,8 +201,6 @@ def put_label(node: fx.Node, label: str) -> None:
     `get_kernel_metadata` (torch._inductor.utils, 2.13-2.15) writes there the name of the first
     `NodeSource` (torch.fx.traceback, 2.13-2.15) in `meta["from_node"]`.
     """
-    from torch.fx.traceback import NodeSource
-
     source = NodeSource(node, "cp_inductor")
     assert source.node_info is not None
     source.node_info.name = label
@@ -222,7 +217,7 @@ def is_bisected_away(name: str) -> bool:
     """Whether torch's bisector has a pass of ours left out, as the environment says.
 
     `TORCH_BISECT_BACKEND=cp_inductor TORCH_BISECT_SUBSYSTEM=passes TORCH_BISECT_MAX=n` keeps the
-    first n applications (`CompilerBisector.disable_subsystem`, compiler_bisector, 2.13-2.15).
+    first n applications (2.13-2.15).
     """
     from torch._inductor.compiler_bisector import CompilerBisector
 
@@ -230,17 +225,12 @@ def is_bisected_away(name: str) -> bool:
 
 
 def cache_folder() -> str:
-    """Return Inductor's cache folder (`cache_dir`, torch._inductor.runtime.cache_dir_utils)."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
+    """Return Inductor's cache folder."""
     return cache_dir()
 
 
 def cpp_compiler() -> str | None:
-    """Return the C++ compiler that Inductor will call (`get_cpp_compiler`, cpp_builder)."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
+    """Return the C++ compiler that Inductor will call."""
     try:
         return str(get_cpp_compiler())
     except InvalidCxxCompiler:
@@ -286,7 +276,6 @@ def logits_in_chunks(tell: Callable[[fx.Node, str], None]) -> Iterator[None]:
     from torch._inductor import inductor_prims  # noqa: F401  # defines ops that the chunker names
     from torch._inductor.fx_passes import auto_chunker
     from torch._inductor.fx_passes.auto_chunker import propagator
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     real, read = auto_chunker.chunk, propagator.get_fake_tensor_from_node_arg
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from pkgutil import resolve_name
 
 TORCHS_ATTENTION = "torch.distributed.tensor.experimental._context_parallel._attention"
-
 
 C10D_TABLES = (
     *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config"),
     *("tags_to_pg", "pg_to_tag", "pg_coalesce_state"),
     "pg_flight_recorder_hooks",  # in 2.15
 )
-
 
 # Messages of torch by which failures are told apart.
 MIXED = "got mixed torch.Tensor and DTensor"
@@ -31,7 +31,6 @@ BROADCAST = "Attempting to broadcast a dimension of length"
 GUARD_ON_DATA = "Could not guard on data-dependent expression"
 SIZE_LOST = "Pending unbacked symbols"
 UNTRACKED = "is not tracked with proxy"
-
 
 # module => texts that its source must have: what is leaned on and is no name of a module. Those are
 # messages, local variables that are read from frames, attributes that only instances have, keys of
@@ -228,8 +227,6 @@ def imported_names() -> Iterator[str]:
 
 def text_gone(module: str, text: str) -> str | None:
     """Return what is wrong with an entry of `TEXTS`; None if the installed torch has it."""
-    from importlib.util import find_spec
-
     spec = find_spec(module)
     if spec is None or spec.origin is None:
         return "the module is gone"
@@ -243,14 +240,12 @@ def what_moved(place: str, parameters: Sequence[str]) -> str | None:
         place: as module:name.
         parameters: that it must take.
     """
-    import inspect
-
     try:
         value = resolve_name(place.replace(":", "."))
     except (ImportError, AttributeError) as error:
         return f"it is gone: {error}"
     if parameters:
-        taken = inspect.signature(value).parameters
+        taken = signature(value).parameters
         missing = [name for name in parameters if name not in taken]
         if missing:
             return f"it no longer takes {', '.join(missing)}, but {', '.join(taken)}"

@@ -5,13 +5,17 @@ Read in torch 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # Ops of these talk to other ranks.
 COLLECTIVES = frozenset(
@@ -50,12 +54,7 @@ def note_parameters(note: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
 
 
 def without_modes() -> Any:
-    """Return a context without modes: new tensors are real, not fake.
-
-    `torch.utils._python_dispatch._disable_current_modes`, 2.13-2.15.
-    """
-    from torch.utils._python_dispatch import _disable_current_modes
-
+    """Return a context without modes: new tensors are real, not fake (2.13-2.15)."""
     return _disable_current_modes()
 
 
@@ -65,9 +64,7 @@ def run_uncompiled(function: Callable[..., Any]) -> None:
     After a graph break, Dynamo compiles every function that eager code calls, such as
     `__torch_function__` and handlers of DTensor. Its guards (torch 2.13) do not distinguish the
     property getters that a mode is called with, so code of one property would run for another.
-    Within a graph the function is still traced. If it is an object, this stops its `__call__`.
-
-    `torch._C._dynamo.eval_frame.set_code_exec_strategy`, 2.13-2.15.
+    Within a graph the function is still traced. An object's `__call__` is stopped (2.13-2.15).
     """
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
@@ -76,20 +73,14 @@ def run_uncompiled(function: Callable[..., Any]) -> None:
 
 
 def function_modes() -> list[Any]:
-    """Return the function modes that are active on this thread, the innermost last.
-
-    `torch.overrides._get_current_function_mode_stack`, 2.13-2.15.
-    """
-    from torch.overrides import _get_current_function_mode_stack
-
+    """Return the function modes that are active on this thread, innermost last (2.13-2.15)."""
     return _get_current_function_mode_stack()
 
 
 def function_modes_of_program() -> list[Any]:
     """Return the function modes that the program is in, also while Dynamo compiles a part of it.
 
-    Dynamo sets them aside: `torch_function_mode_stack_state_mgr.stack`
-    (torch._dynamo.variables.torch_function, 2.11-2.15), which is empty otherwise.
+    Dynamo sets them aside (2.11-2.15), on a stack that is empty otherwise.
     """
     from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 
@@ -97,36 +88,24 @@ def function_modes_of_program() -> list[Any]:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is running on this thread: a backward, a hook, or a recomputation.
-
-    `torch._C._current_graph_task_id`, 2.13-2.15.
-    """
+    """Whether autograd runs on this thread: a backward, hook or recomputation (2.13-2.15)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_backward_compiled() -> bool:
-    """Whether compiled autograd is on, which compiles a backward under no mode for ops.
-
-    `torch._dynamo.compiled_autograd.compiled_autograd_enabled`, 2.13-2.15.
-    """
+    """Whether compiled autograd, which compiles under no mode for ops, is on (2.13-2.15)."""
     from torch._dynamo import compiled_autograd
 
     return compiled_autograd.compiled_autograd_enabled
 
 
 def is_transforming() -> bool:
-    """Whether a transform of torch.func (vmap, grad, ...) is active on this thread.
-
-    `torch._C._are_functorch_transforms_active`, 2.13-2.15.
-    """
+    """Whether a transform of torch.func (vmap, grad, ...) is active on this thread (2.13-2.15)."""
     return torch._C._are_functorch_transforms_active()
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is wrapped by a transform of torch.func.
-
-    `torch._C._functorch.is_functorch_wrapped_tensor`, 2.13-2.15.
-    """
+    """Whether a tensor is wrapped by a transform of torch.func (2.13-2.15)."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
@@ -137,38 +116,13 @@ def name_of_function(function: object) -> str:
     return str(getattr(function, "__name__", function))
 
 
-class OnlyComputes(TorchDispatchMode):
-    """Refuses random numbers and collectives, and makes on the CPU what is made elsewhere.
-
-    `TorchDispatchMode` (torch.utils._python_dispatch, 2.13-2.15).
-    """
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if is_random or func.namespace in COLLECTIVES:
-            raise RuntimeError(f"{func} is not a function of a batch")
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device("cpu")
-        return func(*args, **kwargs)
-
-
 def is_profiling() -> bool:
     """Whether a profiler of torch is running (`_is_profiler_enabled`, torch.autograd.profiler)."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
 class OpWatcher(TorchDispatchMode):
-    """A mode that runs every op by `call`, and calls `meet(op, args, kwargs, out)` after it.
-
-    `TorchDispatchMode` (torch.utils._python_dispatch, 2.13-2.15).
-    """
+    """A mode that runs every op by `call`, and calls `meet(op, args, kwargs, out)` after it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -185,12 +139,21 @@ class OpWatcher(TorchDispatchMode):
         return op(*args, **kwargs)
 
 
+class OnlyComputes(OpWatcher):
+    """Refuses random numbers and collectives, and makes on the CPU what is made elsewhere."""
+
+    def call(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on the CPU."""
+        if torch.Tag.nondeterministic_seeded in op.tags or op.namespace in COLLECTIVES:
+            raise RuntimeError(f"{op} is not a function of a batch")
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return op(*args, **kwargs)
+
+
 @contextmanager
 def autocast_restored() -> Iterator[list[Any]]:
-    """Exit the autocasts in the yielded list at the end, also if the run of a graph fails.
-
-    `_enter_autocast` and `_exit_autocast` (torch.amp, 2.13-2.15).
-    """
+    """Exit the autocasts in the yielded list at the end, also if a run fails (2.13-2.15)."""
     entered: list[Any] = []
     try:
         yield entered
@@ -203,3 +166,30 @@ def has_autocast(graph: fx.Graph) -> bool:
     """Whether a Dynamo graph turns autocast on (`_enter_autocast`, torch.amp, 2.13-2.15)."""
     entered = (node for node in graph.nodes if node.target is torch.amp._enter_autocast)
     return any(node.args[2] is not False for node in entered)  # device, dtype, enabled, cache
+
+
+_NEED_WEIGHTS = list(signature(F.multi_head_attention_forward).parameters).index("need_weights")
+
+
+def needs_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of F.multi_head_attention_forward asks for the weights of its attention."""
+    is_given = len(args) > _NEED_WEIGHTS
+    return bool(args[_NEED_WEIGHTS] if is_given else kwargs.get("need_weights", True))
+
+
+# Multi-head attention whose inner functions, SDPA among them, call the modes. F's function calls
+# `has_torch_function`, a global of its module, which is true in every mode, and then calls the mode
+# with itself. No argument stops that, and with the mode left, nothing in the body would call it. So
+# this is its code with other globals. They have no module name, so that Dynamo looks them up where
+# they are. To be removed once torch lets a mode call a function within itself.
+_torchs: Any = F.multi_head_attention_forward
+_globals = {
+    **_torchs.__globals__,
+    "has_torch_function": lambda tensors: False,
+    # F has another function in its place while torch's context_parallel is entered.
+    "scaled_dot_product_attention": torch._C._nn.scaled_dot_product_attention,
+}
+del _globals["__name__"]
+multi_head_attention = FunctionType(
+    _torchs.__code__, _globals, _torchs.__name__, _torchs.__defaults__, _torchs.__closure__
+)

@@ -31,43 +31,37 @@ from cp_inductor.torch_private.sizes import forget_fakes, size_expression
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def forget_shardings() -> None:
-    """Let DTensor choose anew, after what it may choose has changed.
+class _Tracing(threading.local):
+    """Whether Dynamo traces for our backends now, on this thread."""
 
-    `_clear_sharding_prop_cache` (torch.distributed.tensor.debug, 2.13-2.15).
-    """
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    is_ours = False
+
+
+TRACING = _Tracing()
+
+
+def forget_shardings() -> None:
+    """Let DTensor choose anew, after what it may choose has changed (2.13-2.15)."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imports FSDP
 
     _clear_sharding_prop_cache()
 
 
 class RememberedShardings:
-    """What DTensor chose, while Dynamo traces for us.
-
-    `OpSchema`, `OutputSharding` (torch.distributed.tensor._op_schema), `DTensorSpec`
-    (torch.distributed.tensor._dtensor_spec), read in 2.13.0. torch shares what it remembers between
-    calls as well.
-    """
+    """What DTensor chose while Dynamo traces for us; torch shares it between calls, too (2.13)."""
 
     def __init__(self) -> None:
         self._chosen: dict[Hashable, Any] = {}
-        self._thread: int | None = None
         self._traced = ExitStack()
 
-    def start(self) -> None:
-        """Remember from now on."""
-        self.end()
-        self._thread = threading.get_ident()
-
     def end(self) -> None:
-        """Forget all, and let DTensor choose."""
+        """Forget all."""
         self._chosen.clear()
-        self._thread = None
         self._traced.close()
 
     def recall(self, schema: Any, choose: Callable[[], Any]) -> Any:
         """Return what DTensor chooses for a call, or chose for an equal one."""
-        if threading.get_ident() != self._thread:
+        if not TRACING.is_ours:
             return choose()
         asked = _Frozen()
         try:

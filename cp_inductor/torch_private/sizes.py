@@ -12,23 +12,18 @@ from dataclasses import dataclass
 import sympy
 import torch
 from torch._guards import detect_fake_mode
-from torch.fx.experimental import symbolic_shapes
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch._library.fake_impl import allocate_size
+from torch._subclasses.fake_tensor import disable_fake_tensor_cache
+from torch.fx.experimental.symbolic_shapes import optimization_hint, statically_known_true
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """Return the value of a size in the call being compiled, without adding a guard.
-
-    `optimization_hint` (torch.fx.experimental.symbolic_shapes, public).
-    """
-    return symbolic_shapes.optimization_hint(size)
+    """Return the value of a size in the call being compiled, without adding a guard."""
+    return optimization_hint(size)
 
 
 def size_expression(size: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> sympy.Expr:
-    """Return a size, or what was computed from sizes, as an expression of Dynamo's symbols.
-
-    `SymInt.node.expr` (torch.fx.experimental.sym_node, 2.13-2.15).
-    """
+    """Return a size, or what sizes make, as an expression of Dynamo's symbols (2.13-2.15)."""
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
 
@@ -38,12 +33,8 @@ def is_number(size: int | torch.SymInt) -> bool:
 
 
 def has_hint(size: torch.SymInt) -> bool:
-    """Whether a size is known in the call being compiled, not only when the data is.
-
-    `SymInt.node.has_hint` (torch.fx.experimental.sym_node, 2.13-2.15).
-    """
-    found: bool = size.node.has_hint()
-    return found
+    """Whether a size is known when a call is compiled, not only when data is (2.13-2.15)."""
+    return bool(size.node.has_hint())
 
 
 def is_demanded(size: torch.SymInt) -> bool:
@@ -58,9 +49,8 @@ def is_demanded(size: torch.SymInt) -> bool:
     for tracked in getattr(size.node.shape_env, "tracked_fakes", None) or ():
         constraints = getattr(tracked.symbolic_context, "constraint_sizes", ())
         # Those of symbols alone, which are graph inputs as well, have no sizes.
-        for length, constraint in zip(
-            getattr(tracked.fake, "shape", ()), constraints, strict=False
-        ):
+        lengths = getattr(tracked.fake, "shape", ())
+        for length, constraint in zip(lengths, constraints, strict=False):
             is_strict = constraint is not None and not constraint.warn_only
             if is_strict and not symbols.isdisjoint(size_expression(length).free_symbols):
                 return True
@@ -68,10 +58,7 @@ def is_demanded(size: torch.SymInt) -> bool:
 
 
 def is_known(condition: bool | torch.SymBool) -> bool:
-    """Whether a comparison of sizes or strides is known to hold for all sizes; adds no guard.
-
-    `statically_known_true` (torch.fx.experimental.symbolic_shapes, public).
-    """
+    """Whether a comparison of sizes or strides is known to hold for all sizes; adds no guard."""
     return condition if isinstance(condition, bool) else statically_known_true(condition)
 
 
@@ -83,9 +70,8 @@ def note_hint(size: int | torch.SymInt, hint: int) -> None:
     """
     if not isinstance(size, torch.SymInt):
         return
-    expression = size_expression(size)
+    factor, rest = size_expression(size).as_coeff_Mul()
     hints = getattr(size.node.shape_env, "var_to_hint_override", None)
-    factor, rest = expression.as_coeff_Mul()
     if hints is not None and rest.is_Symbol:
         hints[rest] = max(1, hint // int(factor))
 
@@ -94,10 +80,8 @@ def forget_fakes(until: ExitStack) -> None:
     """Let the fake tensors of this compile run each op, until a stack of contexts is closed.
 
     To make and to use an entry of their cache takes longer than to run the op, where sizes are
-    symbols. `disable_fake_tensor_cache` (torch._subclasses.fake_tensor, 2.13-2.15).
+    symbols (2.13-2.15).
     """
-    from torch._subclasses.fake_tensor import disable_fake_tensor_cache
-
     mode = detect_fake_mode()
     if mode is not None and mode.cache_enabled:
         until.enter_context(disable_fake_tensor_cache(mode))
@@ -107,15 +91,11 @@ def new_size(least: int) -> torch.SymInt:
     """Return a size that only data says, `least` at least, in the fake of an op.
 
     `torch.library.get_ctx().new_dynamic_size` refuses where graphs may break, because Dynamo would
-    break them there. The ops of this library are not in the program that Dynamo reads.
-    `FakeImplCtx._shape_env`, `allocate_size` (torch._library.fake_impl, 2.13-2.15).
+    break them there. The ops of this library are not in the program that Dynamo reads (2.13-2.15).
     """
-    from torch._library.fake_impl import allocate_size
-
     shape_env = torch.library.get_ctx()._shape_env
     assert shape_env is not None, "traced without symbolic sizes"
-    size: torch.SymInt = allocate_size(shape_env, least)
-    return size
+    return allocate_size(shape_env, least)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ and leave all others to torch.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -35,13 +35,13 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
+    Handler,
     are_plain_tensors_replicated,
     dispatch_as_dtensor,
     replicated,
     without_handler,
 )
-
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+from cp_inductor.torch_private.shardings import TRACING
 
 SLICE_BACKWARD = torch.ops.aten.slice_backward.default
 # What Python's `x[:]` has for an end.
@@ -59,15 +59,14 @@ class SymbolicLengths:
     def __init__(self) -> None:
         self._table: dict[Any, Handler] = {}
         self._added: set[Any] = set()
-        self._thread: int | None = None
 
     def start(self) -> None:
         """Add the handlers, beside those that are there."""
-        self.end()
-        self._thread = threading.get_ident()
         dispatcher: Any = DTensor._op_dispatcher
         self._table = dispatcher._custom_op_handlers
-        for op in _ops_with_rules():
+        names = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
+        tables = [getattr(dispatcher.sharding_propagator, name, {}) for name in names]
+        for op in dict.fromkeys(chain(*tables)):
             is_taken = op in self._table or op in dispatcher._random_ops
             is_pure = isinstance(op, torch._ops.OpOverload) and not op._schema.is_mutable
             if is_pure and not is_taken:
@@ -81,7 +80,7 @@ class SymbolicLengths:
         self._added.clear()
 
     def _handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread:
+        if not TRACING.is_ours:
             return dispatch_as_dtensor(op, args, kwargs)  # what another thread computes
         if op is SLICE_BACKWARD:
             bound = bind_arguments(op, args, kwargs)
@@ -98,13 +97,6 @@ class SymbolicLengths:
             ]
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         return dispatch_as_dtensor(op, args, kwargs)
-
-
-def _ops_with_rules() -> set[Any]:
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    names = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
-    tables: list[Mapping[Any, Any]] = [getattr(propagator, name, {}) for name in names]
-    return {op for table in tables for op in table}
 
 
 def _is_plain_symbolic(value: Any) -> bool:

@@ -17,15 +17,16 @@ Assumes: Dynamo's own lock lets one thread at a time trace.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch._dynamo import convert_frame
+from torch._dynamo.exc import SkipFrame, UncapturedHigherOrderOpError, Unsupported, UserError
 
-from cp_inductor.torch_private.shardings import forget_shardings, remembered
+from cp_inductor.torch_private.shardings import TRACING, forget_shardings, remembered
 from cp_inductor.torch_private.symbolic_dtensor import SymbolicLengths
 
 NameOf = Callable[[Exception], Exception | None]
@@ -40,14 +41,13 @@ class Traces:
         self._watched: list[tuple[Any, NameOf, Tell | None]] = []
         # Are called with the local variables of a frame that is about to be traced.
         self.before: list[Callable[[Mapping[str, Any]], None]] = []
-        self._thread: int | None = None
         # Contexts that are entered while Dynamo traces, and left when it has.
         self.around = ExitStack()
 
     @property
     def is_ours(self) -> bool:
         """Whether Dynamo traces for one of them now, on this thread."""
-        return self._thread == threading.get_ident()
+        return TRACING.is_ours
 
     def watch(self, backend: Callable[..., Any], name: NameOf, tell: Tell | None = None) -> None:
         """Watch what Dynamo traces for a backend from now on.
@@ -64,7 +64,9 @@ class Traces:
     def run(self, arguments: Mapping[str, Any], trace: Callable[[], Any]) -> Any:
         """Trace a frame; these are the arguments of `_compile`."""
         backend, frame = arguments["compiler_fn"], arguments["locals"]
-        innermost = innermost_backend(backend)
+        layers = list(_layers_of_backend(backend))
+        # What the user passed to torch.compile. A method stands for its function.
+        innermost = getattr(layers[-1], "__func__", layers[-1])
         watched = (one[1:] for one in self._watched if one[0] is innermost)
         name, tell = next(watched, (None, None))
         if name is not None:
@@ -76,7 +78,9 @@ class Traces:
         except Exception as error:
             named = None if name is None else name(error)
             if tell is not None and not is_run_by_python(error, is_whole=arguments["one_graph"]):
-                tell(named or error, frame, options_of_backend(backend))
+                wrapped = [one for one in layers if isinstance(one, torch._TorchCompileWrapper)]
+                options = wrapped[0].kwargs.get("options") if wrapped else None
+                tell(named or error, frame, options or {})
             if named is None:
                 raise
             raise named.with_traceback(error.__traceback__) from None
@@ -100,29 +104,15 @@ class Traces:
     def _switch(self, is_ours: bool) -> None:
         if is_ours == self.is_ours:
             return
-        self._thread = threading.get_ident() if is_ours else None
-        for state in (self._symbolic_lengths, remembered):
-            (state.start if is_ours else state.end)()
+        TRACING.is_ours = is_ours
+        if is_ours:
+            self._symbolic_lengths.start()
+        else:
+            self._symbolic_lengths.end()
+            remembered.end()
 
 
 traces = Traces()
-
-
-def innermost_backend(backend: Any) -> Any:
-    """Return what the user passed to torch.compile as a backend, or named.
-
-    A method stands for its function.
-    """
-    *_, innermost = _layers_of_backend(backend)
-    return getattr(innermost, "__func__", innermost)
-
-
-def options_of_backend(backend: Any) -> Mapping[str, Any]:
-    """Return the options that the user passed to torch.compile."""
-    layers = _layers_of_backend(backend)
-    wrapped = (one.kwargs for one in layers if isinstance(one, torch._TorchCompileWrapper))
-    options: Mapping[str, Any] | None = next(wrapped, {}).get("options")
-    return options or {}
 
 
 def _layers_of_backend(backend: Any) -> Iterator[Any]:
@@ -153,8 +143,6 @@ def is_run_by_python(error: Exception, *, is_whole: bool) -> bool:
     `ConvertFrame` (torch._dynamo.convert_frame, 2.13-2.15) does so with frames that are skipped,
     and without fullgraph=True with most of what it does not support.
     """
-    from torch._dynamo.exc import SkipFrame, UncapturedHigherOrderOpError, Unsupported, UserError
-
     if torch._dynamo.config.suppress_errors or isinstance(error, SkipFrame):
         return True
     is_raised = is_whole or isinstance(error, UncapturedHigherOrderOpError)
@@ -167,8 +155,6 @@ def _wrap_once(traces: Traces) -> None:
     `_compile` (torch._dynamo.convert_frame, 2.13-2.15), whose `skip` counts the frames of Python
     above it. Its callers cannot be wrapped: they look at the frame that called them.
     """
-    from torch._dynamo import convert_frame
-
     compile_frame = convert_frame._compile
     if hasattr(compile_frame, "__wrapped__"):
         return

@@ -6,14 +6,21 @@ Read in torch 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
+from torch._decomp import core_aten_decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import predispatch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, maybe_get_fake_mode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.traceback import preserve_node_meta
 
 from cp_inductor.kept import cache
 from cp_inductor.torch_private.arguments import tensors_written_by
@@ -22,35 +29,22 @@ from cp_inductor.torch_private.modes import OpWatcher
 
 @contextmanager
 def fake_mode_of(tensor: Tensor) -> Iterator[None]:
-    """Enter the fake mode that a fake tensor belongs to, and the Python dispatcher.
+    """Enter the fake mode that a fake tensor belongs to, and the Python dispatcher (2.13-2.15).
 
-    `maybe_get_fake_mode` (torch._subclasses.fake_tensor), `enable_python_dispatcher`
-    (torch._dispatch.python), 2.13-2.15. Without the latter, ops such as `constant_pad_nd`, with
-    which DTensor gathers shards that differ in length, run kernels that take no symbols.
+    Without the latter, ops such as `constant_pad_nd`, with which DTensor gathers shards that differ
+    in length, run kernels that take no symbols.
     """
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._subclasses.fake_tensor import maybe_get_fake_mode
-
     mode = maybe_get_fake_mode(tensor)
     assert mode is not None
     with enable_python_dispatcher(), mode:
         yield
 
 
-@contextmanager
-def unbacked_ignored(tensor: Tensor) -> Iterator[None]:
-    """Within this context, ignore new data-dependent sizes in the fake mode of a tensor.
-
-    `ShapeEnv.ignore_fresh_unbacked_symbols` (torch.fx.experimental.symbolic_shapes, 2.13-2.15).
-    """
-    from torch._subclasses.fake_tensor import maybe_get_fake_mode
-
+def unbacked_ignored(tensor: Tensor) -> AbstractContextManager[None]:
+    """Return a context that ignores new data-dependent sizes in a fake mode (2.13-2.15)."""
     mode = maybe_get_fake_mode(tensor)
-    if mode is None or mode.shape_env is None:
-        yield
-        return
-    with mode.shape_env.ignore_fresh_unbacked_symbols():
-        yield
+    shape_env = None if mode is None else mode.shape_env
+    return nullcontext() if shape_env is None else shape_env.ignore_fresh_unbacked_symbols()
 
 
 def trace_fake(
@@ -66,34 +60,21 @@ def trace_fake(
     dispatcher, as torch._inductor.pattern_matcher.fwd_only does (2.13-2.15).
 
     Args:
-        function: to trace.
-        values: its arguments.
+        function, values: what to trace, and its arguments.
         decompositions: op => the function that replaces it.
         like: a tensor of the fake mode to trace under; by default the first value.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     like = values[0] if like is None else like
     with torch.no_grad(), fake_mode_of(like):
         return make_fx(function, dict(decompositions), tracing_mode="real")(*values)
 
 
-@cache
-def core_decompositions() -> Mapping[Any, Any]:
-    """Return the decompositions into core aten ops (torch._decomp, 2.13-2.15)."""
-    from torch._decomp import core_aten_decompositions
-
-    decompositions: Mapping[Any, Any] = core_aten_decompositions()
-    return decompositions
+# Returns the decompositions into core aten ops (2.13-2.15).
+core_decompositions = cache(core_aten_decompositions)
 
 
 def fakes_of_shapes(shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
-    """Return a fake CPU tensor for each (shape, dtype), under a new mode without symbolic sizes.
-
-    `FakeTensorMode` (torch._subclasses.fake_tensor, 2.13-2.15).
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    """Return a fake CPU tensor for each (shape, dtype), under a new mode without symbolic sizes."""
     with FakeTensorMode():
         return [torch.empty(tuple(s), dtype=dtype, device="cpu") for s, dtype in shapes]
 
@@ -105,11 +86,8 @@ def trace_of_shapes(
 ) -> fx.GraphModule:
     """Trace a function of CPU tensors with the given shapes and dtypes.
 
-    The nodes keep in their meta what `torch.fx.traceback.annotate` says within the function:
-    `preserve_node_meta` (torch.fx.traceback, 2.13-2.15).
+    The nodes keep in their meta what `torch.fx.traceback.annotate` says within the function.
     """
-    from torch.fx.traceback import preserve_node_meta
-
     like, *values = fakes_of_shapes([((), torch.bool), *shapes])
     with preserve_node_meta():
         return trace_fake(function, values, decompositions, like=like)
@@ -124,9 +102,6 @@ def writes_of(
     function: Callable[[], Any], like: Tensor
 ) -> list[tuple[torch._ops.OpOverload, Tensor]]:
     """Call a function on fake tensors, and return what it writes to in place, and by which ops.
-
-    The schema of each op that runs says what it writes: `OpOverload._schema` (torch._ops,
-    2.13-2.15).
 
     Args:
         function: to call.
@@ -145,13 +120,10 @@ def writes_of(
 
 
 def trace_pre_dispatch(function: Callable[..., Any], values: Sequence[Tensor]) -> fx.GraphModule:
-    """Trace a function on fake tensors above autograd: composite ops are not decomposed.
+    """Trace a function on fake tensors above autograd, as torch.export does (2.13-2.15).
 
-    `make_fx` with `pre_dispatch=True` (torch.fx.experimental.proxy_tensor, 2.13-2.15), as
-    torch.export traces.
+    Composite ops are not decomposed.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     with torch.no_grad(), fake_mode_of(values[0]):
         return make_fx(function, tracing_mode="real", pre_dispatch=True)(*values)
 
@@ -161,61 +133,42 @@ def retrace(
 ) -> fx.GraphModule:
     """Trace an interpreter's run over a graph. New nodes keep the meta of the node they come from.
 
-    `preserve_node_meta` (torch.fx.traceback, 2.13-2.15) copies what AOTAutograd and the partitioner
-    left in `meta`: tags, recomputation, stack traces.
-    `_AutoDispatchBelowAutograd` (torch._C, 2.13-2.15): above autograd, a torch build without the
-    device's kernels would decompose composite ops for which the device has a kernel, such as
-    silu_backward.
+    `preserve_node_meta` copies what AOTAutograd and the partitioner left in `meta`: tags,
+    recomputation, stack traces. Above autograd, a torch build without the device's kernels would
+    decompose composite ops for which the device has a kernel, such as silu_backward (2.13-2.15).
     """
-    from torch.fx.traceback import preserve_node_meta
-
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    like = next(value for value in values if isinstance(value, Tensor))
     with preserve_node_meta(), torch._C._AutoDispatchBelowAutograd():
-        return trace_fake(run, values, decompositions, like=tensors[0])
+        return trace_fake(run, values, decompositions, like=like)
 
 
 def fake_on(value: Any, device: torch.device) -> Any:
-    """Return a fake tensor moved to a device that need not exist; other values unchanged.
+    """Return a fake tensor moved to a device that need not exist; other values unchanged."""
+    return _fake_like(value, value, device) if isinstance(value, FakeTensor) else value
 
-    `FakeTensor` (torch._subclasses.fake_tensor, 2.13-2.15) wraps a meta tensor and a device.
-    """
-    from torch._subclasses.fake_tensor import FakeTensor
 
-    if not isinstance(value, FakeTensor):
-        return value
-    size, stride = value.shape, value.stride()
+def _fake_like(tensor: Tensor, fake: FakeTensor, device: torch.device) -> Tensor:
+    """Return a new fake tensor like a tensor, of the mode of a fake one."""
+    size, stride = tensor.shape, tensor.stride()
     with torch._C._DisableTorchDispatch():
-        meta = torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
-    return FakeTensor(value.fake_mode, meta, device)
+        meta = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+    return FakeTensor(fake.fake_mode, meta, device)
 
 
 def fake_copy(value: Tensor) -> Tensor:
     """Return a new fake tensor with the size, stride, dtype and device of a tensor.
 
     For a DTensor it is a plain tensor of the whole size, because computing with DTensors has side
-    effects, such as on the masks that their placements share. `FakeTensor` as in `fake_on`.
+    effects, such as on the masks that their placements share.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
-
     local = value.to_local() if isinstance(value, DTensor) else value
-    if isinstance(value, DTensor) and isinstance(local, FakeTensor):
-        with torch._C._DisableTorchDispatch():
-            size, stride = value.shape, value.stride()
-            meta = torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
-        return FakeTensor(local.fake_mode, meta, local.device)
-    if isinstance(value, FakeTensor):
-        copy: Tensor = fake_on(value, value.device)
-        return copy
+    if isinstance(local, FakeTensor):
+        return _fake_like(value, local, local.device)
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no data, because only shapes are being propagated.
-
-    `FakeTensor` (torch._subclasses.fake_tensor, 2.13-2.15).
-    """
-    from torch._subclasses.fake_tensor import FakeTensor
-
+    """Whether a tensor has no data, because only shapes are being propagated."""
     return isinstance(tensor, FakeTensor)
 
 
@@ -229,22 +182,17 @@ def known_results(piece: fx.GraphModule, results: Sequence[Tensor]) -> None:
     For fake tensors INVOKE_SUBGRAPH calls its module, which calls `forward` as nn.Module does: an
     attribute of the instance comes before the one of the class (read in 2.13.0).
     """
-    piece.forward = _KnownResults(results)
+    piece.forward = partial(_make_like, results)
 
 
-class _KnownResults:
-    """Returns new fake tensors with the sizes, strides, dtypes and devices of some."""
-
-    def __init__(self, results: Sequence[Tensor]) -> None:
-        self.results = results
-
-    def __call__(self, *operands: Any) -> tuple[Tensor, ...]:
-        like = next(one for one in operands if isinstance(one, Tensor))
-        assert is_fake(like), "a piece is run by the code that is generated for it"
-        return tuple(
-            like.new_empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
-            for one in self.results
-        )
+def _make_like(results: Sequence[Tensor], *operands: Any) -> tuple[Tensor, ...]:
+    """Return new fake tensors with the sizes, strides, dtypes and devices of some."""
+    like = next(one for one in operands if isinstance(one, Tensor))
+    assert is_fake(like), "a piece is run by the code that is generated for it"
+    return tuple(
+        like.new_empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+        for one in results
+    )
 
 
 # What brings an index into torch.vmap in a Dynamo graph (torch._functorch.predispatch, 2.13).
@@ -252,10 +200,7 @@ ADD_BATCH_DIM = getattr(predispatch, "_add_batch_dim", None)
 
 
 def without_vmap(tensor: Tensor) -> Tensor:
-    """Return the tensor within a tensor of torch.vmap, which a Dynamo graph of vmap has as a value.
-
-    `is_functorch_wrapped_tensor`, `get_unwrapped` (torch._C._functorch, 2.13-2.15).
-    """
+    """Return the tensor within a tensor of torch.vmap, as Dynamo graphs have them (2.13-2.15)."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
@@ -294,39 +239,22 @@ get_data = getattr(torch._C._autograd, "_get_data_attr", None)
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return a number that tensors have in common which share memory.
-
-    `UntypedStorage._cdata` (torch.storage), `FunctionalTensor.elem`
-    (torch._subclasses.functional_tensor), 2.13-2.15.
-    """
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
+    """Return a number that tensors have in common which share memory (2.13-2.15)."""
     tensor = without_vmap(tensor)
-    return (
-        (tensor.elem if isinstance(tensor, FunctionalTensor) else tensor).untyped_storage()._cdata
-    )
+    held = tensor.elem if isinstance(tensor, FunctionalTensor) else tensor
+    return held.untyped_storage()._cdata
 
 
 def is_compiled(tensor: Tensor) -> bool:
-    """Whether a tensor stands for one of a graph that AOTAutograd traces.
-
-    `FunctionalTensor` (torch._subclasses.functional_tensor), `get_proxy_mode`
-    (torch.fx.experimental.proxy_tensor), 2.13-2.15.
-    """
-    from torch._subclasses.functional_tensor import FunctionalTensor
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
+    """Whether a tensor stands for one of a graph that AOTAutograd traces (2.13-2.15)."""
     return isinstance(tensor, FunctionalTensor) or get_proxy_mode() is not None
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in a value, such as a tuple of them.
-
-    `tree_leaves` (torch.utils._pytree, 2.13-2.15).
-    """
+    """Return the tensors in a value, such as a tuple of them."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return a value with all its tensors replaced: `tree_map_only` (torch.utils._pytree)."""
+    """Return a value with all its tensors replaced."""
     return pytree.tree_map_only(Tensor, function, value)

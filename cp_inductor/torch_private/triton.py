@@ -12,11 +12,7 @@ import torch
 
 # The version that each release's CUDA build requires, read in its wheel's metadata (2.13: in its
 # source tree).
-_TRITON_OF_TORCH = {
-    "2.13": "3.7.1",
-    "2.14": "3.8.0",
-    "2.15": "3.9.0",
-}
+_TRITON_OF_TORCH = {"2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
 
 
 def triton_for_this_torch() -> str:
@@ -42,10 +38,7 @@ def compile_triton_kernel(autotuner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def cuobjdump_path() -> str:
-    """Return the path of cuobjdump, the tool that reads machine code; it comes with triton.
-
-    `triton.knobs.nvidia.cuobjdump` (triton 3.7-3.9).
-    """
+    """Return the path of cuobjdump, which reads machine code and comes with triton (3.7-3.9)."""
     from triton import knobs
 
     return str(knobs.nvidia.cuobjdump.path)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor import UnsupportedAttention
-from cp_inductor.torch_private.varlen import varlen_op
+from cp_inductor.torch_private.dtensor import varlen_op
 from tests.support import reference
 from tests.support.graphs import captured_graph, rules_of
 from tests.support.ranks import on_ranks, world_mesh

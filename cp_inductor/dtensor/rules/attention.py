@@ -61,10 +61,10 @@ from cp_inductor.torch_private.dtensor import (
     is_propagating_shapes,
     register_dtensor_handler,
     replicated,
+    varlen_op,
 )
 from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
 from cp_inductor.torch_private.modes import run_uncompiled
-from cp_inductor.torch_private.varlen import varlen_op
 from cp_inductor.trust.agreement import agreed, tell_refusal
 from cp_inductor.trust.failures import named_steps
 

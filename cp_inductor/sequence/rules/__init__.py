@@ -11,7 +11,7 @@ the same on every rank (positions from 0), a part of the tokens. Two things need
 table: a result that is computed from equal tensors is equal on every rank, and torch itself tags
 ops that compute entry by entry.
 
-    call, table     a call as rules see it; where rules are registered
+    call            a call as rules see it; where rules are registered
     elements, along_dims, products, views, indices      the rules, by family
     infer           the types of the results of a call
 

@@ -6,8 +6,15 @@ from dataclasses import replace
 
 import torch
 
-from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, check_even, describe_kind, number
-from cp_inductor.sequence.rules.table import overloads, rule
+from cp_inductor.sequence.rules.call import (
+    SUMS,
+    Mixes,
+    OpCall,
+    describe_kind,
+    number,
+    overloads,
+    rule,
+)
 from cp_inductor.sequence.types import Same, Shards, Sum, Type
 
 aten = torch.ops.aten
@@ -31,7 +38,7 @@ def reduce(call: OpCall) -> list[Type]:
             is_vote = call.op in overloads((aten.any, aten.all)) and given.is_even
             raise Mixes(f"{call.op} over each rank's own tokens", SUMS, is_vote=is_vote)
         if is_mean:
-            check_even(given, str(call.op))
+            call.check_even(given)
         is_count = is_sum and given.is_counted and tensor.dtype == torch.bool
         return [Sum(is_mean, is_alike=is_count)]
     lost = 0 if call.outs[0].ndim == tensor.ndim else sum(dim < given.dim for dim in dims)

@@ -1,4 +1,4 @@
-"""A call of an op, as the rules see it, and what many rules ask about it."""
+"""A call of an op, as the rules see it, what many rules ask about it, and where they register."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from cp_inductor.sequence.types import Mixed, Same, Shards, Sum, Type, describe
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.sizes import size_hint
+from cp_inductor.torch_private.tracing import tensors_in
 
 POSITIONS = (
     "pass positions, and what else stands at tokens, as inputs that are sharded like the tokens"
@@ -59,16 +59,15 @@ class OpCall:
     ) -> None:
         self.op, self.type_of = op, type_of
         self.bound = bind_arguments(op, args, kwargs)
-        self.tensors = [leaf for leaf in pytree.tree_leaves(self.bound) if isinstance(leaf, Tensor)]
-        self.outs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.tensors, self.outs = tensors_in(self.bound), tensors_in(out)
         self.types = [type_of(tensor) for tensor in self.tensors]
 
     def written(self) -> list[Tensor]:
         """Return the tensors that the op writes to and does not return."""
         names = [one.name for one in self.op._schema.arguments if one.is_write]
-        leaves = pytree.tree_leaves([self.bound.get(name) for name in names])
         returned = {id(out) for out in self.outs}
-        return [one for one in leaves if isinstance(one, Tensor) and id(one) not in returned]
+        given = tensors_in([self.bound.get(name) for name in names])
+        return [tensor for tensor in given if id(tensor) not in returned]
 
     def of(self, types: Sequence[Type]) -> OpCall:
         """Return the call for other types of its tensors."""
@@ -102,6 +101,42 @@ class OpCall:
             named = [named]
         return tuple(dim % max(ndim, 1) for dim in named) if named else tuple(range(ndim))
 
+    def aligned(self, out: Tensor, tensors: Sequence[Tensor] | None = None) -> Shards:
+        """Return where the tokens are in a result that tensors are broadcast to."""
+        found: Shards | None = None
+        tensors = self.tensors if tensors is None else tensors
+        for tensor in tensors:
+            given = self.type_of(tensor)
+            if isinstance(given, Shards):
+                moved = replace(given, dim=given.dim + out.ndim - tensor.ndim)
+                if found not in (None, moved):
+                    raise Mixes(f"{self.op} of tokens with other tokens, or along two dims")
+                found = moved
+        if found is None:
+            raise Mixes(f"{self.op} of what is no shard")
+        if numbers(out.shape)[found.dim] != found.outer * found.length * found.inner:
+            raise Mixes(f"{self.op}, which repeats a token")
+        for tensor in tensors:
+            self.check_beside(tensor, found.dim - out.ndim + tensor.ndim)
+        return found
+
+    def check_beside(self, tensor: Tensor, dim: int) -> None:
+        """Refuse numbers that are the same on every rank but differ from token to token."""
+        given = self.type_of(tensor)
+        if not isinstance(given, Same) or dim < 0 or is_uniform(tensor, given):
+            return
+        if number(tensor.shape[dim]) != 1 and number(tensor.stride(dim)) != 0:
+            size = number(tensor.shape[dim])
+            got = f"{self.op} of tokens and of {size} numbers that are the same on every rank"
+            raise Mixes(f"{got}, though other tokens are there", POSITIONS)
+
+    def check_even(self, found: Shards) -> None:
+        """Refuse a mean over tokens of which ranks have unequally many."""
+        if not found.is_even:
+            raise Mixes(
+                f"{self.op} over shards that are unequally long: ranks weigh unequally", SUMS
+            )
+
 
 def is_uniform(tensor: Tensor, given: Type) -> bool:
     """Whether every rank has one and the same number, at all entries of a tensor."""
@@ -113,40 +148,37 @@ def describe_kind(given: Type) -> str:
     return "tokens" if isinstance(given, Shards) else describe(given)
 
 
-def aligned(call: OpCall, out: Tensor, tensors: Sequence[Tensor] | None = None) -> Shards:
-    """Return where the tokens are in a result that tensors are broadcast to."""
-    found: Shards | None = None
-    tensors = call.tensors if tensors is None else tensors
-    for tensor in tensors:
-        given = call.type_of(tensor)
-        if isinstance(given, Shards):
-            moved = replace(given, dim=given.dim + out.ndim - tensor.ndim)
-            if found not in (None, moved):
-                raise Mixes(f"{call.op} of tokens with other tokens, or along two dims")
-            found = moved
-    if found is None:
-        raise Mixes(f"{call.op} of what is no shard")
-    if numbers(out.shape)[found.dim] != found.outer * found.length * found.inner:
-        raise Mixes(f"{call.op}, which repeats a token")
-    for tensor in tensors:
-        check_beside(call, tensor, found.dim - out.ndim + tensor.ndim)
+Rule = Callable[[OpCall], "list[Type]"]
+RULES: dict[torch._ops.OpOverload, Rule] = {}
+TAGGED: dict[torch.Tag, Rule] = {}
+
+
+def overloads(ops: Iterable[Any]) -> set[torch._ops.OpOverload]:
+    """Return overloads, and all overloads of packets."""
+    found = set()
+    for op in ops:
+        is_one = isinstance(op, torch._ops.OpOverload)
+        found |= {op} if is_one else {getattr(op, name) for name in op.overloads()}
     return found
 
 
-def check_beside(call: OpCall, tensor: Tensor, dim: int) -> None:
-    """Refuse numbers that are the same on every rank but differ from token to token."""
-    given = call.type_of(tensor)
-    if not isinstance(given, Same) or dim < 0 or is_uniform(tensor, given):
-        return
-    if number(tensor.shape[dim]) != 1 and number(tensor.stride(dim)) != 0:
-        raise Mixes(
-            f"{call.op} of tokens and of {number(tensor.shape[dim])} numbers that are the same on"
-            " every rank, though other tokens are there",
-            POSITIONS,
-        )
+def rule(*ops: Any, tag: torch.Tag | None = None) -> Callable[[Rule], Rule]:
+    """Register a rule for overloads, or for all overloads of packets.
+
+    Args:
+        ops: overloads and packets.
+        tag: the rule is also that of all ops which torch has tagged so, if they have no other.
+    """
+
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(overloads(ops), rule))
+        if tag is not None:
+            TAGGED[tag] = rule
+        return rule
+
+    return register
 
 
-def check_even(found: Shards, op: str) -> None:
-    """Refuse a mean over tokens of which ranks have unequally many."""
-    if not found.is_even:
-        raise Mixes(f"{op} over shards that are unequally long: ranks weigh unequally", SUMS)
+def find_rule(op: torch._ops.OpOverload) -> Rule | None:
+    """Return the rule of an op, or of its tag."""
+    return RULES.get(op) or next((TAGGED[tag] for tag in op.tags if tag in TAGGED), None)

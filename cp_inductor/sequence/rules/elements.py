@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 
 from cp_inductor.graph.collectives import WAIT
-from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, aligned, check_even, describe_kind
-from cp_inductor.sequence.rules.table import overloads, rule
+from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, describe_kind, overloads, rule
 from cp_inductor.sequence.types import Shards, Sum, Type
 
 aten = torch.ops.aten
@@ -40,7 +39,7 @@ _SCALING = _DIVIDING | overloads((aten.mul, aten.mul_))
 def pointwise(call: OpCall) -> list[Type]:
     """Compute entry by entry, as broadcasting aligns them."""
     sums = [given for given in call.types if isinstance(given, Sum)]
-    return [_linear(call, sums) if sums else aligned(call, out) for out in call.outs]
+    return [_linear(call, sums) if sums else call.aligned(out) for out in call.outs]
 
 
 def _linear(call: OpCall, sums: list[Sum]) -> Type:
@@ -68,13 +67,13 @@ def _linear(call: OpCall, sums: list[Sum]) -> Type:
 def element_loss(call: OpCall) -> list[Type]:
     """Compute entry by entry, and reduce."""
     widest = max(call.tensors, key=lambda tensor: tensor.ndim)
-    return [_reduced_loss(call, aligned(call, widest))]
+    return [_reduced_loss(call, call.aligned(widest))]
 
 
 def _reduced_loss(call: OpCall, found: Shards) -> Type:
     reduction = call.bound["reduction"]
     if reduction == 1:
-        check_even(found, str(call.op))
+        call.check_even(found)
     return found if reduction == 0 else Sum(is_mean=reduction == 1)
 
 

@@ -6,15 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from cp_inductor.sequence.rules.call import (
-    SUMS,
-    Mixes,
-    OpCall,
-    aligned,
-    check_beside,
-    describe_kind,
-)
-from cp_inductor.sequence.rules.table import rule
+from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, describe_kind, rule
 from cp_inductor.sequence.types import Same, Sum, Type
 
 aten = torch.ops.aten
@@ -34,7 +26,7 @@ def join(call: OpCall) -> list[Type]:
         return [call.types[0]]
     (tensor, *_), is_new = call.tensors, call.op is aten.stack.default
     place = call.bound["dim"] % (tensor.ndim + is_new)
-    found = aligned(call, tensor)
+    found = call.aligned(tensor)
     if not is_new and place == found.dim:
         raise Mixes(f"{call.op} along the sequence, which puts each rank's own pieces together")
     return [replace(found, dim=found.dim + (is_new and place <= found.dim))]
@@ -71,7 +63,7 @@ def gather(call: OpCall) -> list[Type]:
     index = call.shards("index")
     if call.is_same("self"):
         if place != index.dim:
-            check_beside(call, call.bound["self"], index.dim)
+            call.check_beside(call.bound["self"], index.dim)
         return [index]
     if call.shards() != index or place == index.dim:
         raise Mixes(f"{call.op}, which takes tokens by their position in the shard")
@@ -82,7 +74,7 @@ def gather(call: OpCall) -> list[Type]:
 def scatter(call: OpCall) -> list[Type]:
     """Write an entry for each index."""
     (place,) = call.dims()
-    found = aligned(call, call.bound["index"])
+    found = call.aligned(call.bound["index"])
     if place == found.dim or call.bound["self"].ndim != call.bound["index"].ndim:
         raise Mixes(f"{call.op}, which writes tokens by their position in the shard")
     return [found]
@@ -99,7 +91,7 @@ def index(call: OpCall) -> list[Type]:
     is_adjacent = places == list(range(places[0], places[-1] + 1))
     start = places[0] if is_adjacent else 0
     if call.is_same("self"):
-        found = aligned(call, widest, tensors)
+        found = call.aligned(widest, tensors)
         return [replace(found, dim=start + found.dim)]
     given = call.shards()
     if given.dim in places or not all(isinstance(call.type_of(t), Same) for t in tensors):

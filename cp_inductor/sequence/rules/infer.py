@@ -8,9 +8,8 @@ from itertools import product
 
 import torch
 
-from cp_inductor.sequence.rules.call import Mixes, OpCall, is_uniform
+from cp_inductor.sequence.rules.call import Mixes, OpCall, find_rule, is_uniform, overloads
 from cp_inductor.sequence.rules.elements import COPIES, UNIFORM_LIKE, pointwise
-from cp_inductor.sequence.rules.table import find_rule, overloads
 from cp_inductor.sequence.rules.views import view
 from cp_inductor.sequence.types import Mixed, Own, Same, Shards, Type
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, check_beside, describe_kind
-from cp_inductor.sequence.rules.table import overloads, rule
+from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, describe_kind, overloads, rule
 from cp_inductor.sequence.types import Same, Shards, Sum, Type
 
 aten = torch.ops.aten
@@ -66,10 +65,10 @@ def _times_same(
 ) -> Type:
     """Return the type of tokens times what is the same on every rank."""
     if found.dim == end:
-        check_beside(call, beside, end_beside)
+        call.check_beside(beside, end_beside)
         return Sum(is_mean=False)
     if is_batch and beside.ndim == 3:
-        check_beside(call, beside, found.dim)
+        call.check_beside(beside, found.dim)
     return found
 
 
@@ -86,5 +85,5 @@ def _plus(call: OpCall, found: Type, added: Tensor) -> Type:
         return found
     if not isinstance(given, Same):
         raise Mixes(f"{call.op} of tokens with {describe_kind(given)}")
-    check_beside(call, added, dim)
+    call.check_beside(added, dim)
     return found

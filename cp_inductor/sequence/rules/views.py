@@ -9,8 +9,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, describe_kind, number, numbers
-from cp_inductor.sequence.rules.table import overloads, rule
+from cp_inductor.sequence.rules.call import (
+    SUMS,
+    Mixes,
+    OpCall,
+    describe_kind,
+    number,
+    numbers,
+    overloads,
+    rule,
+)
 from cp_inductor.sequence.types import Shards, Sum, Type, regroup
 
 aten = torch.ops.aten

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_inductor.dtensor.documents import document_numbers
+from cp_inductor.dtensor.pad import document_numbers
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import name_of
 from cp_inductor.passes.attentions import calls_to

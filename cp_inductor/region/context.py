@@ -23,8 +23,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_inductor.dtensor.limits import check_mesh, dim_of
-from cp_inductor.dtensor.permuted import may_be_permuted, refuse_permuted, refuse_two_contexts
+from cp_inductor.dtensor.limits import (
+    check_mesh,
+    dim_of,
+    may_be_permuted,
+    refuse_permuted,
+    refuse_two_contexts,
+)
 from cp_inductor.dtensor.wrap import whole_tensor, wrap_shard
 from cp_inductor.errors import (
     InvalidArgument,

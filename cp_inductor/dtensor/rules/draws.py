@@ -31,7 +31,6 @@ from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,
     has_generator_of_mesh,
     ops_that_draw,
-    register_dtensor_handler,
     replicated,
     without_handler,
 )
@@ -49,13 +48,8 @@ FILLS = (
 )
 
 
-def draw_alike() -> None:
-    """Register the handlers; a second call changes nothing."""
-    for op in (*OF_VALUES, *FILLS, *ops_that_draw()):
-        register_dtensor_handler(op, _draw)
-
-
-def _draw(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def draw(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """Draw as one process does over what is sharded, and as the first rank over what is whole."""
     bound = bind_arguments(op, args, kwargs)
     of: Any = next(value for value in bound.values() if isinstance(value, DTensor))
     mesh = of.device_mesh
@@ -131,11 +125,5 @@ def note_drawn(drawn: DTensor, number: int, site: str) -> DTensor:
     local = drawn.to_local()
     for axis in _axes_of_equals(drawn):
         local = note_draw(local, number, site, mesh.get_group(axis).group_name)
-    return DTensor.from_local(
-        local,
-        mesh,
-        drawn.placements,
-        run_check=False,
-        shape=drawn.shape,
-        stride=drawn.stride(),
-    )
+    places, size, stride = drawn.placements, drawn.shape, drawn.stride()
+    return DTensor.from_local(local, mesh, places, run_check=False, shape=size, stride=stride)

@@ -33,11 +33,7 @@ from cp_inductor.dtensor.rules.partials import make_whole
 from cp_inductor.dtensor.sequence_meshes import holds_sequences
 from cp_inductor.dtensor.wrap import is_whole, whole_tensor, wrap_whole
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.dtensor import (
-    dispatch_as_dtensor,
-    handler_of_loss_parallel,
-    register_dtensor_handler,
-)
+from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, handler_of_loss_parallel
 
 aten = torch.ops.aten
 
@@ -66,14 +62,8 @@ _Compute = Callable[[Any, torch._ops.OpOverload, dict[str, Any]], Any]
 CLASS_DIM = 1
 
 
-def correct_losses() -> None:
-    """Take mean losses over all tokens: in what Dynamo traces for us, and along known sequences."""
-    for op in COMPUTED:
-        register_dtensor_handler(op, _handle, is_loss=True)
-
-
-def _handle(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute an op; or leave it to `loss_parallel` if that is on, and else to DTensor.
+def compute_loss(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """Compute a loss; or leave it to `loss_parallel` if that is on, and else to DTensor.
 
     No loss is partial, whoever computes it.
     """

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.dtensor.wrap import whole_tensor, wrap_parts
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.dtensor import register_dtensor_handler, without_handler
+from cp_inductor.torch_private.dtensor import without_handler
 
 aten = torch.ops.aten
 
@@ -48,13 +48,8 @@ OPS: dict[Any, Callable[[_Results, _Results], _Results]] = {
 }
 
 
-def accumulate_in_parts() -> None:
-    """Register the handlers; a second call changes nothing."""
-    for op in OPS:
-        register_dtensor_handler(op, _accumulate)
-
-
-def _accumulate(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def accumulate(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """Accumulate along a sharded dim, a column of every rank gathered; other dims as DTensor."""
     bound = bind_arguments(op, args, kwargs)
     tensor, dim = bound["self"], bound["dim"]
     axis = _axis_of(tensor, dim)

@@ -5,6 +5,12 @@
 The axis follows from the placements of DTensors, or from the mesh that a user names for plain
 tensors. Sequence shardings that no plan supports are refused here, for every caller: the graph pass
 and the DTensor handler in eager code.
+
+A program that does not use this library may count on DTensor's own numbers. So means, partials and
+losses are corrected only where the library is used: in what our backends compile, and on a mesh
+with an axis that holds sequences. An axis holds sequences once an attention over it was met, in
+eager code or in a compile, `cp_inductor.shard` has cut a tensor for it, or a model was given to
+`cp_inductor.parallelize` with it.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,7 +35,12 @@ from cp_inductor.mask.language import BATCH, HEAD, QUERY, is_of_pairs
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.tiles.dims import BATCH_DIM, HEADS_DIM, SEQUENCE_DIM
 from cp_inductor.tiles.dropout import BATCH_STRIDE
-from cp_inductor.torch_private.groups import mesh_axis_ranks
+from cp_inductor.torch_private.groups import group_of, mesh_axis_ranks
+from cp_inductor.torch_private.traces import traces
+
+# The groups of mesh axes along which sequences lie, by the names of axis and group. Meshes over the
+# same ranks may share a group. The name of a group outlives it, and may be given again.
+_SEQUENCES: WeakValueDictionary[tuple[str | None, str], dist.ProcessGroup] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,27 @@ def is_first_rank(mesh: DeviceMesh) -> bool:
     """Whether this rank is the one that gives a warning for all ranks of a mesh."""
     coordinate = mesh.get_coordinate()
     return coordinate is not None and not any(coordinate)
+
+
+def hold_sequences_along(mesh: DeviceMesh, group_name: str) -> None:
+    """Note that the axis of a mesh that has a process group of this c10d name holds sequences."""
+    group = group_of(group_name)
+    _SEQUENCES.update({key: group for key in _axes_of(mesh) if key[1] == group_name})
+
+
+def holds_sequences(mesh: DeviceMesh) -> bool:
+    """Whether a mesh holds this process, and sequences; any mesh may, in what is traced for us."""
+    if mesh.get_coordinate() is None:
+        return False
+    if traces.is_ours:
+        return True
+    return any(_SEQUENCES.get(key) == group_of(key[1]) for key in _axes_of(mesh))
+
+
+def _axes_of(mesh: DeviceMesh) -> list[tuple[str | None, str]]:
+    names = mesh.mesh_dim_names or (None,) * mesh.ndim
+    groups = (str(mesh.get_group(axis).group_name) for axis in range(mesh.ndim))
+    return list(zip(names, groups, strict=True))
 
 
 def axis_of_mesh(mesh: DeviceMesh, *, site: str) -> SequenceAxis:
@@ -113,9 +146,9 @@ def batch_and_heads(query: DTensor, key: DTensor, value: DTensor) -> tuple[Place
     mesh = query.device_mesh
     placements: list[Placement] = []
     for of_axis in zip(query.placements, key.placements, value.placements, strict=True):
-        dims = (dim for dim in map(_dim_of, of_axis) if dim in (BATCH_DIM, HEADS_DIM))
-        dim = next(dims, None)
-        placements.append(Replicate() if dim is None else Shard(dim))
+        dims = [getattr(placement, "dim", None) for placement in of_axis]
+        sharded = [Shard(dim) for dim in dims if dim in (BATCH_DIM, HEADS_DIM)]
+        placements.append(sharded[0] if sharded else Replicate())
     of_heads = Shard(HEADS_DIM)
     num_ranks = prod(mesh.size(axis) for axis, p in enumerate(placements) if p == of_heads)
     num_heads, num_kv_heads = query.shape[HEADS_DIM], key.shape[HEADS_DIM]
@@ -257,12 +290,9 @@ def seed_of_shard(seed: Tensor, like: Tensor) -> Tensor:
 
 
 def from_local_like(local: Tensor, like: DTensor) -> DTensor:
-    """Wrap this rank's shard into a DTensor with the mesh and placements of another.
+    """Wrap this rank's shard into a DTensor with the mesh and placements of another (B, H, S, D).
 
-    Args:
-        local: this rank's shard, with as many batch entries, heads and tokens as the shard of
-            `like`.
-        like: (B, H, S, D).
+    It has as many batch entries, heads and tokens as the shard of the other.
     """
     mesh, placements = like.device_mesh, like.placements
     shape = (*like.shape[:3], *local.shape[3:])
@@ -291,31 +321,21 @@ def sequence_groups(tensor: Tensor) -> list[str]:
 def _sequence_axes(tensor: Tensor) -> list[int]:
     if not isinstance(tensor, DTensor):
         return []
-    return [axis for axis, p in enumerate(tensor.placements) if _dim_of(p) == SEQUENCE_DIM]
-
-
-def _dim_of(placement: Placement) -> int | None:
-    """The dim that a placement shards, for Shard and _StridedShard."""
-    return getattr(placement, "dim", None)
+    # Of Shard and _StridedShard.
+    dims = [getattr(placement, "dim", None) for placement in tensor.placements]
+    return [axis for axis, dim in enumerate(dims) if dim == SEQUENCE_DIM]
 
 
 def _on_one_mesh(tensors: dict[str, Tensor], *, site: str) -> list[DTensor]:
     """Return query, key and value, which must be DTensors on one mesh."""
     placed = [tensor for tensor in tensors.values() if isinstance(tensor, DTensor)]
-    if len(placed) < len(tensors):
-        plain = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
+    plain = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
+    if plain or any(tensor.device_mesh != placed[0].device_mesh for tensor in placed):
         raise UnsupportedPlacement(
             site=site,
             expected="query, key and value as DTensors on one mesh",
             got=_describe(tensors),
-            remedy=f"distribute {' and '.join(plain)} on the same mesh",
-        )
-    if any(tensor.device_mesh != placed[0].device_mesh for tensor in placed):
-        raise UnsupportedPlacement(
-            site=site,
-            expected="query, key and value on one mesh",
-            got=_describe(tensors),
-            remedy="distribute them on one mesh",
+            remedy=f"distribute {' and '.join(plain) or 'all three'} on the same mesh",
         )
     return placed
 

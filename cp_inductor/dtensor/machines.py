@@ -56,20 +56,11 @@ def machine_of(
         device: type of the device that plans are made for.
         capability: of a GPU, if it is not this process's.
     """
-    if text == AUTO:
-        return _found(group_name, device, capability)
-    machine = Machine.parse(text) if text else Machine()
-    return machine.among(dist.get_process_group_ranks(group_of(group_name)))
-
-
-def _found(group_name: str, device: str, capability: tuple[int, int] | None) -> Machine:
-    """Return what the tables say of the machine that a group runs on, or is to run on."""
-    if device not in ("cpu", "cuda"):
-        return Machine()
     group, world_size = group_of(group_name), dist.get_world_size()
-    is_pretended = dist.get_backend(group) == "fake"
-    node_size = 0 if is_pretended else config.ranks_of_this_host()
-    if device == "cpu":
+    node_size = 0 if dist.get_backend(group) == "fake" else config.ranks_of_this_host()
+    if text != AUTO or device not in ("cpu", "cuda"):
+        machine = Machine() if text in ("", AUTO) else Machine.parse(text)
+    elif device == "cpu":
         num_cores = os.cpu_count() or 1
         machine = known_machine("cpu", world_size, node_size or world_size, num_cores)
     else:

@@ -9,7 +9,7 @@ writes              writes in place that DTensor would lose
 draws               one draw for all ranks
 single_ops          empty tensors, and ops that compute every element alone
 
-All are registered here. Where no sequences lie (`sequence_meshes`), losses, partials, draws and
+All are registered here. Where no sequences lie (`dtensor/axis.py`), losses, partials, draws and
 numbers stay DTensor's own. Programs that do not use the library keep all of its rules.
 """
 

@@ -34,6 +34,7 @@ from cp_inductor.dtensor.axis import (
     axis_of_tensors,
     batch_and_heads,
     from_local_like,
+    hold_sequences_along,
     is_sequence_sharded,
     local_part,
     roles_of,
@@ -41,7 +42,6 @@ from cp_inductor.dtensor.axis import (
 )
 from cp_inductor.dtensor.limits import check_attention, refuse_both_masks, refuse_permuted
 from cp_inductor.dtensor.recipe import PlanOptions, make_recipe
-from cp_inductor.dtensor.sequence_meshes import hold_sequences_along
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.mask.language import CAUSAL, FULL

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cp_inductor.dtensor.axis import holds_sequences
 from cp_inductor.dtensor.rules.partials import make_whole, part_of
-from cp_inductor.dtensor.sequence_meshes import holds_sequences
 from cp_inductor.dtensor.wrap import is_whole, whole_tensor, wrap_parts
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (

@@ -10,7 +10,7 @@ anywhere. DTensor also refuses shards of unequal length. For losses of elements 
 `huber_loss`, ...) it averages as well, with gradients that are too large by the number of ranks.
 
 A program may count on DTensor's average, and correct it by hand. So this module takes the mean over
-all tokens only where this library is used (`sequence_meshes`). Everything that is not a mean over
+all tokens only where this library is used (`dtensor/axis.py`). Everything that is not a mean over
 sharded tokens is always left to DTensor.
 
 `torch.distributed.tensor.parallel.loss_parallel` has its own handlers for a sharded vocabulary,
@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from cp_inductor.dtensor.axis import holds_sequences
 from cp_inductor.dtensor.rules.partials import make_whole
-from cp_inductor.dtensor.sequence_meshes import holds_sequences
 from cp_inductor.dtensor.wrap import is_whole, whole_tensor, wrap_whole
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, handler_of_loss_parallel

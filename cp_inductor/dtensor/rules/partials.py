@@ -35,7 +35,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from cp_inductor.dtensor.sequence_meshes import holds_sequences
+from cp_inductor.dtensor.axis import holds_sequences
 from cp_inductor.dtensor.wrap import whole_tensor, wrap_shard
 from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, replicated, without_handler
 from cp_inductor.torch_private.modes import is_in_backward

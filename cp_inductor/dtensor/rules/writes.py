@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cp_inductor.dtensor.axis import holds_sequences
 from cp_inductor.dtensor.limits import refuse_empty
 from cp_inductor.dtensor.rules.on_whole import run_on_whole
 from cp_inductor.dtensor.rules.partials import is_partial
-from cp_inductor.dtensor.sequence_meshes import holds_sequences
 from cp_inductor.dtensor.wrap import wrap_whole
 from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.source import user_line

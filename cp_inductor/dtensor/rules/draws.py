@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -65,7 +66,7 @@ def draw(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     else:
         return without_handler(op, args, kwargs)
     if is_compared:
-        for tensor in drawn if isinstance(drawn, (tuple, list)) else (drawn,):
+        for tensor in pytree.tree_leaves(drawn):
             take_from_first(tensor)
     return args[0] if op._schema.is_mutable else drawn
 

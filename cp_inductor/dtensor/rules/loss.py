@@ -40,23 +40,15 @@ aten = torch.ops.aten
 FORWARD_OPS = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 BACKWARD_OPS = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
-# Losses of elements, forward and backward. All elements count alike.
-ELEMENT_OPS = (
-    *(aten.mse_loss.default, aten.mse_loss_backward.default),
-    *(aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default),
-    *(aten.huber_loss.default, aten.huber_loss_backward.default),
-    *(aten.soft_margin_loss.default, aten.soft_margin_loss_backward.default),
-    *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default),
-)
+# Losses of elements. All elements count alike.
+_LOSSES = ["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"]
+ELEMENT_OPS = [getattr(aten, name).default for name in _LOSSES]
+ELEMENT_OPS += [getattr(aten, f"{name}_backward").default for name in _LOSSES]
 
 # torch 2.13 averages the ranks' means of this loss, or does not trace its sum.
 WITH_LOGITS = aten.binary_cross_entropy_with_logits.default
 
 MEAN, SUM = 1, 2  # at::Reduction
-
-# (what `loss_parallel` computes the op by; the op; its arguments by name) -> the results, or None
-# to leave the op to those who would compute it otherwise.
-_Compute = Callable[[Any, torch._ops.OpOverload, dict[str, Any]], Any]
 
 # In the input of nll_loss, (N, C) or (N, C, ...).
 CLASS_DIM = 1
@@ -176,7 +168,9 @@ def _with_reduction(bound: dict[str, Any], reduction: int) -> tuple[Any, ...]:
     return tuple((bound | {"reduction": reduction}).values())
 
 
-COMPUTED: dict[torch._ops.OpOverload, _Compute] = {
+# (what `loss_parallel` computes the op by; the op; its arguments by name) -> the results, or None
+# to leave the op to those who would compute it otherwise.
+COMPUTED: dict[Any, Callable[[Any, torch._ops.OpOverload, dict[str, Any]], Any]] = {
     **dict.fromkeys(FORWARD_OPS, _mean_loss),
     **dict.fromkeys(BACKWARD_OPS, _mean_loss_backward),
     **dict.fromkeys(ELEMENT_OPS, _mean_of_elements),

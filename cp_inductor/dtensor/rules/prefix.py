@@ -55,8 +55,7 @@ def accumulate(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     axis = _axis_of(tensor, dim)
     if axis is None:
         return without_handler(op, args, kwargs)
-    mesh, part = tensor.device_mesh, tensor.to_local()
-    dim %= tensor.ndim
+    mesh, part, dim = tensor.device_mesh, tensor.to_local(), dim % tensor.ndim
     found = op(part, *args[1:], **kwargs)
     own = found if isinstance(found, tuple) else (found,)
     rank, length = mesh.get_local_rank(axis), part.shape[dim]
@@ -67,17 +66,18 @@ def accumulate(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     columns = [
         values.narrow(dim, length - 1, 1) if length else values.new_zeros(shape) for values in own
     ]
-    before = list(
-        zip(*(_of_all_ranks(one, tensor, axis).unbind(0) for one in columns), strict=True)
-    )
+    places: list[Any] = [Replicate()] * mesh.ndim
+    places[axis] = Shard(0)
+    parts = (column[None].contiguous() for column in columns)
+    wrapped = (DTensor.from_local(part, mesh, places, run_check=False) for part in parts)
+    before = list(zip(*(whole_tensor(column).unbind(0) for column in wrapped), strict=True))
     joined = OPS[op](reduce(OPS[op], before[: max(rank, 1)]), own)
     if not (rank and length):
         # Every rank reads what it has gathered: where a compiled forward does not, torch's
         # partitioner lets the backward of other ranks alone gather again.
         always = torch.ones((), dtype=torch.bool, device=part.device)
         joined = tuple(torch.where(always, *pair) for pair in zip(own, joined, strict=True))
-    own = joined
-    outs = tuple(wrap_parts(one, mesh, tensor.placements, tensor.shape) for one in own)
+    outs = tuple(wrap_parts(out, mesh, tensor.placements, tensor.shape) for out in joined)
     return outs if isinstance(found, tuple) else outs[0]
 
 
@@ -90,10 +90,3 @@ def _axis_of(tensor: Any, dim: int) -> int | None:
     along = Shard(dim % max(tensor.ndim, 1))
     axes = [axis for axis, place in enumerate(tensor.placements) if place == along]
     return axes[0] if len(axes) == 1 else None
-
-
-def _of_all_ranks(column: Tensor, tensor: DTensor, axis: int) -> Tensor:
-    mesh = tensor.device_mesh
-    parts: list[Any] = [Replicate()] * mesh.ndim
-    parts[axis] = Shard(0)
-    return whole_tensor(DTensor.from_local(column[None].contiguous(), mesh, parts, run_check=False))

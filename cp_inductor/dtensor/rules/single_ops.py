@@ -13,7 +13,7 @@ activations have rules in the forward alone. In the backward of `polar` is a num
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -49,9 +49,7 @@ def _cat(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     rest = [tensor for tensor in given if tensor.shape != (0,)]
     if not rest or len(rest) == len(given):
         return dispatch_as_dtensor(op, args, kwargs)
-    dtype = given[0].dtype
-    for tensor in given[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in given))
     rest = [tensor.to(dtype) for tensor in rest]
     if len(rest) == 1:
         return rest[0].clone()  # DTensor would gather it first

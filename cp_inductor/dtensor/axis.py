@@ -88,12 +88,7 @@ def _axes_of(mesh: DeviceMesh) -> list[tuple[str | None, str]]:
 
 
 def axis_of_mesh(mesh: DeviceMesh, *, site: str) -> SequenceAxis:
-    """Return the axis that a user's ``options={"mesh": mesh}`` names.
-
-    Raises:
-        UnsupportedPlacement: the mesh has several axes, or lists its ranks out of order.
-        ProcessGroupError: there is no process group behind it.
-    """
+    """Return the axis that a user's ``options={"mesh": mesh}`` names."""
     check_mesh(mesh, site=site)
     return _axis(mesh, 0, site=site)
 
@@ -114,10 +109,6 @@ def attention_placements(
 
     Returns:
         None if no tensor is sharded along the sequence.
-
-    Raises:
-        UnsupportedPlacement: some are plain, or on another mesh, or more than one axis shards the
-            sequence.
     """
     tensors = {"query": query, "key": key, "value": value}
     axes = {axis for tensor in tensors.values() for axis in _sequence_axes(tensor)}
@@ -166,15 +157,7 @@ def batch_and_heads(query: DTensor, key: DTensor, value: DTensor) -> tuple[Place
 
 
 def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> SequenceAxis | None:
-    """Return the axis on which the sequence is sharded, of the arguments of `attention_placements`.
-
-    Returns:
-        None if no tensor is sharded along the sequence.
-
-    Raises:
-        UnsupportedPlacement: as there, or the mesh lists the ranks of the axis out of order.
-        ProcessGroupError: there is no process group behind the axis.
-    """
+    """Return the axis that shards the sequence of `attention_placements`; None if there is none."""
     placements = attention_placements(query, key, value, site=site)
     if placements is None:
         return None
@@ -186,9 +169,6 @@ def check_shards_of_named_mesh(query: Tensor, key: Tensor, value: Tensor, *, sit
     """Check tensors whose sequence is sharded according to the user, not to their placements.
 
     Plain tensors are accepted as they are. DTensors may shard batch or heads, all three alike.
-
-    Raises:
-        UnsupportedPlacement: plain tensors and DTensors are mixed, or DTensors differ.
     """
     tensors = {"query": query, "key": key, "value": value}
     if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
@@ -208,12 +188,7 @@ def check_shards_of_named_mesh(query: Tensor, key: Tensor, value: Tensor, *, sit
 def whole_of_shard(lengths: Sequence[int], world_size: int, rank: int) -> dict[int, int]:
     """Map the length of a rank's shard to the length of the whole sequence.
 
-    Args:
-        lengths: of the sequences in use. A length that does not divide by the ranks must be
-            included.
-
-    Returns:
-        Empty if all lengths divide: then a sequence is P times as long as its shard on any rank.
+    Empty if all lengths in use divide: then a sequence is P times as long as its shard on any rank.
     """
     if all(length % world_size == 0 for length in lengths):
         return {}
@@ -255,10 +230,9 @@ def local_part(tensor: Tensor, like: Tensor, roles: str) -> Tensor:
 
 
 def first_batch_and_head(tensor: Tensor) -> tuple[int | SymInt, int | SymInt]:
-    """Return the global indices of the first batch entry and the first head that this rank holds.
+    """Return the global indices of the first batch entry and head that this rank holds.
 
-    Args:
-        tensor: (B, H, S, D). A plain tensor counts as whole in batch and heads.
+    Of (B, H, S, D); a plain tensor counts as whole in batch and heads.
     """
     if not isinstance(tensor, DTensor):
         return 0, 0
@@ -279,11 +253,8 @@ def first_batch_and_head(tensor: Tensor) -> tuple[int | SymInt, int | SymInt]:
 def seed_of_shard(seed: Tensor, like: Tensor) -> Tensor:
     """Return the seed with which a rank draws its part of the dropout of the whole tensor.
 
-    Seeds follow global positions, so that dropout does not depend on how many ranks there are.
-
-    Args:
-        seed: () int64, the same on every rank.
-        like: the query (B, H, S, D), a DTensor.
+    Seeds follow global positions, so that dropout does not depend on how many ranks there are. The
+    seed is () int64, the same on every rank; `like` is the query (B, H, S, D), a DTensor.
     """
     first: Any = first_batch_and_head(like)
     return seed + (first[0] * BATCH_STRIDE + first[1])

@@ -25,12 +25,7 @@ UNPERMUTED = (
 
 
 def check_attention(*, query: Tensor, key: Tensor, site: str) -> None:
-    """Refuse an attention that no plan computes.
-
-    Raises:
-        UnsupportedAttention: the call is under vmap, query or key does not have 4 dims, or their
-            batch sizes differ.
-    """
+    """Refuse an attention that no plan computes."""
     if is_transformed(query) or is_transformed(key):
         refuse_transform(site)
     if query.ndim != 4 or key.ndim != 4:
@@ -51,12 +46,7 @@ def check_attention(*, query: Tensor, key: Tensor, site: str) -> None:
 
 
 def check_mesh(mesh: object, *, site: str) -> None:
-    """Refuse what is no mesh of one axis.
-
-    Raises:
-        InvalidArgument: it is no mesh, such as the name of an axis.
-        UnsupportedPlacement: it has several axes.
-    """
+    """Refuse what is no mesh, such as the name of an axis, and a mesh of several axes."""
     if not isinstance(mesh, DeviceMesh):
         raise InvalidArgument(
             site=site,
@@ -75,11 +65,7 @@ def check_mesh(mesh: object, *, site: str) -> None:
 
 
 def dim_of(tensor: object, dim: object, *, site: str) -> int:
-    """Return a dim of a tensor, counted from its first.
-
-    Raises:
-        InvalidArgument: there is no tensor, or it has no such dim.
-    """
+    """Return a dim of a tensor, counted from its first; refuse a dim that it does not have."""
     if not isinstance(tensor, Tensor):
         raise InvalidArgument(
             site=site,
@@ -156,9 +142,6 @@ def refuse_permuted(site: str, *, remedy: str = UNPERMUTED) -> None:
     Called when an attention is planned, and whenever a compiled graph runs: ranks must hold
     contiguous shards, in the order of the ranks. `cp_inductor.context_parallel` shards its own
     buffers, and clears torch's flag inside.
-
-    Raises:
-        UnsupportedPlacement: torch's load balancer may have permuted them.
     """
     if may_be_permuted():
         raise UnsupportedPlacement(

@@ -25,12 +25,7 @@ USUAL_NODE = 8
 
 
 def machine_text(machine: object, *, site: str) -> str:
-    """Return a machine as text: a `Machine`, its text, "calibrated", "auto", or "" for the default.
-
-    Raises:
-        InvalidArgument: it is none of these, or nothing was calibrated here.
-        InvalidText: the text is no machine.
-    """
+    """Return as text a `Machine`, its text, "calibrated", "auto", or "", which is the default."""
     if isinstance(machine, Machine):
         return machine.format()
     if not isinstance(machine, str):

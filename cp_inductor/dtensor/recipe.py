@@ -68,11 +68,7 @@ class PlanOptions:
 
     @staticmethod
     def read(options: Mapping[str, Any]) -> tuple[PlanOptions, dict[str, Any]]:
-        """Return the plan_options from flags and options, and all options that are not part of it.
-
-        Raises:
-            InvalidArgument: a number is impossible.
-        """
+        """Return the plan_options from flags and options, and all other options."""
         no_options = ("device", "capability", "lengths", "can_keep")
         names = [field.name for field in fields(PlanOptions) if field.name not in no_options]
         own = {name: options.get(name, getattr(config, name, None)) for name in names}
@@ -108,17 +104,11 @@ def make_recipe(
     """Return the resolved recipe of an attention, the same on all ranks.
 
     Args:
-        plan_options: what the user asked for.
-        axis: the axis that shards the sequence.
+        plan_options, axis: what the user asked for; the axis that shards the sequence.
         query, key: (B, H, S, D), (B, G, T, D): DTensors, or this rank's shards.
         rule: which pairs exist; see `cp_inductor.mask.rule`.
         dtype: in which the attention is computed and its data is moved.
         site: for errors.
-
-    Raises:
-        UnevenSequence: a length that `mark_dynamic` was called for does not divide by the ranks,
-            or the length of a plain shard is not its rank's part of ``seq_len``.
-        UnsupportedStrategy: the strategy does not fit.
     """
     query_length, key_length = whole_lengths(plan_options, axis, query, key, site=site)
     # What is empty under other rules depends on lengths: those are constants of the graph.

@@ -113,7 +113,8 @@ def _handle_forward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
                 remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
             )
         refuse_permuted(site)
-        this, sides, local, extras = _prepare_kernel(bound, site)
+        call = (_mask_of(bound), 0.0, bound["is_causal"], bound["scale"])
+        this, sides, local, extras = _prepare(tensors, *call, dtype=query.dtype, site=site)
     except CPError as error:
         if is_propagating:
             # Let Dynamo go on: the graph pass will raise the same error, with the source line.
@@ -197,7 +198,8 @@ def _handle_backward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     # must not change that choice.
     chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
     with chosen if tensors[0].device.type == "cpu" else nullcontext():
-        this, sides, local, extras = _prepare_kernel(bound, site)
+        call = (_mask_of(bound), 0.0, bound["is_causal"], bound["scale"])
+        this, sides, local, extras = _prepare(tensors, *call, dtype=tensors[0].dtype, site=site)
     grad_out = bound["grad_out"] if "grad_out" in bound else bound["grad_out_"]
     grad_out = _placed(grad_out, sides[0].placements).to_local()
     if _is_traced(local[0]):
@@ -294,27 +296,17 @@ def attend(
 ) -> DTensor:
     """Compute SDPA along a sharded sequence in eager code, with a mask or dropout if wanted.
 
-    A learned bias, that is, a mask that requires a gradient, is not supported.
-
     Args:
         query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D), sharded along the sequence.
-        attn_mask: a bool mask (True: the pair exists), or numbers that are added to the scores.
-            Broadcasts to (B, H, S, T), where S and T count the whole sequence. A DTensor, or a
-            plain tensor that is the same on every rank. Each rank reads the rows of its queries.
-        dropout_p: the probability of dropout. The seed is drawn from torch's generator, which must
-            be in the same state on every rank.
-        is_causal: query i attends to keys 0 to i; not together with attn_mask.
-        scale: multiplies the scores; None means 1 / sqrt(D).
-        enable_gqa: G may be less than H.
+        attn_mask: a bool mask (True: the pair exists), or numbers that are added to the scores,
+            without a gradient. Broadcasts to (B, H, S, T) of the whole sequence. A DTensor, or a
+            plain tensor that is the same on every rank, which reads the rows of its queries.
+        dropout_p, is_causal, scale, enable_gqa: as of SDPA. The seed of dropout is drawn from
+            torch's generator, which must be in the same state on every rank.
         like: the original query, if its placements also shard batch or heads; used by dropout.
 
     Returns:
         (B, H, S, D), placed like query, in query's dtype or that of autocast.
-
-    Raises:
-        UnsupportedAttention: the mask does not fit or requires a gradient, or the heads do not fit.
-        UnsupportedKernel: no kernel supports the device, dtype or head dim.
-        UnsupportedStrategy: `config.strategy` does not support this mask.
     """
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise UnsupportedAttention(
@@ -325,25 +317,14 @@ def attend(
         )
     device = query.device.type
     is_cast = torch.is_autocast_enabled(device)
-    sides = _placed_alike(query, key, value, site=EAGER)
     refuse_permuted(EAGER)
     dtype = torch.get_autocast_dtype(device) if is_cast else query.dtype
-    call = (attn_mask, dropout_p, is_causal, scale)
-    this, tensors, extras = _prepare(sides, *call, dtype=dtype, site=EAGER, like=like)
+    sides, call = (query, key, value), (attn_mask, dropout_p, is_causal, scale)
+    this, placed, tensors, extras = _prepare(sides, *call, dtype=dtype, site=EAGER, like=like)
     has_grad = torch.is_grad_enabled()
     with agreed(this, tensors[0], tensors[1], extras, site=EAGER, has_grad=has_grad):
         out: Tensor = _AttendWithGradient.apply(this, *tensors, *extras)
-    return from_local_like(out, sides[0])
-
-
-def _prepare_kernel(
-    bound: dict[str, Any], site: str
-) -> tuple[Attention, list[DTensor], list[Tensor], list[Tensor]]:
-    """Return the attention that a kernel's arguments ask for, on what, and what `_prepare` does."""
-    sides = _placed_alike(*(bound[side] for side in SIDES), site=site)
-    call = (_mask_of(bound), 0.0, bound["is_causal"], bound["scale"])
-    this, local, extras = _prepare(sides, *call, dtype=sides[0].dtype, site=site)
-    return this, sides, local, extras
+    return from_local_like(out, placed[0])
 
 
 def _mask_of(bound: dict[str, Any]) -> Any:
@@ -352,7 +333,7 @@ def _mask_of(bound: dict[str, Any]) -> Any:
 
 
 def _prepare(
-    sides: Sequence[DTensor],
+    tensors: Sequence[Tensor],
     attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
@@ -361,17 +342,17 @@ def _prepare(
     dtype: torch.dtype,
     site: str,
     like: Tensor | None = None,
-) -> tuple[Attention, list[Tensor], list[Tensor]]:
-    """Return an attention, its local query, key and value, and what else it reads.
+) -> tuple[Attention, list[DTensor], list[Tensor], list[Tensor]]:
+    """Return an attention, its query, key and value placed alike and local, and what else it reads.
 
     Args:
-        sides: query, key and value, placed alike.
+        tensors: query, key and value.
         attn_mask, dropout_p, is_causal, scale, like: as for `attend`.
         dtype: in which the attention is computed.
         site: for errors.
     """
-    query, key, value = sides
-    axis = axis_of_tensors(query, key, value, site=site)
+    query, key, _ = sides = _placed_alike(*tensors, site=site)
+    axis = axis_of_tensors(*sides, site=site)
     assert axis is not None
     hold_sequences_along(query.device_mesh, axis.group_name)
     check_attention(query=query, key=key, site=site)
@@ -398,7 +379,7 @@ def _prepare(
     flags = replace(PlanOptions.read({})[0], can_keep=False)
     recipe = make_recipe(flags, axis, query, key, rule=rule.format(), dtype=dtype, site=site)
     this = Attention(recipe, axis.rank, scale, kernel, axis.group_name, dropout_p)
-    return this, local, extras
+    return this, sides, local, extras
 
 
 class _AttendWithGradient(torch.autograd.Function):

@@ -117,10 +117,7 @@ def _axes_of_equals(tensor: DTensor) -> list[int]:
 def note_drawn(drawn: DTensor, number: int, site: str) -> DTensor:
     """Return a copy of what a graph draws over a DTensor, noted where it must be alike on ranks.
 
-    Args:
-        drawn: of any shape and placements.
-        number: of the draw in the program.
-        site: for errors.
+    The number is that of the draw in the program.
     """
     mesh = drawn.device_mesh
     local = drawn.to_local()

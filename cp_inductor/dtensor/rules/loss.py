@@ -115,22 +115,21 @@ def _sum_backward(
 
 
 def _mean_of_elements(_: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
-    mesh = _mesh_of_mean(bound)
-    if mesh is None:
+    sharded = _sharded_of(bound)
+    if bound["reduction"] != MEAN or not sharded or not holds_sequences(sharded[0].device_mesh):
         return None
     count = prod(torch.broadcast_shapes(bound["self"].shape, bound["target"].shape))
     if "grad_output" in bound:
-        return _sum_backward(op, bound, mesh, count)
+        return _sum_backward(op, bound, sharded[0].device_mesh, count)
     return _divided(dispatch_as_dtensor(op, _with_reduction(bound, SUM), {}), count)
 
 
 def _with_logits(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
     """Compute the loss of each element, by the formula of ATen (Loss.cpp), and reduce these."""
-    logits, target = bound["self"], bound["target"]
-    given = [one for one in (logits, target) if isinstance(one, DTensor)]
-    if parallel is not None or not any(map(_is_sharded, given)):
+    logits, target, sharded = bound["self"], bound["target"], _sharded_of(bound)
+    if parallel is not None or not sharded:
         return None
-    if bound["reduction"] == MEAN and not holds_sequences(given[0].device_mesh):
+    if bound["reduction"] == MEAN and not holds_sequences(sharded[0].device_mesh):
         return None
     of_ones = torch.nn.functional.logsigmoid(logits)
     if bound["pos_weight"] is not None:
@@ -144,18 +143,9 @@ def _with_logits(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]
     return total / losses.numel() if bound["reduction"] == MEAN else total
 
 
-def _is_sharded(tensor: DTensor) -> bool:
-    return any(place.is_shard() for place in tensor.placements)
-
-
-def _mesh_of_mean(bound: dict[str, Any]) -> DeviceMesh | None:
-    """Return the mesh over which to take a mean of elements; None to leave it to DTensor."""
-    if bound["reduction"] != MEAN:
-        return None
-    for tensor in (bound["self"], bound["target"]):
-        if isinstance(tensor, DTensor) and _is_sharded(tensor):
-            return tensor.device_mesh if holds_sequences(tensor.device_mesh) else None
-    return None
+def _sharded_of(bound: dict[str, Any]) -> list[DTensor]:
+    placed = [t for t in (bound["self"], bound["target"]) if isinstance(t, DTensor)]
+    return [t for t in placed if any(place.is_shard() for place in t.placements)]
 
 
 def _is_of_sharded_tokens(tensor: Tensor) -> bool:

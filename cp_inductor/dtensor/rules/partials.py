@@ -78,11 +78,8 @@ def make_whole(tensor: DTensor) -> DTensor:
 def part_of(whole: Tensor, like: DTensor) -> Tensor:
     """Return what this rank holds of a tensor that is placed like another.
 
-    Of a sum the first rank holds all, so that nothing is rounded.
-
-    Args:
-        whole: plain, alike on all ranks.
-        like: a DTensor of the same shape, which may be partial.
+    The tensor is plain, alike on all ranks, and of the shape of the other, which may be partial. Of
+    a sum the first rank holds all, so that nothing is rounded.
     """
     mesh, places = like.device_mesh, list(like.placements)
     sums = [axis for axis, place in enumerate(places) if place.is_partial() and _is_sum(place)]
@@ -97,11 +94,8 @@ def makes_parts(op: torch._ops.OpOverload, args: tuple[Any, ...], output_spec: A
     """Whether what DTensor would return of an op is partial, and more than a sum that may stay.
 
     DTensor remembers its choice for all calls alike, so this does not depend on the mesh, which may
-    hold sequences later, nor on whether a backward runs: `compute_whole` asks for both.
-
-    Args:
-        op, args: of the call.
-        output_spec: DTensor's choice for it: a DTensorSpec, several, or none.
+    hold sequences later, nor on whether a backward runs: `compute_whole` asks for both. The choice
+    is a DTensorSpec, several, or none.
     """
     specs = output_spec if isinstance(output_spec, (tuple, list)) else (output_spec,)
     tensors = (leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, DTensor))

@@ -47,7 +47,6 @@ from cp_inductor.torch_private.dtensor import (
     register_dtensor_handler,
     without_handler,
 )
-from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.symbolic_dtensor import has_symbols_as_strides, is_whole_slice
 from cp_inductor.torch_private.traces import traces
 from cp_inductor.torch_private.tracing import is_compiled, is_fake, memory_of, tensors_in
@@ -89,7 +88,6 @@ def refuse_lost_writes() -> None:
     """Register the handlers; a second call changes nothing."""
     handled = (_view, VIEWS), (_view_of_all, OTHERS), (_reshape, RESHAPES)
     for handle, ops in (*handled, (_write, _ops_that_write())):
-        run_uncompiled(handle)
         for op in ops:
             if dtensor_handler(op) is dispatch_as_dtensor:
                 register_dtensor_handler(op, handle)
@@ -228,7 +226,6 @@ def refuse_stale_copies(tensor: DTensor, site: str) -> None:
     """Refuse to write to a tensor while there are copies of it that are views on one process."""
     copies = [copy for copy in _copies.get(_root(tensor), ()) if copy() is not None]
     if copies:
-        _copies[_root(tensor)] = copies
         raise _refusal(
             site,
             "a tensor without copies where one process has views of it",

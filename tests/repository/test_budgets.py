@@ -19,7 +19,7 @@ BUDGETS = {
     "passes": (4400, 5670),
     "mask": (3500, 4012),
     "torch_private": (3000, 3525),
-    "dtensor modules": (5000, 6802),
+    "dtensor modules": (5000, 6461),
     "trust": (1400, 2321),
     "inspect": (3200, 3611),
     "integrations": (1900, 0),

@@ -2,18 +2,17 @@
 
 attention           attention over a sharded sequence
 loss                means over the tokens of all ranks
-prefix              sums that accumulate along a sharded dim
 on_whole            all other ops without a rule, on all tokens
 partials            numbers of which each rank would hold a part, and those that Python reads
 writes              writes in place that DTensor would lose
 draws               one draw for all ranks
-single_ops          empty tensors, and ops that compute every element alone
+single_ops          sums along a sharded dim, empty tensors, ops that compute every element alone
 
 All are registered here. Where no sequences lie (`dtensor/axis.py`), losses, partials, draws and
 numbers stay DTensor's own. Programs that do not use the library keep all of its rules.
 """
 
-from cp_inductor.dtensor.rules import draws, loss, partials, prefix
+from cp_inductor.dtensor.rules import draws, loss, partials
 from cp_inductor.dtensor.rules.attention import register_dtensor_attention
 from cp_inductor.dtensor.rules.on_whole import compute_on_whole
 from cp_inductor.dtensor.rules.single_ops import complete_single_ops
@@ -34,7 +33,5 @@ def register_rules() -> None:
     compute_on_whole()
     register_dtensor_handler(partials.ITEM, partials.read_item)
     follow_memory(partials.whole_of_sequence)
-    for op in prefix.OPS:
-        register_dtensor_handler(op, prefix.accumulate)
     for op in (*draws.OF_VALUES, *draws.FILLS, *ops_that_draw()):
         register_dtensor_handler(op, draws.draw)

@@ -37,19 +37,12 @@ from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, handler_of_lo
 
 aten = torch.ops.aten
 
-FORWARD_OPS = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-BACKWARD_OPS = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
-
 # Losses of elements. All elements count alike.
 _LOSSES = ["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"]
 ELEMENT_OPS = [getattr(aten, name).default for name in _LOSSES]
 ELEMENT_OPS += [getattr(aten, f"{name}_backward").default for name in _LOSSES]
 
-# torch 2.13 averages the ranks' means of this loss, or does not trace its sum.
-WITH_LOGITS = aten.binary_cross_entropy_with_logits.default
-
 MEAN, SUM = 1, 2  # at::Reduction
-
 # In the input of nll_loss, (N, C) or (N, C, ...).
 CLASS_DIM = 1
 
@@ -161,8 +154,11 @@ def _with_reduction(bound: dict[str, Any], reduction: int) -> tuple[Any, ...]:
 # (what `loss_parallel` computes the op by; the op; its arguments by name) -> the results, or None
 # to leave the op to those who would compute it otherwise.
 COMPUTED: dict[Any, Callable[[Any, torch._ops.OpOverload, dict[str, Any]], Any]] = {
-    **dict.fromkeys(FORWARD_OPS, _mean_loss),
-    **dict.fromkeys(BACKWARD_OPS, _mean_loss_backward),
+    aten.nll_loss_forward.default: _mean_loss,
+    aten.nll_loss2d_forward.default: _mean_loss,
+    aten.nll_loss_backward.default: _mean_loss_backward,
+    aten.nll_loss2d_backward.default: _mean_loss_backward,
     **dict.fromkeys(ELEMENT_OPS, _mean_of_elements),
-    WITH_LOGITS: _with_logits,
+    # torch 2.13 averages the ranks' means of this loss, or does not trace its sum.
+    aten.binary_cross_entropy_with_logits.default: _with_logits,
 }

@@ -22,8 +22,6 @@ rules for indices that are masks, for reductions over an empty list of dims, for
 uneven shards, for convolutions along a sharded dim, for a gather along a dim of which a rank has no
 elements, for gradients of a table that are divided by how often a row was looked up, and for ops
 that change shapes in place. Other rules claim strides that the results do not have.
-
-The functions are registered once a model is parallelized or a backend of this library is loaded.
 """
 
 from __future__ import annotations

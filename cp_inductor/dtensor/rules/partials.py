@@ -18,12 +18,11 @@ write to such a partial is computed on the whole, unless it is linear: see `writ
 One all-reduce of a reduced tensor for each, which says of maxima where they are NaN. DTensor has
 one at the first op that is not linear.
 
-A rank that reads only its own part divides its loss by its own count, takes another branch than the
-others, or makes a tensor of another size, and then waits for them for ever. All ways in which
-Python reads a number go through one op (`item`, `int`, `float`, `bool`, `if`, an index, a
-format), in eager code and where a graph is traced: there the sum over ranks stands in the graph.
-`tolist` and `numpy` read memory, which torch refuses for every DTensor: eager code reads a copy of
-the whole. All ranks must ask for such a number, as they run the same program.
+A rank that reads only its own part divides its loss by its own count, or takes another branch than
+the others, and then waits for them for ever. All ways in which Python reads a number go through one
+op (`item`, `int`, `bool`, `if`, an index, a format), in eager code and in graphs, where the sum
+over ranks stands. `tolist` and `numpy` read memory, which torch refuses for every DTensor: eager
+code reads a copy of the whole. All ranks must ask for it, as they run the same program.
 """
 
 from __future__ import annotations

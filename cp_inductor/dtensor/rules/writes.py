@@ -12,9 +12,6 @@ that, Dynamo runs them on fake tensors, which have no values. DTensor cannot do 
 at all. A write changes no shape, so on fake tensors it may be left out.
 
 The same handlers refuse views of empty DTensors, for which torch would loop for ever.
-
-The handlers are registered once a backend of this library is loaded or a model is parallelized;
-until then, DTensor's table of handlers is unchanged.
 """
 
 from __future__ import annotations

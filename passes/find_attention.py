@@ -32,8 +32,7 @@ from cp_inductor.dtensor.axis import (
     is_sequence_sharded,
     sequence_groups,
 )
-from cp_inductor.dtensor.limits import check_attention, refuse_both_masks
-from cp_inductor.dtensor.permuted import refuse_permuted
+from cp_inductor.dtensor.limits import check_attention, refuse_both_masks, refuse_permuted
 from cp_inductor.dtensor.recipe import (
     PlanOptions,
     lengths_at_run_time,

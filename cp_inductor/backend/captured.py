@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from cp_inductor.backend.gradients import with_all_gradients, with_plain_gradients
 from cp_inductor.backend.steps import with_steps_named
 from cp_inductor.backend.versions import with_versions_checked
-from cp_inductor.dtensor.permuted import refuse_permuted
+from cp_inductor.dtensor.limits import refuse_permuted
 from cp_inductor.dtensor.rules.writes import note_copies, refuse_stale_copies
 from cp_inductor.graph.collectives import Collective
 from cp_inductor.passes.capture_attention import list_attentions

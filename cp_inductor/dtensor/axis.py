@@ -5,6 +5,12 @@
 The axis follows from the placements of DTensors, or from the mesh that a user names for plain
 tensors. Sequence shardings that no plan supports are refused here, for every caller: the graph pass
 and the DTensor handler in eager code.
+
+A program that does not use this library may count on DTensor's own numbers. So means, partials and
+losses are corrected only where the library is used: in what our backends compile, and on a mesh
+with an axis that holds sequences. An axis holds sequences once an attention over it was met, in
+eager code or in a compile, `cp_inductor.shard` has cut a tensor for it, or a model was given to
+`cp_inductor.parallelize` with it.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,7 +35,12 @@ from cp_inductor.mask.language import BATCH, HEAD, QUERY, is_of_pairs
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.tiles.dims import BATCH_DIM, HEADS_DIM, SEQUENCE_DIM
 from cp_inductor.tiles.tile_masks import BATCH_STRIDE
-from cp_inductor.torch_private.groups import mesh_axis_ranks
+from cp_inductor.torch_private.groups import group_of, mesh_axis_ranks
+from cp_inductor.torch_private.traces import traces
+
+# The groups of mesh axes along which sequences lie, by the names of axis and group. Meshes over the
+# same ranks may share a group. The name of a group outlives it, and may be given again.
+_SEQUENCES: WeakValueDictionary[tuple[str | None, str], dist.ProcessGroup] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +66,29 @@ def is_first_rank(mesh: DeviceMesh) -> bool:
     return coordinate is not None and not any(coordinate)
 
 
-def axis_of_mesh(mesh: DeviceMesh, *, site: str) -> SequenceAxis:
-    """Return the axis that a user's ``options={"mesh": mesh}`` names.
+def hold_sequences_along(mesh: DeviceMesh, group_name: str) -> None:
+    """Note that the axis of a mesh that has a process group of this c10d name holds sequences."""
+    group = group_of(group_name)
+    _SEQUENCES.update({key: group for key in _axes_of(mesh) if key[1] == group_name})
 
-    Raises:
-        UnsupportedPlacement: the mesh has several axes, or lists its ranks out of order.
-        ProcessGroupError: there is no process group behind it.
-    """
+
+def holds_sequences(mesh: DeviceMesh) -> bool:
+    """Whether a mesh holds this process, and sequences; any mesh may, in what is traced for us."""
+    if mesh.get_coordinate() is None:
+        return False
+    if traces.is_ours:
+        return True
+    return any(_SEQUENCES.get(key) == group_of(key[1]) for key in _axes_of(mesh))
+
+
+def _axes_of(mesh: DeviceMesh) -> list[tuple[str | None, str]]:
+    names = mesh.mesh_dim_names or (None,) * mesh.ndim
+    groups = (str(mesh.get_group(axis).group_name) for axis in range(mesh.ndim))
+    return list(zip(names, groups, strict=True))
+
+
+def axis_of_mesh(mesh: DeviceMesh, *, site: str) -> SequenceAxis:
+    """Return the axis that a user's ``options={"mesh": mesh}`` names."""
     check_mesh(mesh, site=site)
     return _axis(mesh, 0, site=site)
 
@@ -81,10 +109,6 @@ def attention_placements(
 
     Returns:
         None if no tensor is sharded along the sequence.
-
-    Raises:
-        UnsupportedPlacement: some are plain, or on another mesh, or more than one axis shards the
-            sequence.
     """
     tensors = {"query": query, "key": key, "value": value}
     axes = {axis for tensor in tensors.values() for axis in _sequence_axes(tensor)}
@@ -113,9 +137,9 @@ def batch_and_heads(query: DTensor, key: DTensor, value: DTensor) -> tuple[Place
     mesh = query.device_mesh
     placements: list[Placement] = []
     for of_axis in zip(query.placements, key.placements, value.placements, strict=True):
-        dims = (dim for dim in map(_dim_of, of_axis) if dim in (BATCH_DIM, HEADS_DIM))
-        dim = next(dims, None)
-        placements.append(Replicate() if dim is None else Shard(dim))
+        dims = [getattr(placement, "dim", None) for placement in of_axis]
+        sharded = [Shard(dim) for dim in dims if dim in (BATCH_DIM, HEADS_DIM)]
+        placements.append(sharded[0] if sharded else Replicate())
     of_heads = Shard(HEADS_DIM)
     num_ranks = prod(mesh.size(axis) for axis, p in enumerate(placements) if p == of_heads)
     num_heads, num_kv_heads = query.shape[HEADS_DIM], key.shape[HEADS_DIM]
@@ -133,15 +157,7 @@ def batch_and_heads(query: DTensor, key: DTensor, value: DTensor) -> tuple[Place
 
 
 def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> SequenceAxis | None:
-    """Return the axis on which the sequence is sharded, of the arguments of `attention_placements`.
-
-    Returns:
-        None if no tensor is sharded along the sequence.
-
-    Raises:
-        UnsupportedPlacement: as there, or the mesh lists the ranks of the axis out of order.
-        ProcessGroupError: there is no process group behind the axis.
-    """
+    """Return the axis that shards the sequence of `attention_placements`; None if there is none."""
     placements = attention_placements(query, key, value, site=site)
     if placements is None:
         return None
@@ -153,9 +169,6 @@ def check_shards_of_named_mesh(query: Tensor, key: Tensor, value: Tensor, *, sit
     """Check tensors whose sequence is sharded according to the user, not to their placements.
 
     Plain tensors are accepted as they are. DTensors may shard batch or heads, all three alike.
-
-    Raises:
-        UnsupportedPlacement: plain tensors and DTensors are mixed, or DTensors differ.
     """
     tensors = {"query": query, "key": key, "value": value}
     if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
@@ -175,12 +188,7 @@ def check_shards_of_named_mesh(query: Tensor, key: Tensor, value: Tensor, *, sit
 def whole_of_shard(lengths: Sequence[int], world_size: int, rank: int) -> dict[int, int]:
     """Map the length of a rank's shard to the length of the whole sequence.
 
-    Args:
-        lengths: of the sequences in use. A length that does not divide by the ranks must be
-            included.
-
-    Returns:
-        Empty if all lengths divide: then a sequence is P times as long as its shard on any rank.
+    Empty if all lengths in use divide: then a sequence is P times as long as its shard on any rank.
     """
     if all(length % world_size == 0 for length in lengths):
         return {}
@@ -222,10 +230,9 @@ def local_part(tensor: Tensor, like: Tensor, roles: str) -> Tensor:
 
 
 def first_batch_and_head(tensor: Tensor) -> tuple[int | SymInt, int | SymInt]:
-    """Return the global indices of the first batch entry and the first head that this rank holds.
+    """Return the global indices of the first batch entry and head that this rank holds.
 
-    Args:
-        tensor: (B, H, S, D). A plain tensor counts as whole in batch and heads.
+    Of (B, H, S, D); a plain tensor counts as whole in batch and heads.
     """
     if not isinstance(tensor, DTensor):
         return 0, 0
@@ -246,23 +253,17 @@ def first_batch_and_head(tensor: Tensor) -> tuple[int | SymInt, int | SymInt]:
 def seed_of_shard(seed: Tensor, like: Tensor) -> Tensor:
     """Return the seed with which a rank draws its part of the dropout of the whole tensor.
 
-    Seeds follow global positions, so that dropout does not depend on how many ranks there are.
-
-    Args:
-        seed: () int64, the same on every rank.
-        like: the query (B, H, S, D), a DTensor.
+    Seeds follow global positions, so that dropout does not depend on how many ranks there are. The
+    seed is () int64, the same on every rank; `like` is the query (B, H, S, D), a DTensor.
     """
     first: Any = first_batch_and_head(like)
     return seed + (first[0] * BATCH_STRIDE + first[1])
 
 
 def from_local_like(local: Tensor, like: DTensor) -> DTensor:
-    """Wrap this rank's shard into a DTensor with the mesh and placements of another.
+    """Wrap this rank's shard into a DTensor with the mesh and placements of another (B, H, S, D).
 
-    Args:
-        local: this rank's shard, with as many batch entries, heads and tokens as the shard of
-            `like`.
-        like: (B, H, S, D).
+    It has as many batch entries, heads and tokens as the shard of the other.
     """
     mesh, placements = like.device_mesh, like.placements
     shape = (*like.shape[:3], *local.shape[3:])
@@ -291,31 +292,21 @@ def sequence_groups(tensor: Tensor) -> list[str]:
 def _sequence_axes(tensor: Tensor) -> list[int]:
     if not isinstance(tensor, DTensor):
         return []
-    return [axis for axis, p in enumerate(tensor.placements) if _dim_of(p) == SEQUENCE_DIM]
-
-
-def _dim_of(placement: Placement) -> int | None:
-    """The dim that a placement shards, for Shard and _StridedShard."""
-    return getattr(placement, "dim", None)
+    # Of Shard and _StridedShard.
+    dims = [getattr(placement, "dim", None) for placement in tensor.placements]
+    return [axis for axis, dim in enumerate(dims) if dim == SEQUENCE_DIM]
 
 
 def _on_one_mesh(tensors: dict[str, Tensor], *, site: str) -> list[DTensor]:
     """Return query, key and value, which must be DTensors on one mesh."""
     placed = [tensor for tensor in tensors.values() if isinstance(tensor, DTensor)]
-    if len(placed) < len(tensors):
-        plain = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
+    plain = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
+    if plain or any(tensor.device_mesh != placed[0].device_mesh for tensor in placed):
         raise UnsupportedPlacement(
             site=site,
             expected="query, key and value as DTensors on one mesh",
             got=_describe(tensors),
-            remedy=f"distribute {' and '.join(plain)} on the same mesh",
-        )
-    if any(tensor.device_mesh != placed[0].device_mesh for tensor in placed):
-        raise UnsupportedPlacement(
-            site=site,
-            expected="query, key and value on one mesh",
-            got=_describe(tensors),
-            remedy="distribute them on one mesh",
+            remedy=f"distribute {' and '.join(plain) or 'all three'} on the same mesh",
         )
     return placed
 

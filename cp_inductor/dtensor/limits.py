@@ -13,18 +13,19 @@ from cp_inductor.errors import (
     UnsupportedAttention,
     UnsupportedPlacement,
 )
+from cp_inductor.torch_private.context_parallel import torchs_context_parallel
 from cp_inductor.torch_private.modes import is_transformed
 
 UNENDING = "over an empty DTensor, torch's views do not end"
+UNPERMUTED = (
+    "pass load_balancer=None to torch's _context_parallel_shard, or set"
+    " torch.distributed.tensor.experimental._attention._cp_options.enable_load_balance = False"
+    " before torch shards the batch, or use cp_inductor.context_parallel: plans balance the work"
+)
 
 
 def check_attention(*, query: Tensor, key: Tensor, site: str) -> None:
-    """Refuse an attention that no plan computes.
-
-    Raises:
-        UnsupportedAttention: the call is under vmap, query or key does not have 4 dims, or their
-            batch sizes differ.
-    """
+    """Refuse an attention that no plan computes."""
     if is_transformed(query) or is_transformed(key):
         refuse_transform(site)
     if query.ndim != 4 or key.ndim != 4:
@@ -45,12 +46,7 @@ def check_attention(*, query: Tensor, key: Tensor, site: str) -> None:
 
 
 def check_mesh(mesh: object, *, site: str) -> None:
-    """Refuse what is no mesh of one axis.
-
-    Raises:
-        InvalidArgument: it is no mesh, such as the name of an axis.
-        UnsupportedPlacement: it has several axes.
-    """
+    """Refuse what is no mesh, such as the name of an axis, and a mesh of several axes."""
     if not isinstance(mesh, DeviceMesh):
         raise InvalidArgument(
             site=site,
@@ -69,11 +65,7 @@ def check_mesh(mesh: object, *, site: str) -> None:
 
 
 def dim_of(tensor: object, dim: object, *, site: str) -> int:
-    """Return a dim of a tensor, counted from its first.
-
-    Raises:
-        InvalidArgument: there is no tensor, or it has no such dim.
-    """
+    """Return a dim of a tensor, counted from its first; refuse a dim that it does not have."""
     if not isinstance(tensor, Tensor):
         raise InvalidArgument(
             site=site,
@@ -132,3 +124,40 @@ def refuse_plain_ids(site: str, ids: Tensor) -> NoReturn:
         remedy="pass distribute_tensor(ids, mesh, [Shard(1)]), within"
         " torch.distributed.tensor.experimental.implicit_replication()",
     )
+
+
+def may_be_permuted() -> bool:
+    """Whether torch's context parallelism has sharded something here, with its load balancer on.
+
+    Nothing about a tensor tells the order of its tokens, but torch leaves flags in the process when
+    it shards. Not noticed are batches that a program has permuted itself.
+    """
+    torchs = torchs_context_parallel()
+    return torchs.is_balanced and (torchs.is_around or torchs.has_shards)
+
+
+def refuse_permuted(site: str, *, remedy: str = UNPERMUTED) -> None:
+    """Refuse shards that torch's load balancer may have permuted.
+
+    Called when an attention is planned, and whenever a compiled graph runs: ranks must hold
+    contiguous shards, in the order of the ranks. `cp_inductor.context_parallel` shards its own
+    buffers, and clears torch's flag inside.
+    """
+    if may_be_permuted():
+        raise UnsupportedPlacement(
+            site=site,
+            expected="contiguous shards of the sequence, in the order of the ranks",
+            got="shards of torch's context parallelism, whose load balancer may have permuted them",
+            remedy=remedy,
+        )
+
+
+def refuse_two_contexts(site: str) -> None:
+    """Refuse to shard buffers within torch's own `context_parallel`."""
+    if torchs_context_parallel().is_around:
+        raise UnsupportedPlacement(
+            site=site,
+            expected="one context that shards the sequence",
+            got="a region of this library and torch's context_parallel, nested",
+            remedy="use only one of the two",
+        )

@@ -25,12 +25,7 @@ USUAL_NODE = 8
 
 
 def machine_text(machine: object, *, site: str) -> str:
-    """Return a machine as text: a `Machine`, its text, "calibrated", "auto", or "" for the default.
-
-    Raises:
-        InvalidArgument: it is none of these, or nothing was calibrated here.
-        InvalidText: the text is no machine.
-    """
+    """Return as text a `Machine`, its text, "calibrated", "auto", or "", which is the default."""
     if isinstance(machine, Machine):
         return machine.format()
     if not isinstance(machine, str):
@@ -56,20 +51,11 @@ def machine_of(
         device: type of the device that plans are made for.
         capability: of a GPU, if it is not this process's.
     """
-    if text == AUTO:
-        return _found(group_name, device, capability)
-    machine = Machine.parse(text) if text else Machine()
-    return machine.among(dist.get_process_group_ranks(group_of(group_name)))
-
-
-def _found(group_name: str, device: str, capability: tuple[int, int] | None) -> Machine:
-    """Return what the tables say of the machine that a group runs on, or is to run on."""
-    if device not in ("cpu", "cuda"):
-        return Machine()
     group, world_size = group_of(group_name), dist.get_world_size()
-    is_pretended = dist.get_backend(group) == "fake"
-    node_size = 0 if is_pretended else config.ranks_of_this_host()
-    if device == "cpu":
+    node_size = 0 if dist.get_backend(group) == "fake" else config.ranks_of_this_host()
+    if text != AUTO or device not in ("cpu", "cuda"):
+        machine = Machine() if text in ("", AUTO) else Machine.parse(text)
+    elif device == "cpu":
         num_cores = os.cpu_count() or 1
         machine = known_machine("cpu", world_size, node_size or world_size, num_cores)
     else:

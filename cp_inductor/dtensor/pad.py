@@ -1,8 +1,9 @@
-"""Fill packed batches up to a few lengths, so that lengths that change compile few graphs.
+"""Packed batches: fill them up to a few lengths, so that few graphs are compiled; number documents.
 
     input_ids     (1, 301)    =>  (1, 320)   19 x pad_token_id
     labels        (1, 301)    =>  (1, 320)   19 x -100
     position_ids  (1, 301)    =>  (1, 320)   19 x 0: each token is a document of its own
+    cu_seqlens 0 3 3 7, T = 9   =>  0 0 0 2 2 2 2 3 3
 
 Padding changes no loss and no gradient: no other token attends to it, and it has no label. If the
 plan is made for each batch, attention computes next to nothing for it: one pair per token.
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import InvalidArgument
 
@@ -101,6 +103,19 @@ def pad_packed(
             raise _refusal("tensors that are known by name", name, remedy)
         filled[name] = torch.cat([tensor, end], 1)
     return filled
+
+
+def document_numbers(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Return the number of each token's document, (T,) int64, the same on all ranks.
+
+    Args:
+        cu_seqlens: (N + 1,), where each document begins, and where the last ends; the same on all
+            ranks, or a DTensor.
+        length: T, tokens of the whole sequence. Those behind the last document are one more.
+    """
+    whole = cu_seqlens.full_tensor() if isinstance(cu_seqlens, DTensor) else cu_seqlens
+    positions = torch.arange(length, device=whole.device, dtype=whole.dtype)
+    return torch.searchsorted(whole[1:].contiguous(), positions, right=True)
 
 
 def _refusal(expected: str, got: str, remedy: str) -> InvalidArgument:

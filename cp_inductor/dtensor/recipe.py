@@ -20,8 +20,9 @@ from cp_inductor.dtensor.machines import machine_of, machine_text
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import UnevenSequence
 from cp_inductor.flags import AUTO
-from cp_inductor.plan import Grid, Machine, Payload, Recipe, forward_plan, resolve
+from cp_inductor.plan import Machine, Payload, Recipe, forward_plan, resolve
 from cp_inductor.plan.checks import MAX_LENGTH, check_count
+from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.plan.ir import Shape
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.sizes import is_demanded, is_number, size_hint
@@ -67,11 +68,7 @@ class PlanOptions:
 
     @staticmethod
     def read(options: Mapping[str, Any]) -> tuple[PlanOptions, dict[str, Any]]:
-        """Return the plan_options from flags and options, and all options that are not part of it.
-
-        Raises:
-            InvalidArgument: a number is impossible.
-        """
+        """Return the plan_options from flags and options, and all other options."""
         no_options = ("device", "capability", "lengths", "can_keep")
         names = [field.name for field in fields(PlanOptions) if field.name not in no_options]
         own = {name: options.get(name, getattr(config, name, None)) for name in names}
@@ -107,17 +104,11 @@ def make_recipe(
     """Return the resolved recipe of an attention, the same on all ranks.
 
     Args:
-        plan_options: what the user asked for.
-        axis: the axis that shards the sequence.
+        plan_options, axis: what the user asked for; the axis that shards the sequence.
         query, key: (B, H, S, D), (B, G, T, D): DTensors, or this rank's shards.
         rule: which pairs exist; see `cp_inductor.mask.rule`.
         dtype: in which the attention is computed and its data is moved.
         site: for errors.
-
-    Raises:
-        UnevenSequence: a length that `mark_dynamic` was called for does not divide by the ranks,
-            or the length of a plain shard is not its rank's part of ``seq_len``.
-        UnsupportedStrategy: the strategy does not fit.
     """
     query_length, key_length = whole_lengths(plan_options, axis, query, key, site=site)
     # What is empty under other rules depends on lengths: those are constants of the graph.
@@ -162,15 +153,14 @@ def lengths_at_run_time(
 
     Dynamic lengths stay so, and need not divide by the ranks.
     """
-    lengths = []
-    for name, tensor in (("query", query), ("key", key)):
+
+    def length_of(tensor: Tensor, name: str) -> int | SymInt:
         length = tensor.shape[SEQUENCE_DIM]
         if not isinstance(length, SymInt):
-            length = _whole_length(tensor, name, axis, plan_options, site)
-        elif not isinstance(tensor, DTensor):
-            length = length * axis.world_size
-        lengths.append(length)
-    return lengths[0], lengths[1]
+            return _whole_length(tensor, name, axis, plan_options, site)
+        return length if isinstance(tensor, DTensor) else length * axis.world_size
+
+    return length_of(query, "query"), length_of(key, "key")
 
 
 def shape_on_rank(query: Tensor, key: Tensor, dtype: torch.dtype) -> Shape:
@@ -198,36 +188,24 @@ def _whole_length(
                 f" {-(-length // axis.world_size) * axis.world_size}",
             )
         return size_hint(length)
-    if plan_options.seq_len is None:
-        return _length_of_region(length, name, axis, plan_options, site)
-    grid = Grid(axis.world_size, 1, plan_options.seq_len, plan_options.seq_len)
-    expected = grid.local_length(axis.rank, of_keys=False)
-    if length != expected:
-        raise UnevenSequence(
-            site=site,
-            expected=f"{expected} of {plan_options.seq_len} tokens on rank {axis.rank} of"
-            f" {axis.name}",
-            got=f"a {name} of {size_hint(length)} tokens",
-            remedy="shard the sequence as torch.chunk does, or correct options['seq_len']",
-        )
-    return plan_options.seq_len
-
-
-def _length_of_region(
-    length: int | torch.SymInt, name: str, axis: SequenceAxis, plan_options: PlanOptions, site: str
-) -> int:
-    known = whole_of_shard(plan_options.lengths, axis.world_size, axis.rank)
+    named = plan_options.seq_len
+    if named is None:
+        remedy = "pass a buffer of each length to context_parallel"
+        known = whole_of_shard(plan_options.lengths, axis.world_size, axis.rank)
+    else:
+        remedy = "shard the sequence as torch.chunk does, or correct options['seq_len']"
+        known = {shard_lengths(named, axis.world_size)[axis.rank]: named}
     if not known:
         return size_hint(length) * axis.world_size
     for shard, whole in known.items():
         if length == shard:
             return whole
+    parts = " or ".join(f"{shard} of {whole}" for shard, whole in known.items())
     raise UnevenSequence(
         site=site,
-        expected=f"a shard of {' or '.join(map(str, known))} tokens, from sequences of"
-        f" {plan_options.lengths}",
+        expected=f"{parts} tokens on rank {axis.rank} of {axis.name}",
         got=f"a {name} of {size_hint(length)} tokens",
-        remedy="pass a buffer of each length to context_parallel",
+        remedy=remedy,
     )
 
 

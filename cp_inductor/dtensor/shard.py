@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from cp_inductor.dtensor.axis import hold_sequences_along
 from cp_inductor.dtensor.limits import check_mesh, dim_of, refuse_empty
 from cp_inductor.dtensor.rules import register_rules
-from cp_inductor.dtensor.sequence_meshes import hold_sequences_along
 from cp_inductor.dtensor.wrap import whole_tensor, wrap_whole
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.trust.agreement import note_batch

@@ -33,8 +33,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parameter import is_lazy
 
+from cp_inductor.dtensor.axis import hold_sequences_along
 from cp_inductor.dtensor.rules import register_rules
-from cp_inductor.dtensor.sequence_meshes import hold_sequences_along
 from cp_inductor.errors import (
     InvalidArgument,
     UnsupportedAttention,

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_inductor.dtensor.limits import check_mesh, dim_of
-from cp_inductor.dtensor.permuted import may_be_permuted, refuse_permuted, refuse_two_contexts
+from cp_inductor.dtensor import limits
 from cp_inductor.dtensor.wrap import whole_tensor, wrap_shard
 from cp_inductor.errors import InvalidArgument, UnsupportedBuffer, UnsupportedPlacement
 from cp_inductor.plan.grid import shard_lengths
@@ -71,7 +70,7 @@ class context_parallel(ContextDecorator):  # noqa: N801
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: set[Tensor] | None = None,
     ) -> None:
-        check_mesh(mesh, site=SITE)
+        limits.check_mesh(mesh, site=SITE)
         _check(buffers, buffer_seq_dims, no_restore_buffers)
         self.mesh = mesh
         self.buffers = tuple(buffers or ())
@@ -93,9 +92,9 @@ class context_parallel(ContextDecorator):  # noqa: N801
                     lengths.append(buffer.shape[dim])
                     cut[id(buffer)] = (buffer, dim, buffer.data)
             if cut:
-                refuse_two_contexts(SITE)
+                limits.refuse_two_contexts(SITE)
             region = SequenceRegion(self.mesh, lengths, buffers=[*cut.values()])
-            stack.enter_context(torchs_load_balance(not cut and may_be_permuted()))
+            stack.enter_context(torchs_load_balance(not cut and limits.may_be_permuted()))
             for place in places:
                 stack.enter_context(self._sharded(place))
             stack.enter_context(self._unwritten(places))
@@ -221,7 +220,7 @@ def context_parallel_unshard(
         InvalidArgument: there is no mesh of one axis; or not a dim for each buffer.
     """
     site = "context_parallel_unshard"
-    check_mesh(mesh, site=site)
+    limits.check_mesh(mesh, site=site)
     if len(buffers) != len(seq_dims):
         raise InvalidArgument(
             site=site,
@@ -229,7 +228,7 @@ def context_parallel_unshard(
             got=f"{len(seq_dims)} dims for {len(buffers)} buffers",
             remedy="pass the sequence dim of each buffer",
         )
-    dims = [dim_of(*pair, site=site) for pair in zip(buffers, seq_dims, strict=True)]
+    dims = [limits.dim_of(*pair, site=site) for pair in zip(buffers, seq_dims, strict=True)]
     if load_balancer is not None:
         raise UnsupportedPlacement(
             site=site,
@@ -237,7 +236,7 @@ def context_parallel_unshard(
             got=f"a {type(load_balancer).__name__}",
             remedy="gather what torch has permuted by torch's own context_parallel_unshard",
         )
-    refuse_permuted(
+    limits.refuse_permuted(
         site,
         remedy="gather them by torch's own context_parallel_unshard, or call this inside"
         " context_parallel; if they are in order, pass load_balancer=None to torch's"

@@ -1,7 +1,7 @@
 """torch's own context parallelism in the same process: whose shards, whose handlers, in what order.
 
 torch permutes batches by default (head-tail), and says so in flags of the process; see
-`cp_inductor.dtensor.permuted` for what of that can be known, and is refused.
+`cp_inductor.dtensor.limits` for what of that can be known, and is refused.
 """
 
 from __future__ import annotations

@@ -34,15 +34,14 @@ from cp_inductor.dtensor.axis import (
     axis_of_tensors,
     batch_and_heads,
     from_local_like,
+    hold_sequences_along,
     is_sequence_sharded,
     local_part,
     roles_of,
     seed_of_shard,
 )
-from cp_inductor.dtensor.limits import check_attention, refuse_both_masks
-from cp_inductor.dtensor.permuted import refuse_permuted
+from cp_inductor.dtensor.limits import check_attention, refuse_both_masks, refuse_permuted
 from cp_inductor.dtensor.recipe import PlanOptions, make_recipe
-from cp_inductor.dtensor.sequence_meshes import hold_sequences_along
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.mask.language import CAUSAL, FULL
@@ -76,40 +75,35 @@ PLACED = ROWS | {"logsumexp", "grad_out", "grad_out_"}
 
 
 def register_dtensor_attention() -> None:
-    """Register the handlers of attention along a sharded sequence.
+    """Register the handlers of attention along a sharded sequence; again, nothing changes.
 
-    The handlers hold for the whole process; a second call changes nothing. Handlers that others
-    have registered for these ops stay in place, such as those of torch's context parallelism while
-    its dispatcher is on (on CUDA).
+    Those of torch's context parallelism stay in place while its dispatcher is on (on CUDA).
     """
-    for op in FORWARD_OPS:
-        register_dtensor_handler(op, _handle_forward)
-    for op in BACKWARD_OPS:
-        register_dtensor_handler(op, _handle_backward)
+    for forward, backward in zip(FORWARD_OPS, BACKWARD_OPS, strict=True):
+        register_dtensor_handler(forward, _handle_forward)
+        register_dtensor_handler(backward, _handle_backward)
     op = varlen_op()
     if op is not None:
         register_dtensor_handler(op, _handle_varlen)
     register_dtensor_handler(flex_attention_op(), _handle_flex)
 
 
-def _handle_forward(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _handle_forward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     """Handle a forward op: run the plan's part of this rank, or that of its batch and heads."""
     bound = bind_arguments(op, args, kwargs)
-    query, key, value = bound["query"], bound["key"], bound["value"]
+    query, *_ = tensors = [bound[side] for side in SIDES]
     site = _site(op)
     if isinstance(query, DTensor) and query.device_mesh.get_coordinate() is None:
         return _shapes_of(op, query, bound)
     is_propagating = isinstance(query, DTensor) and is_propagating_shapes(query.to_local())
     axis = None
     try:
-        axis = axis_of_tensors(query, key, value, site=site)
+        axis = axis_of_tensors(*tensors, site=site)
         if axis is None:
             return _attend_within_ranks(op, bound)
         if is_propagating and _mask_of(bound) is not None:
             # Dynamo only asks for shapes. What the mask is, the graph pass reads.
-            return _shapes_of(op, _placed_alike(query, key, value, site=site)[0], bound)
+            return _shapes_of(op, _placed_alike(*tensors, site=site)[0], bound)
         if bound["dropout_p"]:
             raise UnsupportedAttention(
                 site=site,
@@ -117,8 +111,9 @@ def _handle_forward(
                 got=f"dropout_p={bound['dropout_p']}",
                 remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
             )
-        plan_options = _plan_options(site)
-        this, sides, local, extras = _prepare_kernel(op, bound, plan_options)
+        refuse_permuted(site)
+        call = (_mask_of(bound), 0.0, bound["is_causal"], bound["scale"])
+        this, sides, local, extras = _prepare(tensors, *call, dtype=query.dtype, site=site)
     except CPError as error:
         if is_propagating:
             # Let Dynamo go on: the graph pass will raise the same error, with the source line.
@@ -130,9 +125,8 @@ def _handle_forward(
         out, lse = attention(*local, extras, *this.arguments)
     else:
         line = f"{site} ({user_line()})"
-        agreement = agreed(
-            this, local[0], local[1], extras, site=site, has_grad=torch.is_grad_enabled()
-        )
+        has_grad = torch.is_grad_enabled()
+        agreement = agreed(this, local[0], local[1], extras, site=site, has_grad=has_grad)
         with agreement, named_steps(this, "forward", line):
             out, lse = run_forward(this, *local, *extras)
         site = line
@@ -166,7 +160,7 @@ def _handle_flex(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise error
 
 
-def _handle_varlen(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _handle_varlen(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     """Tell Dynamo the shapes of varlen_attn on sharded tokens; refuse it in eager code."""
     query = bind_arguments(op, args, kwargs)["query"]
     placements = query.placements if isinstance(query, DTensor) else ()
@@ -187,9 +181,7 @@ def _handle_varlen(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     )
 
 
-def _handle_backward(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _handle_backward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     """Handle a backward op, for the attention that `_handle_forward` computed."""
     bound = bind_arguments(op, args, kwargs)
     tensors = tuple(bound[side] for side in SIDES)
@@ -205,7 +197,8 @@ def _handle_backward(
     # must not change that choice.
     chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
     with chosen if tensors[0].device.type == "cpu" else nullcontext():
-        this, sides, local, extras = _prepare_kernel(op, bound, _flags())
+        call = (_mask_of(bound), 0.0, bound["is_causal"], bound["scale"])
+        this, sides, local, extras = _prepare(tensors, *call, dtype=tensors[0].dtype, site=site)
     grad_out = bound["grad_out"] if "grad_out" in bound else bound["grad_out_"]
     grad_out = _placed(grad_out, sides[0].placements).to_local()
     if _is_traced(local[0]):
@@ -244,7 +237,7 @@ def _attend_within_ranks(op: torch._ops.OpOverload, bound: dict[str, Any]) -> An
     if not all(isinstance(tensor, DTensor) for tensor in tensors):
         mesh = next(t.device_mesh for t in bound.values() if isinstance(t, DTensor))
         if not are_plain_tensors_replicated():
-            return dispatch_as_dtensor(op, *_in_order(op, bound))  # which refuses
+            return _dispatch(op, bound)  # which refuses
         plain = [name for name in names if not isinstance(bound[name], DTensor)]
         bound |= {name: replicated(bound[name], mesh) for name in plain}
     placements = batch_and_heads(*(bound[side] for side in SIDES))
@@ -256,7 +249,7 @@ def _attend_within_ranks(op: torch._ops.OpOverload, bound: dict[str, Any]) -> An
         (rows,) = with_whole_rows(part) if name in ROWS else (part,)
         bound[name] = placed if rows is part else from_local_like(rows, placed)
     if op not in (FORWARD_OPS[0], BACKWARD_OPS[0]):
-        return dispatch_as_dtensor(op, *_in_order(op, bound))
+        return _dispatch(op, bound)
     local: dict[str, Any] = bound | {name: bound[name].to_local() for name in names}
     mask = bound["attn_mask"]
     if mask is not None:
@@ -268,15 +261,11 @@ def _attend_within_ranks(op: torch._ops.OpOverload, bound: dict[str, Any]) -> An
     return tuple(from_local_like(result, sides[0]) for result in results)
 
 
-def _in_order(
-    op: torch._ops.OpOverload, bound: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments as a call passes them: DTensor does not look at tensors passed by name."""
-    arguments = op._schema.arguments
-    return (
-        tuple(bound[argument.name] for argument in arguments if not argument.kwarg_only),
-        {argument.name: bound[argument.name] for argument in arguments if argument.kwarg_only},
-    )
+def _dispatch(op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
+    """Dispatch a call as DTensor does, which does not look at tensors passed by name."""
+    by_name = {it.name: bound[it.name] for it in op._schema.arguments if it.kwarg_only}
+    in_order = tuple(value for name, value in bound.items() if name not in by_name)
+    return dispatch_as_dtensor(op, in_order, by_name)
 
 
 def _placed_alike(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> list[DTensor]:
@@ -288,9 +277,8 @@ def _placed_alike(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> li
 
 def _placed(tensor: Tensor, placements: Sequence[Placement]) -> DTensor:
     assert isinstance(tensor, DTensor)
-    if tensor.placements == tuple(placements):
-        return tensor
-    return tensor.redistribute(placements=placements)
+    is_placed = tensor.placements == tuple(placements)
+    return tensor if is_placed else tensor.redistribute(placements=placements)
 
 
 def attend(
@@ -307,27 +295,17 @@ def attend(
 ) -> DTensor:
     """Compute SDPA along a sharded sequence in eager code, with a mask or dropout if wanted.
 
-    A learned bias, that is, a mask that requires a gradient, is not supported.
-
     Args:
         query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D), sharded along the sequence.
-        attn_mask: a bool mask (True: the pair exists), or numbers that are added to the scores.
-            Broadcasts to (B, H, S, T), where S and T count the whole sequence. A DTensor, or a
-            plain tensor that is the same on every rank. Each rank reads the rows of its queries.
-        dropout_p: the probability of dropout. The seed is drawn from torch's generator, which must
-            be in the same state on every rank.
-        is_causal: query i attends to keys 0 to i; not together with attn_mask.
-        scale: multiplies the scores; None means 1 / sqrt(D).
-        enable_gqa: G may be less than H.
+        attn_mask: a bool mask (True: the pair exists), or numbers that are added to the scores,
+            without a gradient. Broadcasts to (B, H, S, T) of the whole sequence. A DTensor, or a
+            plain tensor that is the same on every rank, which reads the rows of its queries.
+        dropout_p, is_causal, scale, enable_gqa: as of SDPA. The seed of dropout is drawn from
+            torch's generator, which must be in the same state on every rank.
         like: the original query, if its placements also shard batch or heads; used by dropout.
 
     Returns:
         (B, H, S, D), placed like query, in query's dtype or that of autocast.
-
-    Raises:
-        UnsupportedAttention: the mask does not fit or requires a gradient, or the heads do not fit.
-        UnsupportedKernel: no kernel supports the device, dtype or head dim.
-        UnsupportedStrategy: `config.strategy` does not support this mask.
     """
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise UnsupportedAttention(
@@ -338,71 +316,42 @@ def attend(
         )
     device = query.device.type
     is_cast = torch.is_autocast_enabled(device)
-    sides = _placed_alike(query, key, value, site=EAGER)
-    this, tensors, extras = _prepare(
-        sides,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        dtype=torch.get_autocast_dtype(device) if is_cast else query.dtype,
-        plan_options=_plan_options(EAGER),
-        site=EAGER,
-        like=like,
-    )
+    refuse_permuted(EAGER)
+    dtype = torch.get_autocast_dtype(device) if is_cast else query.dtype
+    sides, call = (query, key, value), (attn_mask, dropout_p, is_causal, scale)
+    this, placed, tensors, extras = _prepare(sides, *call, dtype=dtype, site=EAGER, like=like)
     has_grad = torch.is_grad_enabled()
     with agreed(this, tensors[0], tensors[1], extras, site=EAGER, has_grad=has_grad):
         out: Tensor = _AttendWithGradient.apply(this, *tensors, *extras)
-    return from_local_like(out, sides[0])
+    return from_local_like(out, placed[0])
 
 
-def _prepare_kernel(
-    op: torch._ops.OpOverload, bound: dict[str, Any], plan_options: PlanOptions
-) -> tuple[Attention, list[DTensor], list[Tensor], list[Tensor]]:
-    """Return the attention that a kernel's arguments ask for, on what, and what `_prepare` does."""
-    sides = _placed_alike(*(bound[side] for side in SIDES), site=_site(op))
-    this, local, extras = _prepare(
-        sides,
-        _mask_of(bound),
-        0.0,
-        bound["is_causal"],
-        scale=bound["scale"],
-        dtype=sides[0].dtype,
-        plan_options=plan_options,
-        site=_site(op),
-    )
-    return this, sides, local, extras
-
-
-def _mask_of(bound: dict[str, Any]) -> Tensor | None:
+def _mask_of(bound: dict[str, Any]) -> Any:
     """Return what a kernel adds to the scores, by the name that the kernel has for it."""
-    mask: Tensor | None = bound.get("attn_mask", bound.get("attn_bias"))
-    return mask
+    return bound.get("attn_mask", bound.get("attn_bias"))
 
 
 def _prepare(
-    sides: Sequence[DTensor],
+    tensors: Sequence[Tensor],
     attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
-    *,
     scale: float | None,
+    *,
     dtype: torch.dtype,
-    plan_options: PlanOptions,
     site: str,
     like: Tensor | None = None,
-) -> tuple[Attention, list[Tensor], list[Tensor]]:
-    """Return an attention, its local query, key and value, and what else it reads.
+) -> tuple[Attention, list[DTensor], list[Tensor], list[Tensor]]:
+    """Return an attention, its query, key and value placed alike and local, and what else it reads.
 
     Args:
-        sides: query, key and value, placed alike.
-        dtype: in which the attention is computed.
+        tensors: query, key and value.
         attn_mask, dropout_p, is_causal, scale, like: as for `attend`.
-        plan_options: what the user asked for.
+        dtype: in which the attention is computed.
         site: for errors.
     """
-    query, key, value = sides
-    axis = axis_of_tensors(query, key, value, site=site)
+    query, key, _ = sides = _placed_alike(*tensors, site=site)
+    axis = axis_of_tensors(*sides, site=site)
     assert axis is not None
     hold_sequences_along(query.device_mesh, axis.group_name)
     check_attention(query=query, key=key, site=site)
@@ -425,9 +374,11 @@ def _prepare(
         extras.append(seed_of_shard(seed, query if like is None else like))
 
     kernel, _ = choose_kernel(*local, dtype=dtype, site=site, has_bias=attn_mask is not None)
-    recipe = make_recipe(plan_options, axis, query, key, rule=rule.format(), dtype=dtype, site=site)
+    # SDPA's own op saves only its results: nothing of what was fetched.
+    flags = replace(PlanOptions.read({})[0], can_keep=False)
+    recipe = make_recipe(flags, axis, query, key, rule=rule.format(), dtype=dtype, site=site)
     this = Attention(recipe, axis.rank, scale, kernel, axis.group_name, dropout_p)
-    return this, local, extras
+    return this, sides, local, extras
 
 
 class _AttendWithGradient(torch.autograd.Function):
@@ -462,13 +413,11 @@ run_uncompiled(_AttendWithGradient.backward)
 
 def _check_mask(mask: Tensor, query: DTensor, key: DTensor, *, is_causal: bool, site: str) -> None:
     """Raise unless a mask fits the scores (B, H, S, T)."""
-    sizes = (*query.shape[:3], key.shape[2])
-    fits = 2 <= mask.ndim <= 4 and all(
-        given in (1, size) for given, size in zip(mask.shape[::-1], sizes[::-1], strict=False)
-    )
     if is_causal:
         refuse_both_masks(site, mask)
-    if not fits:
+    sizes = (*query.shape[:3], key.shape[2])
+    pairs = zip(mask.shape[::-1], sizes[::-1], strict=False)
+    if not 2 <= mask.ndim <= 4 or any(length not in (1, size) for length, size in pairs):
         raise UnsupportedAttention(
             site=site,
             expected=f"an attn_mask that broadcasts to {sizes}",
@@ -487,17 +436,6 @@ def _check_mask(mask: Tensor, query: DTensor, key: DTensor, *, is_causal: bool, 
 def _is_traced(local: Tensor) -> bool:
     """Whether the call is being traced, so that the graph must contain the op itself."""
     return type(local) is not Tensor or torch.compiler.is_compiling()
-
-
-def _plan_options(site: str) -> PlanOptions:
-    """Return the flags, of shards that are in order."""
-    refuse_permuted(site)
-    return _flags()
-
-
-def _flags() -> PlanOptions:
-    """Return the flags, without keeping fetched data: SDPA's own op saves only its results."""
-    return replace(PlanOptions.read({})[0], can_keep=False)
 
 
 def _site(op: torch._ops.OpOverload) -> str:

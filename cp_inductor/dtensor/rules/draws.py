@@ -20,18 +20,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cp_inductor.dtensor.axis import holds_sequences
 from cp_inductor.dtensor.rules.partials import make_whole, part_of
-from cp_inductor.dtensor.sequence_meshes import holds_sequences
 from cp_inductor.dtensor.wrap import is_whole, whole_tensor, wrap_parts
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,
     has_generator_of_mesh,
     ops_that_draw,
-    register_dtensor_handler,
     replicated,
     without_handler,
 )
@@ -49,13 +49,8 @@ FILLS = (
 )
 
 
-def draw_alike() -> None:
-    """Register the handlers; a second call changes nothing."""
-    for op in (*OF_VALUES, *FILLS, *ops_that_draw()):
-        register_dtensor_handler(op, _draw)
-
-
-def _draw(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def draw(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """Draw as one process does over what is sharded, and as the first rank over what is whole."""
     bound = bind_arguments(op, args, kwargs)
     of: Any = next(value for value in bound.values() if isinstance(value, DTensor))
     mesh = of.device_mesh
@@ -71,7 +66,7 @@ def _draw(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     else:
         return without_handler(op, args, kwargs)
     if is_compared:
-        for tensor in drawn if isinstance(drawn, (tuple, list)) else (drawn,):
+        for tensor in pytree.tree_leaves(drawn):
             take_from_first(tensor)
     return args[0] if op._schema.is_mutable else drawn
 
@@ -122,20 +117,11 @@ def _axes_of_equals(tensor: DTensor) -> list[int]:
 def note_drawn(drawn: DTensor, number: int, site: str) -> DTensor:
     """Return a copy of what a graph draws over a DTensor, noted where it must be alike on ranks.
 
-    Args:
-        drawn: of any shape and placements.
-        number: of the draw in the program.
-        site: for errors.
+    The number is that of the draw in the program.
     """
     mesh = drawn.device_mesh
     local = drawn.to_local()
     for axis in _axes_of_equals(drawn):
         local = note_draw(local, number, site, mesh.get_group(axis).group_name)
-    return DTensor.from_local(
-        local,
-        mesh,
-        drawn.placements,
-        run_check=False,
-        shape=drawn.shape,
-        stride=drawn.stride(),
-    )
+    places, size, stride = drawn.placements, drawn.shape, drawn.stride()
+    return DTensor.from_local(local, mesh, places, run_check=False, shape=size, stride=stride)

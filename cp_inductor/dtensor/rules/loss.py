@@ -10,7 +10,7 @@ anywhere. DTensor also refuses shards of unequal length. For losses of elements 
 `huber_loss`, ...) it averages as well, with gradients that are too large by the number of ranks.
 
 A program may count on DTensor's average, and correct it by hand. So this module takes the mean over
-all tokens only where this library is used (`sequence_meshes`). Everything that is not a mean over
+all tokens only where this library is used (`dtensor/axis.py`). Everything that is not a mean over
 sharded tokens is always left to DTensor.
 
 `torch.distributed.tensor.parallel.loss_parallel` has its own handlers for a sharded vocabulary,
@@ -29,51 +29,26 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from cp_inductor.dtensor.axis import holds_sequences
 from cp_inductor.dtensor.rules.partials import make_whole
-from cp_inductor.dtensor.sequence_meshes import holds_sequences
 from cp_inductor.dtensor.wrap import is_whole, whole_tensor, wrap_whole
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.dtensor import (
-    dispatch_as_dtensor,
-    handler_of_loss_parallel,
-    register_dtensor_handler,
-)
+from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, handler_of_loss_parallel
 
 aten = torch.ops.aten
 
-FORWARD_OPS = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-BACKWARD_OPS = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
-
-# Losses of elements, forward and backward. All elements count alike.
-ELEMENT_OPS = (
-    *(aten.mse_loss.default, aten.mse_loss_backward.default),
-    *(aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default),
-    *(aten.huber_loss.default, aten.huber_loss_backward.default),
-    *(aten.soft_margin_loss.default, aten.soft_margin_loss_backward.default),
-    *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default),
-)
-
-# torch 2.13 averages the ranks' means of this loss, or does not trace its sum.
-WITH_LOGITS = aten.binary_cross_entropy_with_logits.default
+# Losses of elements. All elements count alike.
+_LOSSES = ["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"]
+ELEMENT_OPS = [getattr(aten, name).default for name in _LOSSES]
+ELEMENT_OPS += [getattr(aten, f"{name}_backward").default for name in _LOSSES]
 
 MEAN, SUM = 1, 2  # at::Reduction
-
-# (what `loss_parallel` computes the op by; the op; its arguments by name) -> the results, or None
-# to leave the op to those who would compute it otherwise.
-_Compute = Callable[[Any, torch._ops.OpOverload, dict[str, Any]], Any]
-
 # In the input of nll_loss, (N, C) or (N, C, ...).
 CLASS_DIM = 1
 
 
-def correct_losses() -> None:
-    """Take mean losses over all tokens: in what Dynamo traces for us, and along known sequences."""
-    for op in COMPUTED:
-        register_dtensor_handler(op, _handle, is_loss=True)
-
-
-def _handle(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute an op; or leave it to `loss_parallel` if that is on, and else to DTensor.
+def compute_loss(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """Compute a loss; or leave it to `loss_parallel` if that is on, and else to DTensor.
 
     No loss is partial, whoever computes it.
     """
@@ -133,22 +108,21 @@ def _sum_backward(
 
 
 def _mean_of_elements(_: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
-    mesh = _mesh_of_mean(bound)
-    if mesh is None:
+    sharded = _sharded_of(bound)
+    if bound["reduction"] != MEAN or not sharded or not holds_sequences(sharded[0].device_mesh):
         return None
     count = prod(torch.broadcast_shapes(bound["self"].shape, bound["target"].shape))
     if "grad_output" in bound:
-        return _sum_backward(op, bound, mesh, count)
+        return _sum_backward(op, bound, sharded[0].device_mesh, count)
     return _divided(dispatch_as_dtensor(op, _with_reduction(bound, SUM), {}), count)
 
 
 def _with_logits(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
     """Compute the loss of each element, by the formula of ATen (Loss.cpp), and reduce these."""
-    logits, target = bound["self"], bound["target"]
-    given = [one for one in (logits, target) if isinstance(one, DTensor)]
-    if parallel is not None or not any(map(_is_sharded, given)):
+    logits, target, sharded = bound["self"], bound["target"], _sharded_of(bound)
+    if parallel is not None or not sharded:
         return None
-    if bound["reduction"] == MEAN and not holds_sequences(given[0].device_mesh):
+    if bound["reduction"] == MEAN and not holds_sequences(sharded[0].device_mesh):
         return None
     of_ones = torch.nn.functional.logsigmoid(logits)
     if bound["pos_weight"] is not None:
@@ -162,18 +136,9 @@ def _with_logits(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]
     return total / losses.numel() if bound["reduction"] == MEAN else total
 
 
-def _is_sharded(tensor: DTensor) -> bool:
-    return any(place.is_shard() for place in tensor.placements)
-
-
-def _mesh_of_mean(bound: dict[str, Any]) -> DeviceMesh | None:
-    """Return the mesh over which to take a mean of elements; None to leave it to DTensor."""
-    if bound["reduction"] != MEAN:
-        return None
-    for tensor in (bound["self"], bound["target"]):
-        if isinstance(tensor, DTensor) and _is_sharded(tensor):
-            return tensor.device_mesh if holds_sequences(tensor.device_mesh) else None
-    return None
+def _sharded_of(bound: dict[str, Any]) -> list[DTensor]:
+    placed = [t for t in (bound["self"], bound["target"]) if isinstance(t, DTensor)]
+    return [t for t in placed if any(place.is_shard() for place in t.placements)]
 
 
 def _is_of_sharded_tokens(tensor: Tensor) -> bool:
@@ -186,9 +151,14 @@ def _with_reduction(bound: dict[str, Any], reduction: int) -> tuple[Any, ...]:
     return tuple((bound | {"reduction": reduction}).values())
 
 
-COMPUTED: dict[torch._ops.OpOverload, _Compute] = {
-    **dict.fromkeys(FORWARD_OPS, _mean_loss),
-    **dict.fromkeys(BACKWARD_OPS, _mean_loss_backward),
+# (what `loss_parallel` computes the op by; the op; its arguments by name) -> the results, or None
+# to leave the op to those who would compute it otherwise.
+COMPUTED: dict[Any, Callable[[Any, torch._ops.OpOverload, dict[str, Any]], Any]] = {
+    aten.nll_loss_forward.default: _mean_loss,
+    aten.nll_loss2d_forward.default: _mean_loss,
+    aten.nll_loss_backward.default: _mean_loss_backward,
+    aten.nll_loss2d_backward.default: _mean_loss_backward,
     **dict.fromkeys(ELEMENT_OPS, _mean_of_elements),
-    WITH_LOGITS: _with_logits,
+    # torch 2.13 averages the ranks' means of this loss, or does not trace its sum.
+    aten.binary_cross_entropy_with_logits.default: _with_logits,
 }

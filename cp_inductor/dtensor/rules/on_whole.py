@@ -22,8 +22,6 @@ rules for indices that are masks, for reductions over an empty list of dims, for
 uneven shards, for convolutions along a sharded dim, for a gather along a dim of which a rank has no
 elements, for gradients of a table that are divided by how often a row was looked up, and for ops
 that change shapes in place. Other rules claim strides that the results do not have.
-
-The functions are registered once a model is parallelized or a backend of this library is loaded.
 """
 
 from __future__ import annotations
@@ -100,22 +98,16 @@ def compute_on_whole() -> None:
     for op in NAMES:
         register_dtensor_handler(op, lambda op, args, kwargs: NAMES[op](*args, **kwargs))
     register_dtensor_handler(aten.as_strided.default, _as_strided)
-    for op, is_right in HANDLED.items():
+    for op in HANDLED:
         before = dtensor_handler(op)
-        if not isinstance(before, _IfRight):
-            register_dtensor_handler(op, _IfRight(before, is_right))
+        _torchs.setdefault(op, without_handler if before is dispatch_as_dtensor else before)
+        register_dtensor_handler(op, _if_right)
 
 
-class _IfRight:
-    """Calls what torch has for an op, for calls whose result it gets right."""
-
-    def __init__(self, before: Any, is_right: Callable[[dict[str, Any]], bool]) -> None:
-        self.before, self.is_right = before, is_right
-
-    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_right = self.is_right(bind_arguments(op, args, kwargs))
-        before = without_handler if self.before is dispatch_as_dtensor else self.before
-        return (before if is_right else run_on_whole)(op, args, kwargs)
+def _if_right(op: Any, args: Any, kwargs: Any) -> Any:
+    """Call what torch has for an op, if it gets the call right."""
+    is_right = HANDLED[op](bind_arguments(op, args, kwargs))
+    return (_torchs[op] if is_right else run_on_whole)(op, args, kwargs)
 
 
 def _is_found_in_parts(bound: dict[str, Any]) -> bool:
@@ -154,7 +146,7 @@ def _is_convolved_in_parts(bound: dict[str, Any]) -> bool:
 
 
 # Ops for which torch has a rule that is wrong at times => whether it is right for a call.
-HANDLED = {
+HANDLED: dict[Any, Callable[[dict[str, Any]], bool]] = {
     aten.argmax.default: _is_found_in_parts,
     aten.argmin.default: _is_found_in_parts,
     aten.convolution.default: _is_convolved_in_parts,
@@ -163,6 +155,8 @@ HANDLED = {
     # It draws for elements below 0 alone.
     aten.rrelu_with_noise.default: lambda bound: not bound["training"],
 }
+# What torch calls for them.
+_torchs: dict[Any, Callable[..., Any]] = {}
 
 
 def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -189,7 +183,8 @@ def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _is_misjudged(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
     if op in INDEXED:
-        return any(_is_mask(index) for index in args[1])
+        masks = (torch.bool, torch.uint8)
+        return any(getattr(index, "dtype", None) in masks for index in args[1])
     is_known = op in PIXELS or op in LAID_LIKE_INPUT or torch.Tag.inplace_view in op.tags
     return is_known or _place_of_no_dims(op, args) is not None or _lacks_elements(op, args)
 
@@ -211,10 +206,6 @@ def _lacks_elements(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     ranks = prod(size for place, size in sizes if place == along)
     return bool((ranks - 1) * -(-length // ranks) >= length)
-
-
-def _is_mask(index: object) -> bool:
-    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def run_on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -290,47 +281,30 @@ def _tell(op: torch._ops.OpOverload, given: Sequence[DTensor]) -> None:
 @cache
 def _tell_once(op: torch._ops.OpOverload, num_bytes: int) -> None:
     log.info(
-        "%s (%s): DTensor has no sharding rule for it, so every rank gathers its inputs, %s bytes,"
-        " and computes all of it",
-        op,
-        user_line(),
-        f"{num_bytes:,}",
+        f"{op} ({user_line()}): DTensor has no sharding rule for it, so every rank gathers its"
+        f" inputs, {num_bytes:,} bytes, and computes all of it"
     )
 
 
-def _wrapped(
-    op: torch._ops.OpOverload,
-    results: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    given: Sequence[DTensor],
-) -> Any:
+def _wrapped(op: Any, results: Any, args: Any, kwargs: Any, given: Sequence[DTensor]) -> Any:
     """Return the results of an op on whole tensors as DTensors."""
+    mesh = given[0].device_mesh
     if op._schema._is_view_op():
-        whole = pytree.tree_map_only(
-            Tensor, lambda one: replicated(one, given[0].device_mesh), results
-        )
+        whole = pytree.tree_map_only(Tensor, lambda result: replicated(result, mesh), results)
         return as_view(op, args, kwargs, whole)
+    # What it was given and returns.
+    bound = bind_arguments(op, args, kwargs)
+    aliases = [(it.alias_info, bound[it.name]) for it in op._schema.arguments if it.alias_info]
     many = results if isinstance(results, tuple) else (results,)
     wrapped = []
     for result, returned in zip(many, op._schema.returns, strict=False):
-        if returned.alias_info is not None and returned.alias_info.is_write:
-            result = _argument_of(op, returned.alias_info, args, kwargs)
+        alias = returned.alias_info
+        if alias is not None and alias.is_write:
+            result = next(it for info, it in aliases if info.before_set == alias.before_set)
         else:
             result = pytree.tree_map_only(Tensor, lambda one: _sharded_like(one, given, op), result)
         wrapped.append(result)
     return tuple(wrapped) if isinstance(results, tuple) else wrapped[0] if wrapped else None
-
-
-def _argument_of(
-    op: torch._ops.OpOverload, alias: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Return the argument that an op returns."""
-    for place, argument in enumerate(op._schema.arguments):
-        info = argument.alias_info
-        if info is not None and info.before_set == alias.before_set:
-            return args[place] if place < len(args) else kwargs[argument.name]
-    raise AssertionError(op)
 
 
 def _sharded_like(whole: Tensor, given: Sequence[DTensor], op: torch._ops.OpOverload) -> DTensor:

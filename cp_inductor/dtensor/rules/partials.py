@@ -1,9 +1,11 @@
-"""Make a partial whole where it is made, unless only linear ops can meet it.
+"""Make a partial whole where it is made, unless only linear ops can meet it; read whole numbers.
 
     n = (labels != -100).sum()      labels (B, S) [Shard(1)]: n is DTensor () [Partial(sum)]
       =>                            n is DTensor () [Replicate]: summed at once
     x.norm(dim=1), x.amax(1)        likewise, of [Partial(norm)], [Partial(max)]
     w.T @ x                         stays [Partial(sum)]: a sum that DTensor's rules take further
+    n.item(), if mask.all(): ...    all ranks read the number of the whole
+    x[:, 3, 0].tolist()             reads what all ranks gather
 
 Each rank of a partial holds a part of the number: a summand, or the largest of its own tokens. Code
 that reads the number, writes to it, or adds up norms acts on the part. DTensor (torch 2.13 to 2.15)
@@ -15,6 +17,12 @@ write to such a partial is computed on the whole, unless it is linear: see `writ
 
 One all-reduce of a reduced tensor for each, which says of maxima where they are NaN. DTensor has
 one at the first op that is not linear.
+
+A rank that reads only its own part divides its loss by its own count, or takes another branch than
+the others, and then waits for them for ever. All ways in which Python reads a number go through one
+op (`item`, `int`, `bool`, `if`, an index, a format), in eager code and in graphs, where the sum
+over ranks stands. `tolist` and `numpy` read memory, which torch refuses for every DTensor: eager
+code reads a copy of the whole. All ranks must ask for it, as they run the same program.
 """
 
 from __future__ import annotations
@@ -26,13 +34,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from cp_inductor.dtensor.sequence_meshes import holds_sequences
-from cp_inductor.dtensor.wrap import wrap_shard
-from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, replicated
+from cp_inductor.dtensor.axis import holds_sequences
+from cp_inductor.dtensor.wrap import whole_tensor, wrap_shard
+from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, replicated, without_handler
 from cp_inductor.torch_private.modes import is_in_backward
 
 aten = torch.ops.aten
-
+ITEM = aten._local_scalar_dense.default
 # Sums over a sharded dim of what they multiply.
 PRODUCTS = (
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
@@ -48,42 +56,29 @@ def is_partial(tensor: DTensor) -> bool:
 
 def make_whole(tensor: DTensor) -> DTensor:
     """Return a partial as every rank's own; sharded dims stay sharded."""
-    extremes = {place.reduce_op for place in tensor.placements if isinstance(place, Partial)}
-    if tensor.is_floating_point() and extremes & {"max", "min"}:
-        return _whole_extreme(tensor, is_max="max" in extremes)
-    return _reduced(tensor)
-
-
-def _reduced(tensor: DTensor) -> DTensor:
+    mesh = tensor.device_mesh
     places = [Replicate() if place.is_partial() else place for place in tensor.placements]
-    return tensor.redistribute(placements=places)
-
-
-def _whole_extreme(tensor: DTensor, *, is_max: bool) -> DTensor:
-    """Return the maximum, or minimum, of all ranks: NaN where a rank has one.
-
-    An all-reduce may drop a NaN (gloo, NCCL). So it is told of as a second row of the same one.
-    """
-    limit, sign = (-torch.inf, 1) if is_max else (torch.inf, -1)
+    extremes = {place.reduce_op for place in tensor.placements if isinstance(place, Partial)}
+    if not tensor.is_floating_point() or not extremes & {"max", "min"}:
+        return tensor.redistribute(placements=places)
+    # An all-reduce may drop a NaN (gloo, NCCL), so a second row of the same one tells of it.
+    limit, sign = (-torch.inf, 1) if "max" in extremes else (torch.inf, -1)
     local = tensor.to_local()
     rows = torch.stack([local.masked_fill(local.isnan(), limit), sign * local.isnan().to(local)])
-    places = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in tensor.placements]
-    mesh = tensor.device_mesh
-    both = _reduced(wrap_shard(rows, mesh, places, (2, *tensor.shape)))
+    of_rows, reduced = (
+        [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in row]
+        for row in (tensor.placements, places)
+    )
+    both = wrap_shard(rows, mesh, of_rows, (2, *tensor.shape)).redistribute(placements=reduced)
     extreme, is_nan = both.to_local()
-    whole = extreme.masked_fill(is_nan != 0, torch.nan)
-    places = [Replicate() if place.is_partial() else place for place in tensor.placements]
-    return wrap_shard(whole, mesh, places, tensor.shape)
+    return wrap_shard(extreme.masked_fill(is_nan != 0, torch.nan), mesh, places, tensor.shape)
 
 
 def part_of(whole: Tensor, like: DTensor) -> Tensor:
     """Return what this rank holds of a tensor that is placed like another.
 
-    Of a sum the first rank holds all, so that nothing is rounded.
-
-    Args:
-        whole: plain, alike on all ranks.
-        like: a DTensor of the same shape, which may be partial.
+    The tensor is plain, alike on all ranks, and of the shape of the other, which may be partial. Of
+    a sum the first rank holds all, so that nothing is rounded.
     """
     mesh, places = like.device_mesh, list(like.placements)
     sums = [axis for axis, place in enumerate(places) if place.is_partial() and _is_sum(place)]
@@ -98,11 +93,8 @@ def makes_parts(op: torch._ops.OpOverload, args: tuple[Any, ...], output_spec: A
     """Whether what DTensor would return of an op is partial, and more than a sum that may stay.
 
     DTensor remembers its choice for all calls alike, so this does not depend on the mesh, which may
-    hold sequences later, nor on whether a backward runs: `compute_whole` asks for both.
-
-    Args:
-        op, args: of the call.
-        output_spec: DTensor's choice for it: a DTensorSpec, several, or none.
+    hold sequences later, nor on whether a backward runs: `compute_whole` asks for both. The choice
+    is a DTensorSpec, several, or none.
     """
     specs = output_spec if isinstance(output_spec, (tuple, list)) else (output_spec,)
     tensors = (leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, DTensor))
@@ -135,3 +127,15 @@ def compute_whole(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
 def _is_sum(place: Any) -> bool:
     # A norm's placement is derived from that of sums, which it is not.
     return place.reduce_op == "sum" and not hasattr(place, "norm_type")
+
+
+def whole_of_sequence(tensor: DTensor) -> Tensor | None:
+    """Return all of a tensor, where sequences lie; None to leave its memory to DTensor."""
+    return whole_tensor(tensor) if holds_sequences(tensor.device_mesh) else None
+
+
+def read_item(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """Read the number of the whole."""
+    if not holds_sequences(args[0].device_mesh):
+        return without_handler(op, args, kwargs)
+    return op(whole_tensor(args[0].detach()))

@@ -1,4 +1,9 @@
-"""Ops of which one thing is missing in DTensor: empty tensors in `cat`, pointwise ops.
+"""Ops of which one thing is missing in DTensor: `cumsum`, empty tensors in `cat`, pointwise ops.
+
+    cumsum(x (B, S) [Shard(1)], 1)
+      =>
+    own = cumsum(x's part, 1)
+    out = own + the sum of the last column of every rank before     (B, S) [Shard(1)]
 
     cat([tensor of shape (0,), keys (B, G, T, D) [Shard(2)]], dim=-2)  =>  keys, placed as they are
 
@@ -9,20 +14,29 @@ others have. DTensor (2.13 to 2.15) looks for the sharded dim in it, and fails.
 
 Rotary embeddings of some models (DeepSeek-V2, Llama 4) turn angles into complex numbers, and some
 activations have rules in the forward alone. In the backward of `polar` is a number without a hash.
+
+As `cumsum` are `cumprod`, `cummax` and `cummin`, whose indices are those of the whole. DTensor
+(2.13) gathers the whole of such a tensor on every rank. Here it gathers a column of each.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from cp_inductor.dtensor.wrap import whole_tensor, wrap_parts
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, register_dtensor_handler
+from cp_inductor.torch_private.dtensor import (
+    dispatch_as_dtensor,
+    register_dtensor_handler,
+    without_handler,
+)
 
 aten = torch.ops.aten
 
@@ -39,6 +53,8 @@ def complete_single_ops() -> None:
     """Register the handlers and the rules; a second call changes nothing."""
     register_dtensor_handler(aten.cat.default, _cat)
     register_dtensor_handler(aten.mul.Scalar, lambda op, args, kwargs: torch.mul(*args, **kwargs))
+    for op in ACCUMULATED:
+        register_dtensor_handler(op, _accumulate)
     for op in ALONE:
         register_sharding(op)(partial(_places, len(op._schema.returns)))
 
@@ -49,9 +65,7 @@ def _cat(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     rest = [tensor for tensor in given if tensor.shape != (0,)]
     if not rest or len(rest) == len(given):
         return dispatch_as_dtensor(op, args, kwargs)
-    dtype = given[0].dtype
-    for tensor in given[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in given))
     rest = [tensor.to(dtype) for tensor in rest]
     if len(rest) == 1:
         return rest[0].clone()  # DTensor would gather it first
@@ -81,3 +95,70 @@ def _place_of(tensor: Any, dim: int) -> Any:
     """Return the placement of a tensor if a dim of the result, counted from its end, is sharded."""
     is_broadcast = len(tensor.shape) < -dim or tensor.shape[dim] == 1
     return Replicate() if is_broadcast else Shard(len(tensor.shape) + dim)
+
+
+_Results = tuple[Tensor, ...]
+
+
+def _each(join: Callable[[Tensor, Tensor], Tensor], last: _Results, own: _Results) -> _Results:
+    return (join(last[0], own[0]),)
+
+
+def _further(is_further: Callable[[Tensor, Tensor], Tensor], last: _Results, own: _Results) -> Any:
+    """Choose values and their indices: the last of equal ones, and of those not numbers."""
+    is_own = own[0].isnan() | (is_further(own[0], last[0]) & ~last[0].isnan())
+    return tuple(torch.where(is_own, *pair) for pair in zip(own, last, strict=True))
+
+
+# What a rank makes of what those before it leave, and its own.
+ACCUMULATED: dict[Any, Callable[[_Results, _Results], _Results]] = {
+    aten.cumsum.default: partial(_each, torch.add),
+    aten.logcumsumexp.default: partial(_each, torch.logaddexp),
+    aten.cumprod.default: partial(_each, torch.mul),
+    aten.cummax.default: partial(_further, torch.ge),
+    aten.cummin.default: partial(_further, torch.le),
+}
+
+
+def _accumulate(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """Accumulate along a sharded dim, a column of every rank gathered; other dims as DTensor."""
+    bound = bind_arguments(op, args, kwargs)
+    tensor, dim = bound["self"], bound["dim"]
+    axis = _axis_of(tensor, dim)
+    if axis is None:
+        return without_handler(op, args, kwargs)
+    mesh, part, dim = tensor.device_mesh, tensor.to_local(), dim % tensor.ndim
+    found = op(part, *args[1:], **kwargs)
+    own = found if isinstance(found, tuple) else (found,)
+    rank, length = mesh.get_local_rank(axis), part.shape[dim]
+    if len(own) == 2:  # the second are indices
+        own = own[0], own[1] + rank * -(-tensor.shape[dim] // mesh.size(axis))
+    # Ranks without elements are the last, and no other reads what they send.
+    shape = (*part.shape[:dim], 1, *part.shape[dim + 1 :])
+    columns = [
+        values.narrow(dim, length - 1, 1) if length else values.new_zeros(shape) for values in own
+    ]
+    places: list[Any] = [Replicate()] * mesh.ndim
+    places[axis] = Shard(0)
+    parts = (column[None].contiguous() for column in columns)
+    wrapped = (DTensor.from_local(part, mesh, places, run_check=False) for part in parts)
+    before = list(zip(*(whole_tensor(column).unbind(0) for column in wrapped), strict=True))
+    joined = ACCUMULATED[op](reduce(ACCUMULATED[op], before[: max(rank, 1)]), own)
+    if not (rank and length):
+        # Every rank reads what it has gathered: where a compiled forward does not, torch's
+        # partitioner lets the backward of other ranks alone gather again.
+        always = torch.ones((), dtype=torch.bool, device=part.device)
+        joined = tuple(torch.where(always, *pair) for pair in zip(own, joined, strict=True))
+    outs = tuple(wrap_parts(out, mesh, tensor.placements, tensor.shape) for out in joined)
+    return outs if isinstance(found, tuple) else outs[0]
+
+
+def _axis_of(tensor: Any, dim: int) -> int | None:
+    """Return the one axis that shards a dim, if the others shard other dims or nothing."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
+        return None
+    if any(type(place) not in (Shard, Replicate) for place in tensor.placements):
+        return None
+    along = Shard(dim % max(tensor.ndim, 1))
+    axes = [axis for axis, place in enumerate(tensor.placements) if place == along]
+    return axes[0] if len(axes) == 1 else None

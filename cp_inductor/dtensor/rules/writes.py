@@ -12,9 +12,6 @@ that, Dynamo runs them on fake tensors, which have no values. DTensor cannot do 
 at all. A write changes no shape, so on fake tensors it may be left out.
 
 The same handlers refuse views of empty DTensors, for which torch would loop for ever.
-
-The handlers are registered once a backend of this library is loaded or a model is parallelized;
-until then, DTensor's table of handlers is unchanged.
 """
 
 from __future__ import annotations
@@ -30,10 +27,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cp_inductor.dtensor.axis import holds_sequences
 from cp_inductor.dtensor.limits import refuse_empty
 from cp_inductor.dtensor.rules.on_whole import run_on_whole
 from cp_inductor.dtensor.rules.partials import is_partial
-from cp_inductor.dtensor.sequence_meshes import holds_sequences
 from cp_inductor.dtensor.wrap import wrap_whole
 from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.source import user_line
@@ -47,7 +44,6 @@ from cp_inductor.torch_private.dtensor import (
     register_dtensor_handler,
     without_handler,
 )
-from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.symbolic_dtensor import has_symbols_as_strides, is_whole_slice
 from cp_inductor.torch_private.traces import traces
 from cp_inductor.torch_private.tracing import is_compiled, is_fake, memory_of, tensors_in
@@ -89,7 +85,6 @@ def refuse_lost_writes() -> None:
     """Register the handlers; a second call changes nothing."""
     handled = (_view, VIEWS), (_view_of_all, OTHERS), (_reshape, RESHAPES)
     for handle, ops in (*handled, (_write, _ops_that_write())):
-        run_uncompiled(handle)
         for op in ops:
             if dtensor_handler(op) is dispatch_as_dtensor:
                 register_dtensor_handler(op, handle)
@@ -228,7 +223,6 @@ def refuse_stale_copies(tensor: DTensor, site: str) -> None:
     """Refuse to write to a tensor while there are copies of it that are views on one process."""
     copies = [copy for copy in _copies.get(_root(tensor), ()) if copy() is not None]
     if copies:
-        _copies[_root(tensor)] = copies
         raise _refusal(
             site,
             "a tensor without copies where one process has views of it",

@@ -25,11 +25,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -52,7 +52,8 @@ from cp_inductor.modules.reading import (
     scale_gradient,
 )
 from cp_inductor.modules.recurrences import namespaces_of, share_functions, share_wherever_known
-from cp_inductor.modules.whole import OnWhole, gathered, part_beside, shared_out
+from cp_inductor.modules.whole import OnWhole, drawing_alike, gathered, part_beside, shared_out
+from cp_inductor.modules.whole_batches import leaves_of, map_parts
 
 # The dim of the sequence.
 TOKENS = 1
@@ -64,7 +65,7 @@ class OnOwnTokens(OnWhole):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute this rank's tokens, or those of all ranks."""
         begun = self.begin(args, kwargs)
-        leaves = pytree.tree_leaves(begun)
+        leaves = [leaf for _, leaf in leaves_of("", begun)]
         tokens = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
         if tokens is None or tokens.ndim != 3 or Shard(TOKENS) not in tokens.placements:
             return super().forward(*args, **kwargs)
@@ -77,10 +78,15 @@ class OnOwnTokens(OnWhole):
         tokens = given.redistribute(given.device_mesh, places)
         axes = tuple(axis for axis, place in enumerate(places) if place == Shard(TOKENS))
         sequence = SharedSequence(tokens.device_mesh, axes, tokens.shape[TOKENS])
-        begun = pytree.tree_map(lambda leaf: tokens if leaf is given else leaf, begun)
-        args, kwargs = pytree.tree_map(lambda leaf: _own(leaf, tokens), begun)
+        args, kwargs = map_parts(
+            lambda _, leaf: _own(tokens if leaf is given else leaf, tokens),
+            "",
+            begun,
+            is_ours=False,
+        )
         asked = questions()
-        with sharing(sequence):
+        alike = nullcontext() if torch.compiler.is_compiling() else drawing_alike(self, tokens)
+        with sharing(sequence), alike:
             result = locally(self.compute, *args, **kwargs)
         if not has_asked(asked, f"{type(self).__module__}.{type(self).__qualname__}"):
             raise UnsupportedPlacement(
@@ -90,12 +96,15 @@ class OnOwnTokens(OnWhole):
                 remedy="register the function that it calls with register_recurrence; if it treats"
                 " each token alone, leave its class out of parallelize(..., recurrent=)",
             )
-        whole = result if isinstance(result, tuple) else (result,)
-        outs = (
-            _wrapped(whole[0], tokens, given, type(self).__name__),
-            *(_state(part, tokens, sequence, type(self).__name__) for part in whole[1:]),
+        first, *rest = result if isinstance(result, tuple) else (result,)
+        out = _wrapped(first, tokens, given, type(self).__name__)
+        states = map_parts(
+            lambda _, state: _state(state, tokens, sequence, type(self).__name__),
+            "",
+            rest,
+            is_ours=True,
         )
-        return outs if isinstance(result, tuple) else outs[0]
+        return (out, *states) if isinstance(result, tuple) else out
 
     def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the arguments to compute with; None if the whole sequence is to be computed."""
@@ -168,10 +177,8 @@ def _warn_of_whole(site: str, ndim: int) -> None:
     )
 
 
-def _is_part(leaf: Any, tokens: DTensor) -> bool:
+def _is_part(leaf: Tensor, tokens: DTensor) -> bool:
     """Whether a tensor is of the tokens, or has nothing to do with them."""
-    if not isinstance(leaf, Tensor):
-        return True
     if leaf.ndim < 2:
         return not isinstance(leaf, DTensor) or is_whole(leaf)
     is_alike = leaf.ndim < 4 and leaf.shape[TOKENS] == tokens.shape[TOKENS]
@@ -179,22 +186,20 @@ def _is_part(leaf: Any, tokens: DTensor) -> bool:
     return is_alike and (leaf.shape[0] == tokens.shape[0] or leaf.shape[0] == 1)
 
 
-def _own(leaf: Any, tokens: DTensor) -> Any:
+def _own(leaf: Tensor, tokens: DTensor) -> Tensor:
     """Return this rank's part of a tensor of tokens, and all of any other."""
-    if not isinstance(leaf, Tensor) or leaf.ndim < 2:
+    if leaf.ndim < 2:
         return gathered(leaf)
     own = part_beside(leaf, tokens)
     return own if own.shape[TOKENS] else F.pad(own, (0, 0) * (own.ndim - 2) + (0, 1))
 
 
-def _state(state: Any, tokens: DTensor, sequence: SharedSequence, site: str) -> Any:
+def _state(state: Tensor, tokens: DTensor, sequence: SharedSequence, site: str) -> DTensor:
     """Wrap what a rank returns beside its tokens: a state, which all ranks of the sequence have.
 
     Each of them differentiates it, and they sum their gradients of what it was made of. So each
     takes its share.
     """
-    if not isinstance(state, Tensor):
-        return state
     mesh, places = tokens.device_mesh, list(tokens.placements)
     is_of_tokens = state.ndim > 1 and any(state.shape[TOKENS] == n for n in sequence.lengths)
     of_batch = state.ndim > 0 and state.shape[0] == tokens.to_local().shape[0]

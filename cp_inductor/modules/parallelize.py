@@ -64,7 +64,7 @@ from cp_inductor.modules.tensor_parallel import (
 )
 from cp_inductor.modules.tokenwise import run_on_shards
 from cp_inductor.modules.whole import run_known_on_whole, run_on_whole
-from cp_inductor.modules.whole_batches import WholeBatches, names_of
+from cp_inductor.modules.whole_batches import WholeBatches, contents_of, names_of
 from cp_inductor.torch_private.dtensor import are_plain_tensors_replicated, checks_of_given_data
 from cp_inductor.torch_private.modes import is_transforming, run_uncompiled
 from cp_inductor.torch_private.traces import traces
@@ -278,7 +278,9 @@ def _entrance(cls: Any, batches: WholeBatches, options: Options) -> type[nn.Modu
         here.is_running = True
         try:
             parts, named = batches.cut(args, kwargs)
+            held = contents_of((parts, named), (args, kwargs))
             output = batches.make_whole(compute(self, *parts, **named))
+            batches.refuse_changes(held, contents_of((parts, named), (args, kwargs)))
             if not is_traced:
                 batches.refuse_writes((args, kwargs), parts, named)
         finally:
@@ -508,6 +510,7 @@ def _check(model: nn.Module, options: Options) -> None:
                 got=f"a {type(tensor).__name__}, which has none yet",
                 remedy="call the model once before, on every rank",
             )
+    _check_nesting(model, options)
     check_styles(model, mesh)
     ranks = set(mesh.mesh.flatten().tolist())
     # fully_shard hands out plain weights while the model runs.
@@ -537,6 +540,30 @@ def _check(model: nn.Module, options: Options) -> None:
                     remedy='pass fully_shard a mesh of other ranks, as in mesh["dp"]; or'
                     ' parallelize(..., gradients="partial") first, and then fully_shard; beside'
                     " other DTensors use context_parallel (docs/fsdp.md)",
+                )
+
+
+def _check_nesting(model: nn.Module, options: Options) -> None:
+    """Refuse modules that mix tokens within those that have a rank's own alone."""
+    for outer in model.modules():
+        is_tokenwise = isinstance(outer, options.tokenwise)
+        if not is_tokenwise and not isinstance(outer, options.recurrent):
+            continue
+        for name, inner in outer.named_modules():
+            mixes = isinstance(inner, options.whole) or (
+                is_tokenwise
+                and (
+                    isinstance(inner, options.recurrent)
+                    or any(one.mixes_tokens(inner) for one in libraries())
+                    or any(one.find_recurrence(inner) for one in libraries())
+                )
+            )
+            if mixes and inner is not outer:
+                raise InvalidArgument(
+                    site=f"{SITE}, {type(outer).__name__}.{name}",
+                    expected="no module that mixes tokens within one that has a rank's own alone",
+                    got=f"a {type(inner).__name__}",
+                    remedy="name the outer class in whole=, or neither of the two",
                 )
 
 

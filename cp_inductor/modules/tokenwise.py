@@ -21,15 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
@@ -42,7 +40,8 @@ from cp_inductor.modules.reading import (
     reading_once,
     reads_locally,
 )
-from cp_inductor.modules.whole import part_beside, shared_out
+from cp_inductor.modules.whole import drawing_alike, part_beside, shared_out
+from cp_inductor.modules.whole_batches import leaves_of, map_parts
 
 
 def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> None:
@@ -92,18 +91,19 @@ class _Routing(ReadsLocally):
             if torch.compiler.is_compiling():  # one graph of all ranks
                 result = locally(method, local, *args, **kwargs)
             else:
-                with _calling_all_of_fsdp(self), _drawing_alike(self, tokens), reading_once(self):
+                with _calling_all_of_fsdp(self), drawing_alike(self, tokens), reading_once(self):
                     result = locally(method, local, *args, **kwargs)
-                    leaves = pytree.tree_leaves((local, args, kwargs))
-                    parts = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+                    parts = [part for _, part in leaves_of("", (local, args, kwargs))]
                     first = locally(_with_all_gradients, self, parts, result)
                     result = (first, *result[1:]) if isinstance(result, tuple) else first
         finally:
             here.tokens = outer
-        whole = result if isinstance(result, tuple) else (result,)
-        outs = (_flat(whole[0], local, tokens), *whole[1:])
-        outs = tuple(_distributed(out, local, tokens, given) for out in outs)
-        return outs if isinstance(result, tuple) else outs[0]
+        first, *rest = result if isinstance(result, tuple) else (result,)
+        first = _flat(first, local, tokens)
+        result = (first, *rest) if isinstance(result, tuple) else first
+        return map_parts(
+            lambda _, out: _distributed(out, local, tokens, given), "", result, is_ours=True
+        )
 
 
 class _OnShards(_Routing):
@@ -111,8 +111,9 @@ class _OnShards(_Routing):
 
     def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tokens, DTensor):
-            of_rank = partial(part_beside, tokens=tokens)
-            args, kwargs = pytree.tree_map_only(Tensor, of_rank, (args, kwargs))
+            args, kwargs = map_parts(
+                lambda _, other: part_beside(other, tokens), "", (args, kwargs), is_ours=False
+            )
         return self._on_shards(super().forward, tokens, *args, **kwargs)
 
 
@@ -170,32 +171,6 @@ def _calling_all_of_fsdp(block: nn.Module) -> Iterator[None]:
             got=f"{len(inner) - len(called)} of {len(inner)} that no token of this rank meets",
             remedy="call fully_shard on the block that holds the experts, and not on each of them",
         )
-
-
-@contextmanager
-def _drawing_alike(block: nn.Module, tokens: DTensor) -> Iterator[None]:
-    """Refuse random numbers for unequally many tokens: the ranks would draw apart from then on."""
-    is_uneven = any(
-        tokens.shape[place.dim] % size
-        for place, size in zip(tokens.placements, tokens.device_mesh.shape, strict=True)
-        if isinstance(place, Shard)
-    )
-    before = _states_of_generators(tokens.device) if is_uneven else ()
-    yield
-    after = _states_of_generators(tokens.device) if is_uneven else ()
-    if not all(map(torch.equal, before, after)):
-        raise UnsupportedPlacement(
-            site=type(block).__name__,
-            expected="a tokenwise module that draws as many numbers on every rank",
-            got=f"random numbers for this rank's part of {tuple(tokens.shape)}, which the ranks do"
-            " not divide",
-            remedy="pad the sequence to a multiple of the ranks, or draw outside of the module",
-        )
-
-
-def _states_of_generators(device: torch.device) -> tuple[Tensor, Tensor]:
-    of_device = getattr(torch.get_device_module(device), "get_rng_state", torch.get_rng_state)
-    return torch.get_rng_state(), of_device()
 
 
 def _with_all_gradients(module: nn.Module, given: Sequence[Tensor], result: Any) -> Any:

@@ -28,10 +28,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch.utils._pytree as pytree
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -50,6 +51,7 @@ from cp_inductor.modules.reading import (
     reads_locally,
     scale_gradient,
 )
+from cp_inductor.modules.whole_batches import leaves_of, map_parts
 from cp_inductor.plan.grid import shard_lengths
 
 # The sequence dim of what a module returns, if the sequence begins in that module.
@@ -99,7 +101,8 @@ class OnWhole(ReadsLocally):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the arguments, and compute."""
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+        leaves = [leaf for _, leaf in leaves_of("", (args, kwargs))]
+        given = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
         reading = reading_of(self) if computing().is_running else None
         if given:
             mesh = given[0].device_mesh
@@ -108,7 +111,7 @@ class OnWhole(ReadsLocally):
         else:
             return super().forward(*args, **kwargs)
         placements = _placements_of_result(given, mesh, type(self).__name__)
-        args, kwargs = pytree.tree_map(gathered, (args, kwargs))
+        args, kwargs = map_parts(lambda _, leaf: gathered(leaf), "", (args, kwargs), is_ours=False)
         # A checkpoint may recompute this together with modules that share the sequence.
         here = computing()
         outer, here.left = here.left, []
@@ -120,7 +123,9 @@ class OnWhole(ReadsLocally):
         _share_what_is_left(left, mesh, placements)
         of_batch = (tensor for tensor in given if Shard(0) in tensor.placements)
         batch = next(((one.to_local().shape[0], one.shape[0]) for one in of_batch), None)
-        return pytree.tree_map(lambda leaf: own_part(leaf, mesh, placements, batch), result)
+        return map_parts(
+            lambda _, leaf: own_part(leaf, mesh, placements, batch), "", result, is_ours=True
+        )
 
 
 def _share_what_is_left(
@@ -180,6 +185,32 @@ def gathered(leaf: Any) -> Any:
     places = [p if p == Shard(0) and leaf.ndim > 1 else Replicate() for p in leaf.placements]
     parts = [p if p == Shard(0) else Partial() for p in places]
     return leaf.redistribute(mesh, places).to_local(grad_placements=parts)
+
+
+@contextmanager
+def drawing_alike(block: nn.Module, tokens: DTensor) -> Iterator[None]:
+    """Refuse random numbers for unequally many tokens: the ranks would draw apart from then on."""
+    is_uneven = any(
+        tokens.shape[place.dim] % size
+        for place, size in zip(tokens.placements, tokens.device_mesh.shape, strict=True)
+        if isinstance(place, Shard)
+    )
+    before = _states_of_generators(tokens.device) if is_uneven else ()
+    yield
+    after = _states_of_generators(tokens.device) if is_uneven else ()
+    if not all(map(torch.equal, before, after)):
+        raise UnsupportedPlacement(
+            site=type(block).__name__,
+            expected="a module that draws as many numbers on every rank",
+            got=f"random numbers for this rank's part of {tuple(tokens.shape)}, which the ranks do"
+            " not divide",
+            remedy="pad the sequence to a multiple of the ranks, or draw outside of the module",
+        )
+
+
+def _states_of_generators(device: torch.device) -> tuple[Tensor, Tensor]:
+    of_device = getattr(torch.get_device_module(device), "get_rng_state", torch.get_rng_state)
+    return torch.get_rng_state(), of_device()
 
 
 def shared_out(tokens: DTensor) -> list[Placement]:

@@ -68,9 +68,23 @@ class WholeBatches:
             with annotate({PART_OF_BATCH: name}):
                 return self._placed(tensor, self._dim(name, tensor, lengths))
 
-        placed = [_mapped(place, name, value, is_ours=False) for name, value in named]
+        placed = [map_parts(place, name, value, is_ours=False) for name, value in named]
         _say(self.site, tuple((name, self._dim(name, one, lengths)) for name, one in leaves))
         return placed[: len(args)], dict(zip(kwargs, placed[len(args) :], strict=True))
+
+    def refuse_changes(self, before: Sequence[Any], now: Sequence[Any]) -> None:
+        """Refuse other items in copies of a batch's lists and dicts: the batch does not have them.
+
+        Args:
+            before, now: `contents_of` what `cut` has made of a batch.
+        """
+        pairs = zip(before, now, strict=False)
+        are_same = [
+            item is other or (isinstance(item, (str, int, float)) and item == other)
+            for item, other in pairs
+        ]
+        if len(before) != len(now) or not all(are_same):
+            _raise_of_items(self.site)
 
     def refuse_writes(self, given: Any, parts: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Refuse writes in place to the parts of a batch: they have not reached the batch.
@@ -79,7 +93,7 @@ class WholeBatches:
             given: what a call was given.
             parts, named: what `cut` has made of it.
         """
-        known = {id(tensor) for _, tensor in _leaves("", given)}
+        known = {id(tensor) for _, tensor in leaves_of("", given)}
         for name, part in self._read(parts, named)[1]:
             is_cut = isinstance(part, DTensor) and any(p.is_shard() for p in part.placements)
             if is_cut and id(part) not in known and not part.is_inference() and part._version:
@@ -106,7 +120,7 @@ class WholeBatches:
         more = [f"argument {number}" for number in range(len(self.names), len(args))]
         names = [*self.names, *more][: len(args)]
         named = [*zip(names, args, strict=True), *kwargs.items()]
-        leaves = [leaf for name, value in named for leaf in _leaves(name, value)]
+        leaves = [leaf for name, value in named for leaf in leaves_of(name, value)]
         lengths: list[int] = []
         for name, tensor in leaves:
             dim = self._dim(name, tensor, ())
@@ -131,7 +145,7 @@ class WholeBatches:
                 plain.register_hook(_full)  # as eager code may use it beside results with tokens
             return plain
 
-        return _mapped(whole, "", output, is_ours=True)
+        return map_parts(whole, "", output, is_ours=True)
 
     def _dim(self, name: str, tensor: Tensor, lengths: Sequence[int]) -> int | None:
         """Return the dim in which a tensor is cut; None if it stays whole."""
@@ -187,22 +201,24 @@ def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(one.name for one in parameters if one.kind in kinds)[1:]
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def leaves_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a value, each with the name that is nearest to it."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _leaves(str(key), item)
+            yield from leaves_of(str(key), item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _leaves(name, item)
+            yield from leaves_of(name, item)
     elif _is_record(value):
         for field_name, item in _attributes(value):
-            yield from _leaves(field_name, item)
+            yield from leaves_of(field_name, item)
 
 
-def _mapped(function: Callable[[str, Tensor], Any], name: str, value: Any, *, is_ours: bool) -> Any:
+def map_parts(
+    function: Callable[[str, Tensor], Any], name: str, value: Any, *, is_ours: bool
+) -> Any:
     """Return a value with its tensors replaced; what has none is returned as it is.
 
     Args:
@@ -211,10 +227,10 @@ def _mapped(function: Callable[[str, Tensor], Any], name: str, value: Any, *, is
         value: any.
         is_ours: whether dicts of other classes, such as a ModelOutput, may be changed.
     """
-    mapped = partial(_mapped, function, is_ours=is_ours)
+    mapped = partial(map_parts, function, is_ours=is_ours)
     if isinstance(value, Tensor):
         return function(name, value)
-    if not any(True for _ in _leaves(name, value)):
+    if not any(True for _ in leaves_of(name, value)):
         return value
     if isinstance(value, dict):
         items = {key: mapped(str(key), item) for key, item in value.items()}
@@ -238,6 +254,23 @@ def _mapped(function: Callable[[str, Tensor], Any], name: str, value: Any, *, is
     return value
 
 
+def contents_of(copied: Any, given: Any) -> list[Any]:
+    """Return what copies of lists, dicts and records hold now, but for what is as it was given."""
+    if not isinstance(copied, tuple) and copied is given:  # Dynamo (2.13) cannot ask this of tuples
+        return []
+    if isinstance(copied, dict):
+        items = copied.items()
+        return [x for key, item in items for x in (key, *contents_of(item, given.get(key)))]
+    if isinstance(copied, (list, tuple)):
+        others = [*given, *[None] * (len(copied) - len(given))]
+        pairs = zip(copied, others, strict=False)
+        return [x for item, other in pairs for x in contents_of(item, other)]
+    if _is_record(copied):
+        named = _attributes(copied)
+        return [x for name, item in named for x in contents_of(item, getattr(given, name, None))]
+    return [copied]
+
+
 def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
@@ -248,6 +281,17 @@ def _attributes(record: Any) -> Iterator[tuple[str, Any]]:
     for name in dict.fromkeys((*fields, *getattr(record, "__dict__", ()))):
         if hasattr(record, name):
             yield name, getattr(record, name)
+
+
+# Dynamo calls it while it traces, and raises what it raises.
+@torch.compiler.assume_constant_result
+def _raise_of_items(site: str) -> None:
+    raise UnsupportedWrite(
+        site=site,
+        expected="a forward that leaves the lists, dicts and records of its batch",
+        got="other items in one, of which the model has a copy with its part of the batch",
+        remedy="return what the next step needs, or keep it as an attribute of the model",
+    )
 
 
 # Dynamo calls it while it traces.

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
-from cp_inductor import UnsupportedAttention, UnsupportedPlacement, pass_states
+from cp_inductor import (
+    InvalidArgument,
+    UnsupportedAttention,
+    UnsupportedPlacement,
+    UnsupportedWrite,
+    pass_states,
+    tokens_before,
+)
 from tests.support.combinations import AOT, EAGER, assert_beside, compiled
 from tests.support.ranks import on_ranks, world_mesh
 
@@ -119,6 +126,28 @@ class OfBatch(nn.Module):
         return Batch(tokens.square().mean() / batch.length)
 
 
+class Packaged(nn.Module):
+    """Returns its tokens in a dict, and in a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: dict[str, Tensor]) -> dict[str, Any]:
+        tokens = self.project(x["tokens"])
+        return {"tokens": tokens, "batch": Batch(tokens.cos())}
+
+
+class OfPackage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.mixer = nn.Linear(8, 8), Packaged()
+
+    def forward(self, x: Tensor) -> Tensor:
+        package = self.mixer({"tokens": self.before(x)})
+        return package["tokens"].square().mean() + package["batch"].shifted.sin().mean()
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]] = {
     "a state": (OfState, (X,), {"recurrent": (Decaying,)}),
     "a loss left behind": (OfSums, (X,), {"whole": (Summing,)}),
@@ -131,6 +160,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]
         (X, OF_TOKENS),
         {"tokenwise": (Modulated,), "seq_dims": {"condition": None}},
     ),
+    "in packages": (OfPackage, (X,), {"whole": (Packaged,)}),
     "a dataclass": (OfBatch, (Batch(X),), {}),
 }
 
@@ -190,17 +220,60 @@ class Jittered(nn.Module):
         return tokens * torch.empty_like(tokens).uniform_(0.9, 1.1)
 
 
+class JitteredState(nn.Module):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens_before(tokens, 1, 1) + torch.rand_like(tokens)
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, memory: Any) -> Tensor:
+        x = self.project(x)
+        if isinstance(memory, list):
+            memory.append(x.detach())
+        else:
+            memory["last"] = x.detach()
+        return x.square().mean()
+
+
 @on_ranks(2)
 def test_what_would_part_ranks_or_lose_terms_is_refused() -> None:
-    mesh = world_mesh()
-    model = nn.Sequential(nn.Linear(8, 8), Jittered()).double()
-    seq_dims = {"input": 1}
-    cp_inductor.parallelize(model, mesh, tokenwise=(Jittered,), outputs="whole", seq_dims=seq_dims)
-    with pytest.raises(UnsupportedPlacement, match=r"draws as many numbers.*\(2, 9, 8\)"):
-        model(X)
+    mesh, seq_dims = world_mesh(), {"input": 1}
+    for named, jittered in (("recurrent", JitteredState), ("tokenwise", Jittered)):
+        model, how = nn.Sequential(nn.Linear(8, 8), jittered()).double(), {named: (jittered,)}
+        cp_inductor.parallelize(model, mesh, outputs="whole", seq_dims=seq_dims, **how)
+        with pytest.raises(UnsupportedPlacement, match=r"draws as many numbers.*\(2, 9, 8\)"):
+            model(X)
     out = model(X[:, :8]).mean()
     with pytest.raises(UnsupportedAttention, match=r"first derivatives.*create_graph=True"):
         torch.autograd.grad(out, list(model.parameters()), create_graph=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [EAGER, AOT])
+@on_ranks(2)
+def test_items_that_a_forward_puts_into_its_batch_are_refused(form: str) -> None:
+    """It has a copy of the list or dict, with its part of the batch."""
+    model = cp_inductor.parallelize(Remembering().double(), world_mesh(), seq_dims={"x": 1})
+    run = compiled(model, form, fullgraph=True)
+    for memory in ([X], {"first": X, "last": X}):
+        with pytest.raises(UnsupportedWrite, match="leaves the lists, dicts and records"):
+            run(X, memory)
+    found: list[Tensor] = []  # has nothing to cut, and is passed as it is
+    model(X, found)
+    assert len(found) == 1
+
+
+@on_ranks(2)
+def test_modules_that_mix_within_those_that_do_not_are_refused() -> None:
+    model = nn.Sequential(nn.Sequential(Summing(False)), nn.Linear(8, 8))
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(InvalidArgument, match="mixes tokens within one that has a rank's own"):
+        cp_inductor.parallelize(model, world_mesh(), tokenwise=[nn.Sequential], whole=[Summing])
+    assert [type(module) for module in model.modules()] == classes
 
 
 @on_ranks(2)

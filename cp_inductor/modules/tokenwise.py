@@ -77,6 +77,8 @@ def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> Non
 class _Routing(ReadsLocally):
     """Gives this rank's tokens to methods, and wraps what they return."""
 
+    _keeps_routing = False
+
     def _on_shards(self, method: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(tokens, DTensor):
             return method(tokens, *args, **kwargs)
@@ -99,11 +101,13 @@ class _Routing(ReadsLocally):
         finally:
             here.tokens = outer
         first, *rest = result if isinstance(result, tuple) else (result,)
-        first = _flat(first, local, tokens)
-        result = (first, *rest) if isinstance(result, tuple) else first
-        return map_parts(
-            lambda _, out: _distributed(out, local, tokens, given), "", result, is_ours=True
-        )
+        outs = [_flat(first, local, tokens), *rest]
+        for place, out in enumerate(outs):
+            if not self._keeps_routing or not isinstance(out, tuple):
+                outs[place] = map_parts(
+                    lambda _, part: _distributed(part, local, tokens, given), "", out, is_ours=True
+                )
+        return tuple(outs) if isinstance(result, tuple) else outs[0]
 
 
 class _OnShards(_Routing):
@@ -120,8 +124,10 @@ class _OnShards(_Routing):
 class _ProjectsOnShards(_Routing):
     """Projects to queries and back by experts, on this rank's tokens (JetMoE).
 
-    What `map` says of the routing stays this rank's: only `reduce` reads it.
+    What `map` says of the routing, in a tuple, stays this rank's: only `reduce` reads it.
     """
+
+    _keeps_routing = True
 
     def map(self, tokens: Tensor) -> Any:
         mapped: Any = super().map  # type: ignore[misc]

@@ -34,7 +34,7 @@ from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
 from cp_inductor.mask.language import BATCH, HEAD, QUERY, is_of_pairs
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.tiles.dims import BATCH_DIM, HEADS_DIM, SEQUENCE_DIM
-from cp_inductor.tiles.tile_masks import BATCH_STRIDE
+from cp_inductor.tiles.dropout import BATCH_STRIDE
 from cp_inductor.torch_private.groups import group_of, mesh_axis_ranks
 from cp_inductor.torch_private.traces import traces
 

@@ -39,6 +39,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 from cp_inductor.backend.compile import compile_through_inductor, kind_of
 from cp_inductor.errors import MissingTriton, UnsupportedTarget
+from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.inspect.pretend import code_loaded_by, fakes_without_devices, pretend_gpu
 from cp_inductor.inspect.targets import Target
 from cp_inductor.passes.nodes import insert_graph
@@ -126,15 +127,14 @@ def settings_for(target: Target, settings: Settings, mode: str | None) -> Settin
 
 def planned_for(target: Target, settings: Settings) -> Settings:
     """Return settings whose plans choose kernels for a target."""
-    there: dict[str, Any] = {"device": target.device_type, "capability": target.capability}
+    device = "cpu" if target.gpu is None else "cuda"
+    there: dict[str, Any] = {"device": device, "capability": target.capability}
     return replace(settings, plan_options=replace(settings.plan_options, **there))
 
 
 def _check_autocast(gm: fx.GraphModule) -> None:
-    entered = any(
-        has_autocast(part.graph) for part in gm.modules() if isinstance(part, fx.GraphModule)
-    )
-    if entered or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    is_entered = any(map(has_autocast, graphs_of(gm)))
+    if is_entered or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise UnsupportedTarget(
             site="autocast",
             expected="a model that computes in the dtypes of its tensors",

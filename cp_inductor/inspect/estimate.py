@@ -34,13 +34,7 @@ from cp_inductor.errors import InvalidArgument, UnsupportedTarget
 from cp_inductor.flags import AUTO
 from cp_inductor.inspect.compile_for import target_for_code
 from cp_inductor.inspect.cross_compile import compile_and_stop, stop
-from cp_inductor.inspect.layers import (
-    Layers,
-    checkpoint_layers,
-    find_layers,
-    keep_layers,
-    layers_of,
-)
+from cp_inductor.inspect.layers import Layers, find_layers
 from cp_inductor.inspect.price_graph import Price, Pricing, price_graph, shared_with_inputs
 from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.world import Example, place, pretended_world
@@ -292,11 +286,11 @@ def estimate_here(example: Example, *, target: Target, checkpoint: str, states: 
     counts: tuple[int, ...] = () if layers is None else layers.fewest
     further = 0
     if layers is not None:
-        keep_layers(model, layers, counts[1])
+        layers.keep(model, counts[1])
         if checkpoint != "none":
-            checkpoint_layers(model, layers)
+            layers.checkpoint(model)
         more = price()
-        keep_layers(model, layers, counts[0])
+        layers.keep(model, counts[0])
         few = price()
         further = (layers.count - counts[1]) // layers.period
     elif checkpoint == "none":
@@ -385,7 +379,7 @@ class _Weights:
         count = sum(one.numel() for one in local.values())
         if layers is None:
             return _Weights(count, total, 0, total)
-        held = {id(p) for layer in layers_of(model, layers) for p in layer.parameters()}
+        held = {id(p) for layer in layers.left_in(model) for p in layer.parameters()}
         inside = sum(local[key].nbytes for key in held)
         return _Weights(count, total, inside // layers.count, total - inside)
 

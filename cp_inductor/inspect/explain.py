@@ -16,7 +16,7 @@ Only Dynamo runs, on tensors without data; nothing is computed and nothing is se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from cp_inductor.dtensor.recipe import lengths_at_run_time, make_recipe
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
-from cp_inductor.graph.nodes import graphs_of
+from cp_inductor.graph.nodes import nodes_of
 from cp_inductor.inspect.compile_for import planned_for
 from cp_inductor.inspect.cross_compile import CrossCompiled, trace_and_stop
 from cp_inductor.inspect.targets import Target
@@ -394,27 +394,24 @@ def _find_scans(gm: fx.GraphModule) -> list[ScanReport]:
     Beyond `MOST_GATHERED` ranks, exchanges of (rows, ...) from all ranks take the place of gathers.
     """
     reports: dict[tuple[str, str], ScanReport] = {}
-    for node, world_size, share in _exchanges(gm):
-        arrives: Any = node.meta["example_value"]
+    for node in nodes_of(gm):
+        if GATHERS not in node.meta.get("custom", {}):
+            continue
+        arrives: Any = node.meta.get("example_value")
+        if isinstance(arrives, DTensor):
+            num_ranks, is_from_all = arrives.shape[0], True
+        elif node.target is torch.ops._c10d_functional.all_to_all_single:
+            parts: Any = node.args[1]
+            # Or from the rank before alone.
+            num_ranks, is_from_all = len(parts), len(set(parts)) == 1
+        else:
+            continue
+        share = 1 - 1 / num_ranks if is_from_all else 1.0
         num_bytes = round(share * arrives.numel() * arrives.element_size())
         stack = list(node.meta.get("nn_module_stack", {}).values())
         path, cls = stack[-1] if stack else ("the model", "a function")
         site = path, getattr(cls, "__name__", str(cls))
-        last = reports.get(site, ScanReport(*site, world_size, 0, 0))
+        last = reports.get(site, ScanReport(*site, num_ranks, 0, 0))
         gathers, received = last.gathers + 1, last.received_bytes + num_bytes
-        reports[site] = ScanReport(*site, world_size, gathers, received)
+        reports[site] = ScanReport(*site, num_ranks, gathers, received)
     return list(reports.values())
-
-
-def _exchanges(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, int, float]]:
-    """Yield each node that receives parts, how many ranks there are, and the share of others."""
-    for node in (node for graph in graphs_of(gm) for node in graph.nodes):
-        if GATHERS not in node.meta.get("custom", {}):
-            continue
-        if isinstance(node.meta.get("example_value"), DTensor):
-            world_size = node.meta["example_value"].shape[0]
-            yield node, world_size, 1 - 1 / world_size
-        elif node.target is torch.ops._c10d_functional.all_to_all_single:
-            parts: Any = node.args[1]
-            is_from_all = len(set(parts)) == 1  # and not from the rank before alone
-            yield node, len(parts), 1 - 1 / len(parts) if is_from_all else 1.0

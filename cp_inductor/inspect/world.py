@@ -95,13 +95,7 @@ def pretended_world(
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A call of a model.
-
-    Attributes:
-        model: a module or function.
-        args, kwargs: its arguments.
-        options: for torch.compile.
-    """
+    """A call of a model, a module or a function, and the options for torch.compile."""
 
     model: Callable[..., Any]
     args: Sequence[Any] = ()
@@ -214,11 +208,9 @@ def _empty_dtensor(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
 
 
 def load_example(name: str, mesh: DeviceMesh) -> Example:
-    """Call the function that a user named, with the mesh if it takes an argument.
+    """Call the function that a user named, with the mesh of the ranks if it takes an argument.
 
-    Args:
-        name: ``module:function``, where module is a name to import or the path of a ``.py`` file.
-        mesh: of the ranks that the model is for.
+    The name is ``module:function``, where module is to be imported or a path to a ``.py`` file.
 
     Raises:
         CannotLoad: the function does not exist, or raises, or does not return a model and its
@@ -283,10 +275,10 @@ def _find(name: str) -> Callable[..., Any]:
     try:
         if not colon:
             module = _import(name)
-            values = [value for value in vars(module).values() if inspect.isfunction(value)]
-            own = [value.__name__ for value in values if value.__module__ == module.__name__]
-            functions = ", ".join(name for name in own if name[0] != "_")
-            raise AttributeError(f"no function; there are {functions or 'none'}")
+            functions = {n: f for n, f in vars(module).items() if inspect.isfunction(f)}
+            own = [n for n, f in functions.items() if f.__module__ == module.__name__]
+            public = ", ".join(n for n in own if n[0] != "_")
+            raise AttributeError(f"no function; there are {public or 'none'}")
         module = _import(module_name)
         found: Callable[..., Any] = getattr(module, function_name)
     except (ImportError, AttributeError, FileNotFoundError, ValueError) as error:

@@ -352,8 +352,7 @@ def _example(args: argparse.Namespace) -> Iterator[Example]:
     """
     from torch.distributed.tensor.experimental import implicit_replication
 
-    from cp_inductor.inspect.load import failures_named, load_example
-    from cp_inductor.inspect.world import place, pretended_world
+    from cp_inductor.inspect.world import failures_named, load_example, place, pretended_world
 
     with pretended_world(args.rank, args.world_size, args.mesh_shape, args.mesh_names) as mesh:
         example = place(load_example(args.model, mesh), mesh)

@@ -7,8 +7,8 @@
 
 Everybody runs this one list. `torch.compile` runs all of it, `cp_aot_eager` interprets in place of
 Inductor, `explain` ends behind FIND, `cross_compile` and the rehearsal are compiles for another
-device (whose joint graph `inspect.retarget` moves there), and `backend.graph_passes` are LOWER and
-SCHEDULE of a step that somebody else traced.
+device (whose joint graph `inspect.compile_for` moves there), and `backend.graph_passes` are LOWER
+and SCHEDULE of a step that somebody else traced.
 """
 
 from __future__ import annotations

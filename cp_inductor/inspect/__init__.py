@@ -3,8 +3,7 @@
     explain           reports what happens to every attention of a model
     cross_compile     generates the code of any rank, for any chip, without either
     doctor            checks the installation
-    load              imports the function that the command line names
 
-The others serve these: `world` and `pretend` (a process group and a device that do not exist),
-`compile_for`, `retarget` and `targets` (code for a GPU that does not exist).
+The others serve these: `world` (a call of a model, on a rank that does not exist), `pretend` (a
+process group and a device that do not), `compile_for` and `targets` (code for such a device).
 """

@@ -142,11 +142,8 @@ class _Measurement:
 
     def exchange(self, num_bytes: int, is_inside: bool) -> Callable[[], Callable[[], object]]:
         """Return what starts an exchange, packed and unpacked, and returns what waits for it."""
-        peers = [
-            other
-            for other in range(self.size)
-            if other != self.rank and (other // self.node_size == self.node) == is_inside
-        ]
+        others = (other for other in range(self.size) if other != self.rank)
+        peers = [r for r in others if (r // self.node_size == self.node) == is_inside]
         width = HEADS * HEAD_DIM
         tokens = max(1, num_bytes // (4 * width * len(peers)))
         splits = [width * tokens * (r in peers) for r in range(self.size)]

@@ -3,9 +3,20 @@
     compile_for(target, gm, inputs, settings, mode, inner_compile=generates(target, load))
       =>  load("forward", graph, code, constants), load("backward", ...)      what runs the graphs
 
-AOTAutograd traces on the CPU, and its joint graph is moved to the target by `Retarget`. What `load`
-makes of the code is called as Inductor's own module would be: `cross_compile` only keeps the text,
-and the rehearsal in `tests/rehearsal` runs it.
+What `load` makes of the code is called as Inductor's own module would be: `cross_compile` keeps the
+text, and the rehearsal in `tests/rehearsal` runs it.
+
+If torch was built without CUDA, autograd cannot run on fake GPU tensors. So AOTAutograd traces on
+the CPU, without decompositions, and `Retarget` traces its joint graph again, on fake GPU tensors:
+
+    linear = aten.addmm(bias, x, w)             val: cpu
+    mean = aten.native_layer_norm(x, ...)[1]    val: cpu, bfloat16
+      =>
+    linear = aten.addmm(bias, x, w)             val: cuda:0
+    mean = ...                                  val: cuda:0, float32: decomposed as for a GPU
+
+Decompositions depend on the device, as do the shapes and dtypes of some results. All later steps,
+from the partitioner on, see a graph on the GPU.
 """
 
 from __future__ import annotations
@@ -19,20 +30,32 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import fx
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
 
 from cp_inductor.backend.compile import compile_through_inductor, kind_of
 from cp_inductor.errors import MissingTriton, UnsupportedTarget
+from cp_inductor.graph.nodes import graphs_of
 from cp_inductor.inspect.pretend import code_loaded_by, fakes_without_devices, pretend_gpu
-from cp_inductor.inspect.retarget import Retarget
 from cp_inductor.inspect.targets import Target
+from cp_inductor.passes.nodes import insert_graph
 from cp_inductor.passes.settings import Settings
+from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
+from cp_inductor.tiles.kernels import Partial, TileCall
+from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.inductor import append_custom_pass
 from cp_inductor.torch_private.modes import has_autocast
+from cp_inductor.torch_private.tracing import fake_on, retrace
 from cp_inductor.torch_private.triton import triton_for_this_torch
 
+CUDA = torch.device("cuda", 0)
+# What SDPA computes an unsharded attention by on the CPU.
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 # (kind of the graph, the lowered graph, its code, constants by name) => what runs the graph
 Load = Callable[[str, fx.GraphModule, str, Mapping[str, Any]], Callable[..., Any]]
 
@@ -46,13 +69,9 @@ def compile_for(
     *,
     inner_compile: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Compile a graph of Dynamo, whose inputs are on the CPU, for a target.
+    """Compile a graph of Dynamo, whose inputs are on the CPU, by the settings of `settings_for`.
 
-    Args:
-        target: to generate code for.
-        gm, example_inputs, mode: as a backend of torch.compile has them.
-        settings: from `settings_for`.
-        inner_compile: what compiles the lowered graphs, such as `generates(target, load)`.
+    Lowered graphs are compiled by `inner_compile`, such as `generates(target, load)`.
     """
     compile_graph = partial(compile_through_inductor, inner_compile=inner_compile)
     if target.gpu is None:
@@ -85,7 +104,8 @@ def settings_for(target: Target, settings: Settings, mode: str | None) -> Settin
     Raises:
         UnsupportedTarget: an option asks for measurements on the device.
     """
-    if target.gpu is None:
+    capability = target.capability
+    if capability is None:
         return settings
     settings = planned_for(target, settings)
     options = dict(settings.inductor_options)
@@ -101,21 +121,20 @@ def settings_for(target: Target, settings: Settings, mode: str | None) -> Settin
     existing = options.get(name, getattr(inductor_config, name))
     # CUDA graphs and the padding of odd matrix sizes need a real device.
     unmeasured = {"shape_padding": False, "triton.cudagraphs": False}
-    options |= {name: append_custom_pass(existing, Retarget(target)), **unmeasured}
+    options |= {name: append_custom_pass(existing, Retarget(capability)), **unmeasured}
     return replace(settings, inductor_options=options)
 
 
 def planned_for(target: Target, settings: Settings) -> Settings:
     """Return settings whose plans choose kernels for a target."""
-    there: dict[str, Any] = {"device": target.device_type, "capability": target.capability}
+    device = "cpu" if target.gpu is None else "cuda"
+    there: dict[str, Any] = {"device": device, "capability": target.capability}
     return replace(settings, plan_options=replace(settings.plan_options, **there))
 
 
 def _check_autocast(gm: fx.GraphModule) -> None:
-    entered = any(
-        has_autocast(part.graph) for part in gm.modules() if isinstance(part, fx.GraphModule)
-    )
-    if entered or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    is_entered = any(map(has_autocast, graphs_of(gm)))
+    if is_entered or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise UnsupportedTarget(
             site="autocast",
             expected="a model that computes in the dtypes of its tensors",
@@ -148,3 +167,97 @@ def check_triton() -> None:
             got="no triton",
             remedy=f"pip install 'cp-inductor[triton]' (or triton=={version})",
         )
+
+
+class Retarget(CustomGraphPass):
+    """Replace a graph by its trace on fake tensors of a GPU, in place.
+
+    Assumes: runs as Inductor's custom pass before its others over the joint (or inference) graph.
+    """
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.capability = capability
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Retarget a joint graph or an inference graph.
+
+        Raises:
+            UnsupportedTarget: the graph has subgraphs, or an unsharded attention with a mask or
+                dropout.
+        """
+        gm = graph.owning_module
+        assert gm is not None
+        for node in graph.nodes:
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                raise UnsupportedTarget(
+                    site=f"{node.name} in the graph from AOTAutograd",
+                    expected="a graph without subgraphs, because it is traced again for the GPU",
+                    got=str(node.target),
+                    remedy="generate the code on a machine with a GPU, or use target='cpu'",
+                )
+        placeholders = graph.find_nodes(op="placeholder")
+        for node in placeholders:
+            node.meta["val"] = fake_on(node.meta["val"], CUDA)
+        values = [node.meta["val"] for node in placeholders]
+        traced = retrace(_OnGPU(gm, self.capability).run, values, select_decomp_table())
+        traced.graph.eliminate_dead_code()
+        for node in traced.graph.find_nodes(op="get_attr"):
+            name = f"_retargeted{node.target}"
+            setattr(gm, name, getattr(traced, node.target))
+            node.target = name
+        _replace(graph, traced)
+
+    def uuid(self) -> object | None:
+        """Return None, so that code for a pretended device is not cached."""
+        return None
+
+
+class _OnGPU(fx.Interpreter):
+    """Runs a graph on fake GPU tensors, with the GPU's devices and attention kernels."""
+
+    def __init__(self, gm: fx.GraphModule, capability: tuple[int, int]) -> None:
+        super().__init__(gm)
+        self.capability = capability
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        # Move constants to the GPU, except scalars, which may be on the CPU in a GPU graph, too.
+        if isinstance(value, Tensor) and value.ndim > 0:
+            value = torch.ops.prims.device_put(value, CUDA)
+        return value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map_only(
+            torch.device, lambda device: CUDA if device.type == "cpu" else device, (args, kwargs)
+        )
+        if target not in (FLASH, FLASH_BACKWARD):
+            return super().call_function(target, args, kwargs)
+        call = bind_arguments(target, args, kwargs)
+        if call["attn_mask"] is not None or call["dropout_p"]:
+            raise UnsupportedTarget(
+                site=target.name(),
+                expected="unsharded attention without a mask or dropout",
+                got=f"dropout_p={call['dropout_p']} and"
+                f" attn_mask={'a tensor' if call['attn_mask'] is not None else None}",
+                remedy="generate the code on a machine with a GPU, or use target='cpu'",
+            )
+        inputs = call["query"], call["key"], call["value"]
+        facts: dict[str, Any] = {"site": target.name(), "capability": self.capability}
+        name, _ = choose_kernel(*inputs, dtype=inputs[0].dtype, **facts)
+        kernel, tile = get_kernel(name), TileCall(*inputs, call["is_causal"], call["scale"])
+        if target is FLASH_BACKWARD:
+            return kernel.backward(tile, call["grad_out"], Partial(call["out"], call["logsumexp"]))
+        partial = kernel.forward(tile)
+        return partial.out, partial.lse
+
+
+def _replace(graph: fx.Graph, traced: fx.GraphModule) -> None:
+    """Replace the nodes between a graph's placeholders and its output by those of another graph."""
+    output = graph.output_node()
+    old = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    results, _ = insert_graph(traced, graph.find_nodes(op="placeholder"), before=output)
+    structure = pytree.tree_structure(output.args[0])
+    output.args = (pytree.tree_unflatten(pytree.tree_leaves(results), structure),)
+    for node in reversed(old):
+        graph.erase_node(node)
+    graph.lint()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -39,10 +40,9 @@ from cp_inductor.inspect.compile_for import (
     settings_for,
     target_for_code,
 )
-from cp_inductor.inspect.load import import_file
 from cp_inductor.inspect.pretend import pretend_gpu
 from cp_inductor.inspect.targets import GPU, Target
-from cp_inductor.inspect.world import Example, place, pretended_world
+from cp_inductor.inspect.world import Example, import_file, place, pretended_world
 from cp_inductor.passes.settings import read_settings
 from cp_inductor.tiles.kernel_table import TILE_OPS
 from cp_inductor.torch_private.dynamo import compile_state_kept
@@ -117,11 +117,8 @@ class CrossCompiled:
                 remedy="cross-compile for a GPU, such as 'cuda:sm_90'",
             )
         check_triton()
-        return tuple(
-            kernel
-            for kind, code in self.code.items()
-            for kernel in compile_kernels(code, kind, gpu)
-        )
+        graphs = (_compile_kernels(code, kind, gpu) for kind, code in self.code.items())
+        return tuple(chain.from_iterable(graphs))
 
 
 def cross_compile(
@@ -206,14 +203,8 @@ def kernel_sources(code: str) -> dict[str, str]:
     return sources
 
 
-def compile_kernels(code: str, graph: str, gpu: GPU) -> Iterator[CompiledKernel]:
-    """Compile every Triton kernel of generated code, in every configuration of the kernel.
-
-    Args:
-        code: that Inductor has generated for a graph.
-        graph: the kind of the graph, for the results: "forward", "backward" or "inference".
-        gpu: to compile for.
-    """
+def _compile_kernels(code: str, graph: str, gpu: GPU) -> Iterator[CompiledKernel]:
+    """Compile every Triton kernel of a graph's code, in every configuration of the kernel."""
     with tempfile.TemporaryDirectory() as folder, pretend_gpu(gpu):
         for name, source in kernel_sources(code).items():
             path = Path(folder) / f"{name}.py"

@@ -9,13 +9,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from cp_inductor.backend.steps import exchanges_in
 from cp_inductor.inspect.cross_compile import cross_compile
@@ -88,16 +88,13 @@ def _private() -> Iterator[Check]:
         yield Check("torch inside", state, what, remedy)
 
 
-def _attend(query: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(query, query, query, is_causal=True)
-
-
 def _generated_code() -> Check:
     """Compile an attention of two ranks, up to the code, and look for what errors are read by."""
     name, query = "generated code", torch.empty(1, 1, 8, 8, device="meta")
     try:
         with torch.no_grad():
-            compiled = cross_compile(_attend, (query,), world_size=2, rank=1, target="cpu")
+            attend = partial(scaled_dot_product_attention, is_causal=True)
+            compiled = cross_compile(attend, (query,) * 3, world_size=2, rank=1, target="cpu")
         labels = exchanges_in(compiled.code["inference"])
     except Exception as error:
         remedy = "install a supported torch, or report the error"

@@ -34,13 +34,7 @@ from cp_inductor.errors import InvalidArgument, UnsupportedTarget
 from cp_inductor.flags import AUTO
 from cp_inductor.inspect.compile_for import target_for_code
 from cp_inductor.inspect.cross_compile import compile_and_stop, stop
-from cp_inductor.inspect.layers import (
-    Layers,
-    checkpoint_layers,
-    find_layers,
-    keep_layers,
-    layers_of,
-)
+from cp_inductor.inspect.layers import Layers, find_layers
 from cp_inductor.inspect.price_graph import Price, Pricing, price_graph, shared_with_inputs
 from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.world import Example, place, pretended_world
@@ -60,11 +54,7 @@ HOST_BYTES_PER_S = 50e9
 
 
 def machine_for(target: Target, text: str, world_size: int) -> Machine:
-    """Return the machine that so many ranks see.
-
-    Args:
-        target, world_size: for whose code it is, and how many ranks there are.
-        text: of the machine that plans are made for; "" if they are made for none.
+    """Return the machine that so many ranks see, by its text or, if that is empty, a usual one.
 
     Raises:
         UnsupportedTarget: it is a CPU, of whose speed nothing is known.
@@ -293,15 +283,14 @@ def estimate_here(example: Example, *, target: Target, checkpoint: str, states: 
     layers = find_layers(model) if is_module else None
     weights = _Weights.of(model, layers) if is_module else _Weights()
     price = partial(_price, example, target, machine, sums_gradients=states.sharding == "none")
-    counts: tuple[int, ...] = ()
+    counts: tuple[int, ...] = () if layers is None else layers.fewest
     further = 0
     if layers is not None:
-        counts = layers.fewest
-        keep_layers(model, layers, counts[1])
+        layers.keep(model, counts[1])
         if checkpoint != "none":
-            checkpoint_layers(model, layers)
+            layers.checkpoint(model)
         more = price()
-        keep_layers(model, layers, counts[0])
+        layers.keep(model, counts[0])
         few = price()
         further = (layers.count - counts[1]) // layers.period
     elif checkpoint == "none":
@@ -376,36 +365,28 @@ def _capacity(target: Target) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Numbers of the parameters on this rank, and bytes as the model has them.
-
-    Attributes:
-        count, num_bytes: of all of them.
-        layer_bytes: of a layer.
-        outside_bytes: of those in no layer.
-    """
+    """The parameters on this rank: how many there are, and their bytes as the model has them."""
 
     count: int = 0
     num_bytes: int = 0
     layer_bytes: int = 0
-    outside_bytes: int = 0
+    outside_bytes: int = 0  # of those in no layer
 
     @staticmethod
     def of(model: nn.Module, layers: Layers | None) -> _Weights:
         local = {id(one): held_by_rank(one) for one in model.parameters()}
         total = sum(one.nbytes for one in local.values())
         count = sum(one.numel() for one in local.values())
-        inside = 0
-        if layers is not None:
-            held = (one for layer in layers_of(model, layers) for one in layer.parameters())
-            inside = sum(local[key].nbytes for key in {id(one) for one in held})
-        each = 0 if layers is None else inside // layers.count
-        return _Weights(count, total, each, total - inside)
+        if layers is None:
+            return _Weights(count, total, 0, total)
+        held = {id(p) for layer in layers.left_in(model) for p in layer.parameters()}
+        inside = sum(local[key].nbytes for key in held)
+        return _Weights(count, total, inside // layers.count, total - inside)
 
     def held_bytes(self, states: States, world_size: int) -> int:
         """Return the bytes of one number per parameter that a rank holds between steps."""
-        held = (
-            self.num_bytes if states.held_dtype is None else self.count * states.held_dtype.itemsize
-        )
+        dtype = states.held_dtype
+        held = self.num_bytes if dtype is None else self.count * dtype.itemsize
         return -(-held // world_size) if states.sharding == "fsdp" else held
 
     def exposed(self, layer_s: float, machine: Machine, world_size: int) -> float:
@@ -429,8 +410,7 @@ def _memory(
     """Return the bytes at the peak, and the fewest ranks on which they fit."""
     first = "forward" if "forward" in more else "inference"
     saved_by_layer = more[first].saved_bytes - few[first].saved_bytes
-    is_trained = "backward" in more
-    is_fsdp = states.sharding == "fsdp"
+    is_trained, is_fsdp = "backward" in more, states.sharding == "fsdp"
     held = weights.held_bytes(states, world_size)
     saved = more[first].saved_bytes + further * saved_by_layer
     peak = more[first].peak_bytes + further * saved_by_layer
@@ -438,8 +418,8 @@ def _memory(
         # At the loss all activations are there, and in the end all gradients: the layers between
         # add the larger of both. FSDP sums and frees the gradients of a layer at once.
         results = 0 if is_fsdp else more["backward"].saved_bytes - few["backward"].saved_bytes
-        in_backward = more["backward"].peak_bytes + further * max(saved_by_layer, results)
-        peak = max(peak, in_backward)
+        added = further * max(saved_by_layer, results)
+        peak = max(peak, more["backward"].peak_bytes + added)
     memory = {
         "weights": held,
         # The next layer is gathered while one runs; what is in no layer stays.

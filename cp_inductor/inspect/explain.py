@@ -26,22 +26,24 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.recipe import lengths_at_run_time, make_recipe
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
+from cp_inductor.graph.nodes import nodes_of
 from cp_inductor.inspect.compile_for import planned_for
 from cp_inductor.inspect.cross_compile import CrossCompiled, trace_and_stop
-from cp_inductor.inspect.scans import ScanReport, find_scans
 from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.world import Example
 from cp_inductor.mask.language import CAUSAL, FULL
 from cp_inductor.mask.rule import Rule, describe
+from cp_inductor.modules.along_sequence import GATHERS
 from cp_inductor.passes.attentions import Site
 from cp_inductor.passes.pipeline import judge
 from cp_inductor.passes.settings import read_settings
 from cp_inductor.plan import Machine, Plan, backward_plan, forward_plan
-from cp_inductor.plan.machine import DEVICES, Rate
+from cp_inductor.plan.machine import DEVICES
 from cp_inductor.plan.timeline import loads_of
 from cp_inductor.tiles.kernel_table import KERNELS, implementation_of, known_wrong_of
 from cp_inductor.torch_private.dynamo import graph_break_reason
@@ -149,6 +151,34 @@ def _count(number: int, noun: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class ScanReport:
+    """What one module exchanges to compute its own tokens of a recurrence.
+
+    Attributes:
+        path: of the module in the model.
+        kind: its class.
+        ranks: how many share the sequence.
+        gathers: how many gathers or other exchanges its forward has. Its backward has as many, of
+            the same bytes.
+        received_bytes: by this rank in the forward, whatever the length of the sequence.
+    """
+
+    path: str
+    kind: str
+    ranks: int
+    gathers: int
+    received_bytes: int
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        return (
+            f"{self.path} ({self.kind})  computes its own tokens\n"
+            f"  exchange   {_count(self.gathers, 'exchange')} over {self.ranks} ranks, receives"
+            f" {self.received_bytes / 1e6:.3f} MB, and as much in the backward"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What happens to every attention of a model.
 
@@ -248,7 +278,7 @@ def explain(
     named_chip = "" if chip is None else chip.chip
 
     def report(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        scans.extend(find_scans(gm))  # before the graph is searched, which changes it
+        scans.extend(_find_scans(gm))  # before the graph is searched, which changes it
         found.extend(_report(*verdict, named_chip) for verdict in judge(gm, settings))
 
     model = getattr(model, "_orig_mod", model)
@@ -274,7 +304,10 @@ def _report(name: str, verdict: Site | CPError | None, chip: str) -> AttentionRe
     if isinstance(verdict, CPError):
         said = {part: getattr(verdict, part) for part in ("expected", "got", "remedy")}
         return AttentionReport(name, "refused", {"error": type(verdict).__name__, **said})
-    facts, rate = _facts(verdict), _rate(verdict, chip)
+    facts = _facts(verdict)
+    switch = KERNELS[facts["kernel"]].plain.switch.name
+    kernel_of_most_tiles = facts["kernel_under_mask"] or facts["implementation"] or switch
+    rate = DEVICES[chip].rate_of(kernel_of_most_tiles) if chip in DEVICES else None
     if rate is not None:
         facts |= {"flops_per_s": rate.forward, "rate_source": rate.source}
     options = verdict.plan_options
@@ -302,13 +335,14 @@ def _facts(site: Site) -> dict[str, Any]:
         assert site.plan_options is not None
         here: Any = site.plan_options, site.axis, query, key
         lengths = lengths_at_run_time(*here, site=site.name)
-        plan = ("planned once per batch", this.source.stages, 0)
+        strategy, stages, kept = "planned once per batch", this.source.stages, 0
         rule = this.source.rule
         recipe = make_recipe(*here, rule=rule, dtype=site.dtype, site=site.name)
     else:
         recipe = this.recipe
         lengths = (recipe.query_length, recipe.key_length)
-        plan = (recipe.strategy, recipe.stages, recipe.keep)
+        strategy, stages, kept = recipe.strategy, recipe.stages, recipe.keep
+    is_plain = site.mask.rule in (Rule(CAUSAL), Rule(FULL))
     return {
         "axis": site.axis.name,
         "rank": site.axis.rank,
@@ -326,33 +360,23 @@ def _facts(site: Site) -> dict[str, Any]:
         "why_kernel": site.why_kernel,
         "known_wrong": known_wrong_of(this.kernel, query.device, capability),
         "implementation": implementation_of(this.kernel),
-        "kernel_under_mask": "" if _is_plain(site) else KERNELS[this.kernel].under_rule.name,
+        "kernel_under_mask": "" if is_plain else KERNELS[this.kernel].under_rule.name,
         "flops_per_s": None,
         "rate_source": "",
-        **dict(zip(("strategy", "stages", "stages_kept"), plan, strict=True)),
+        "strategy": strategy,
+        "stages": stages,
+        "stages_kept": kept,
     }
-
-
-def _is_plain(site: Site) -> bool:
-    return site.mask.rule in (Rule(CAUSAL), Rule(FULL))
-
-
-def _rate(site: Site, chip: str) -> Rate | None:
-    """Return the measured rate of the kernel of most tiles."""
-    row = KERNELS[site.attention.kernel]
-    name = implementation_of(site.attention.kernel) or row.plain.switch.name
-    name = name if _is_plain(site) else row.under_rule.name
-    return DEVICES[chip].rate_of(name) if chip in DEVICES else None
 
 
 def _of_plan(plan: Plan, rank: int, batch: int, machine: Machine) -> PassReport:
     ranks = range(plan.grid.world_size)
-    tiles = [tile for each in ranks for stage in plan.program(each) for tile in stage.tiles]
+    tiles = [sum(len(stage.tiles) for stage in plan.program(each)) for each in ranks]
     timeline = loads_of(plan, machine).timeline(machine)
     return PassReport(
         collectives=sum(bool(stage.fetch) + bool(stage.home) for stage in plan.stages),
-        tiles=sum(len(stage.tiles) for stage in plan.program(rank)),
-        tiles_of_all_ranks=len(tiles),
+        tiles=tiles[rank],
+        tiles_of_all_ranks=sum(tiles),
         skipped=plan.skipped,
         bytes_sent=batch * plan.bytes_sent(rank),
         bytes_received=batch * plan.bytes_received(rank),
@@ -362,3 +386,32 @@ def _of_plan(plan: Plan, rank: int, batch: int, machine: Machine) -> PassReport:
         predicted_s=timeline.total_s,
         exposed_s=timeline.exposed_s,
     )
+
+
+def _find_scans(gm: fx.GraphModule) -> list[ScanReport]:
+    """Return the recurrences that ranks share, in the order of the graph.
+
+    Beyond `MOST_GATHERED` ranks, exchanges of (rows, ...) from all ranks take the place of gathers.
+    """
+    reports: dict[tuple[str, str], ScanReport] = {}
+    for node in nodes_of(gm):
+        if GATHERS not in node.meta.get("custom", {}):
+            continue
+        arrives: Any = node.meta.get("example_value")
+        if isinstance(arrives, DTensor):
+            num_ranks, is_from_all = arrives.shape[0], True
+        elif node.target is torch.ops._c10d_functional.all_to_all_single:
+            parts: Any = node.args[1]
+            # Or from the rank before alone.
+            num_ranks, is_from_all = len(parts), len(set(parts)) == 1
+        else:
+            continue
+        share = 1 - 1 / num_ranks if is_from_all else 1.0
+        num_bytes = round(share * arrives.numel() * arrives.element_size())
+        stack = list(node.meta.get("nn_module_stack", {}).values())
+        path, cls = stack[-1] if stack else ("the model", "a function")
+        site = path, getattr(cls, "__name__", str(cls))
+        last = reports.get(site, ScanReport(*site, num_ranks, 0, 0))
+        gathers, received = last.gathers + 1, last.received_bytes + num_bytes
+        reports[site] = ScanReport(*site, num_ranks, gathers, received)
+    return list(reports.values())

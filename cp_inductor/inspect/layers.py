@@ -1,7 +1,7 @@
 """Find the layers of a model that are alike, and take all but the first of them away.
 
     find_layers(model)              =>  Layers("model.layers", count=36, period=1)
-    keep_layers(model, layers, 2)   =>  the model with its first two layers, in place
+    layers.keep(model, 2)           =>  the model with its first two layers, in place
 
 What a program costs is then known for any number of layers from the programs of a few.
 """
@@ -39,6 +39,21 @@ class Layers:
         first = self.count % self.period or self.period
         return first, first + self.period
 
+    def left_in(self, model: nn.Module) -> list[nn.Module]:
+        """Return the layers that are left."""
+        return [*model.get_submodule(self.name).children()]
+
+    def keep(self, model: nn.Module, count: int) -> None:
+        """Take away all layers behind the first ones, in place."""
+        stack: Any = model.get_submodule(self.name)
+        for name in [*stack._modules][count:]:
+            del stack._modules[name]
+
+    def checkpoint(self, model: nn.Module) -> None:
+        """Have every layer computed again in the backward, in place."""
+        for layer in self.left_in(model):
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
 
 def find_layers(model: nn.Module) -> Layers | None:
     """Return the longest list of layers that repeats at least thrice; None if there is none."""
@@ -51,24 +66,6 @@ def find_layers(model: nn.Module) -> Layers | None:
             if 3 * period <= len(layers):
                 found.append(Layers(name, len(layers), period))
     return max(found, key=lambda one: one.count, default=None)
-
-
-def layers_of(model: nn.Module, layers: Layers) -> list[nn.Module]:
-    """Return the layers that are left."""
-    return [*model.get_submodule(layers.name).children()]
-
-
-def keep_layers(model: nn.Module, layers: Layers, count: int) -> None:
-    """Take away all layers behind the first ones, in place."""
-    stack: Any = model.get_submodule(layers.name)
-    for name in [*stack._modules][count:]:
-        del stack._modules[name]
-
-
-def checkpoint_layers(model: nn.Module, layers: Layers) -> None:
-    """Have every layer computed again in the backward, in place."""
-    for layer in layers_of(model, layers):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def _repeats(layers: list[nn.Module], period: int) -> bool:

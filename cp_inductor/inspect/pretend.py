@@ -5,6 +5,7 @@ Read in torch 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -38,15 +39,15 @@ def fakes_without_devices() -> Iterator[None]:
 
     class OnCPU(joint_graph.UniformValueConstantFolder):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            with _DevicesReplaced(torch.device("cpu")):
+            with _DevicesAreCPU():
                 super().__init__(*args, **kwargs)
 
         def run(self, *args: Any, **kwargs: Any) -> Any:
-            with _DevicesReplaced(torch.device("cpu")):
+            with _DevicesAreCPU():
                 return super().run(*args, **kwargs)
 
     aten = torch.ops.aten
-    methods = {
+    methods: dict[str, Any] = {
         "contiguous": lambda tensor, memory_format=torch.contiguous_format: aten.contiguous(
             tensor, memory_format=memory_format
         ),
@@ -56,26 +57,19 @@ def fakes_without_devices() -> Iterator[None]:
         "__invert__": lambda tensor: aten.bitwise_not(tensor),
         "__getitem__": _index,
     }
-    with ExitStack() as stack:
-        for name, method in methods.items():
-            stack.enter_context(mock.patch.object(FakeTensor, name, method))
-        stack.enter_context(mock.patch.object(joint_graph, "UniformValueConstantFolder", OnCPU))
+    folder = mock.patch.object(joint_graph, "UniformValueConstantFolder", OnCPU)
+    with mock.patch.multiple(FakeTensor, **methods), folder:
         yield
 
 
-class _DevicesReplaced(TorchFunctionMode):
-    """A mode that replaces every device among the arguments of functions and ops."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
+class _DevicesAreCPU(TorchFunctionMode):
+    """A mode that replaces every device among the arguments of functions and ops by the CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(
-            torch.device, lambda _: self.device, (args, kwargs or {})
-        )
+        cpu = torch.device("cpu")
+        args, kwargs = pytree.tree_map_only(torch.device, lambda _: cpu, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -123,8 +117,6 @@ def stashed_process_groups() -> Iterator[None]:
     (`_register_process_group`; 2.13-2.15) are emptied and refilled; the groups themselves are not
     destroyed. `sys.excepthook` is restored, too, because `init_process_group` replaces it.
     """
-    import sys
-
     c10d = dist.distributed_c10d
     world = c10d._world
     tables = [getattr(world, name) for name in C10D_TABLES if hasattr(world, name)]
@@ -162,10 +154,8 @@ def stashed_process_groups() -> Iterator[None]:
 def code_loaded_by(load: Callable[[str, Mapping[str, Any]], Callable[..., Any]]) -> Iterator[None]:
     """Within this context, let `load` make functions of the code that Inductor generates.
 
-    `GraphLowering.compile_to_module` (torch._inductor.graph, 2.13-2.15) generates and loads code.
-
-    Args:
-        load: from the code, and the constants that it reads by name, to what the graph is run by.
+    It takes the code, and the constants that the code reads by name, and returns what runs the
+    graph. `GraphLowering.compile_to_module` (torch._inductor.graph, 2.13-2.15) is replaced.
     """
     from torch._inductor.graph import GraphLowering
 
@@ -208,10 +198,8 @@ def pretend_gpu(properties: Any) -> Iterator[None]:
 
     Inductor asks three places about the device: a `DeviceInterface` (torch._dynamo.
     device_interface, 2.13-2.15), torch.cuda, and Triton's active driver (triton.runtime.driver,
-    3.7-3.9). All three answer for the pretended GPU. The generated code cannot be run.
-
-    Args:
-        properties: an object with the attributes of `torch.cuda.get_device_properties`.
+    3.7-3.9). All three answer for the pretended GPU, whose properties are named as in
+    `torch.cuda.get_device_properties`. The generated code cannot be run.
     """
     from torch._dynamo import device_interface
     from torch._inductor.runtime import triton_helpers
@@ -223,41 +211,34 @@ def pretend_gpu(properties: Any) -> Iterator[None]:
     target = GPUTarget("cuda", arch, properties.warp_size)
     # Make torch register its own interfaces first.
     dict(device_interface.get_registered_device_interfaces())
-    answers: dict[str, Callable[..., Any]] = {
+    answers: dict[str, Any] = {
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: capability,
         "current_device": lambda: 0,
         "device_count": lambda: 1,
     }
-    pretended = _device_interface(answers, arch)
-    interfaces = {"cuda": pretended, "cuda:0": pretended}
-    compiler = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
-    with ExitStack() as stack:
-        stack.callback(_clear_device_caches)
-        stack.enter_context(mock.patch.dict(device_interface.device_interfaces, interfaces))
-        for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        stack.enter_context(mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"))
-        stack.enter_context(mock.patch.object(driver, "_active", compiler))
-        # Generated kernels would replace Triton's active driver by that of a real GPU.
-        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
-        _clear_device_caches()
-        yield
-
-
-def _device_interface(answers: Mapping[str, Callable[..., Any]], arch: int) -> type:
-    from torch._dynamo.device_interface import DeviceInterface
-
-    def stand_in(base: type, more: Mapping[str, Callable[..., Any]], **members: Any) -> type:
-        methods = {name: staticmethod(answer) for name, answer in {**answers, **more}.items()}
-        return type("Pretended", (base,), {**methods, **members})
-
-    interface: dict[str, Callable[..., Any]] = {
+    methods = {
+        **answers,
+        "set_device": lambda device: None,
         "is_available": lambda: True,
         "get_raw_stream": lambda device_idx: 0,
         "get_compute_capability": lambda device=None: arch,
         "is_bf16_supported": lambda including_emulation=False: arch >= 80,
         "is_triton_capable": lambda device=None: True,
     }
-    worker = stand_in(DeviceInterface.Worker, {"set_device": lambda device: None})
-    return stand_in(DeviceInterface, interface, Worker=worker)
+    members = {name: staticmethod(method) for name, method in methods.items()}
+    interface = device_interface.DeviceInterface
+    worker = type("Pretended", (interface.Worker,), members)
+    pretended = type("Pretended", (interface,), {**members, "Worker": worker})
+    interfaces = {"cuda": pretended, "cuda:0": pretended}
+    compiler = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
+    with ExitStack() as stack:
+        stack.callback(_clear_device_caches)
+        stack.enter_context(mock.patch.dict(device_interface.device_interfaces, interfaces))
+        stack.enter_context(mock.patch.multiple(torch.cuda, **answers))
+        stack.enter_context(mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"))
+        stack.enter_context(mock.patch.object(driver, "_active", compiler))
+        # Generated kernels would replace Triton's active driver by that of a real GPU.
+        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
+        _clear_device_caches()
+        yield

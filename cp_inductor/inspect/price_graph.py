@@ -107,18 +107,15 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """What graphs are priced by.
+    """What graphs are priced by."""
 
-    Attributes:
-        machine: whose outermost link joins the ranks.
-        world_size: of the group that sums gradients.
-        free: names of inputs that take no memory of their own, as `shared_with_inputs` has them.
-        sums_gradients: whether the graph's own sums of gradients take time.
-    """
-
+    # Its outermost link joins the ranks.
     machine: Machine
+    # Of the group that sums gradients.
     world_size: int
+    # Names of inputs that take no memory of their own, as `shared_with_inputs` has them.
     free: frozenset[str] = frozenset()
+    # Whether the graph's own sums of gradients take time.
     sums_gradients: bool = True
 
 

@@ -96,8 +96,3 @@ class Target:
     def capability(self) -> tuple[int, int] | None:
         """The compute capability of a GPU; None for a CPU."""
         return None if self.gpu is None else (self.gpu.major, self.gpu.minor)
-
-    @property
-    def device_type(self) -> str:
-        """The device type as torch names it: "cpu" or "cuda"."""
-        return "cpu" if self.gpu is None else "cuda"

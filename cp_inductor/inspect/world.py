@@ -1,7 +1,8 @@
 """Pretend to be one rank of a world that does not exist, with tensors without data.
 
     with pretended_world(rank=517, world_size=1024) as mesh:
-        example = place(Example(model, args, kwargs, options), mesh)    # only shapes and placements
+        example = load_example("path/to/file.py:function", mesh)        # what a user names
+        example = place(example, mesh)                                  # only shapes and placements
 
 Existing process groups are hidden and restored. Tensors are CPU memory that is allocated but never
 touched, so the operating system never backs it: a model of any size needs no memory.
@@ -10,10 +11,17 @@ touched, so the operating system never backs it: a model of any size needs no me
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.util
+import inspect
 import math
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +34,16 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import empty as distributed_empty
 
 from cp_inductor.dtensor.wrap import stride_of
-from cp_inductor.errors import ProcessGroupError, UnsupportedPlacement
+from cp_inductor.errors import CPError, ProcessGroupError, UnsupportedPlacement
 from cp_inductor.inspect.pretend import stashed_process_groups
 from cp_inductor.modules.parallelize import Options, adapt, options_of, parallelize_copy
+from cp_inductor.torch_private.dynamo import graph_break_reason
 
 AXIS_NAMES = {1: ("cp",), 2: ("dp", "cp"), 3: ("dp", "cp", "tp")}
+
+
+class CannotLoad(CPError):
+    """The named function does not exist, or does not return a model and its arguments."""
 
 
 @contextmanager
@@ -42,10 +55,7 @@ def pretended_world(
 ) -> Iterator[DeviceMesh]:
     """Within this context, be one rank of a world whose collectives send nothing; yield its mesh.
 
-    Args:
-        rank, world_size: the global rank to be, and how many there are.
-        mesh_shape: of the mesh over all ranks; ``(world_size,)`` if None.
-        mesh_dim_names: names of its axes; ("cp",), ("dp", "cp") or ("dp", "cp", "tp") if None.
+    The mesh spans all ranks; it is 1-D, and its axes are named as in `AXIS_NAMES`, if not given.
 
     Raises:
         ProcessGroupError: the world has no such rank.
@@ -85,13 +95,7 @@ def pretended_world(
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A call of a model.
-
-    Attributes:
-        model: a module or function.
-        args, kwargs: its arguments.
-        options: for torch.compile.
-    """
+    """A call of a model, a module or a function, and the options for torch.compile."""
 
     model: Callable[..., Any]
     args: Sequence[Any] = ()
@@ -124,9 +128,8 @@ def place(
         replicated on its mesh, and modules compute as `parallelize` would have them.
     """
     tree = (tuple(example.args), dict(example.kwargs))
-    args, kwargs = pytree.tree_map_only(
-        Tensor, lambda tensor: _place(tensor, mesh, placements), tree
-    )
+    make = partial(_place, mesh=mesh, placements=placements)
+    args, kwargs = pytree.tree_map_only(Tensor, make, tree)
     model: Any = getattr(example.model, "_orig_mod", example.model)  # what torch.compile wrapped
     options = dict(example.options)
     placed, named = Example(model, args, kwargs, options), options.pop("mesh", None)
@@ -167,8 +170,8 @@ def _place(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | N
     if isinstance(tensor, DTensor):
         mesh, placements = _corresponding(tensor.device_mesh, mesh), tensor.placements
     if placements is None:
-        how: Any = {"dtype": tensor.dtype, "device": "cpu"}
-        placed = torch.empty_strided(tensor.shape, tensor.stride(), **how)
+        shape, stride = tensor.shape, tensor.stride()
+        placed = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu")
     else:
         placed = _empty_dtensor(tensor, mesh, placements)
     for name, value in vars(tensor).items():
@@ -202,3 +205,111 @@ def _empty_dtensor(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+def load_example(name: str, mesh: DeviceMesh) -> Example:
+    """Call the function that a user named, with the mesh of the ranks if it takes an argument.
+
+    The name is ``module:function``, where module is to be imported or a path to a ``.py`` file.
+
+    Raises:
+        CannotLoad: the function does not exist, or raises, or does not return a model and its
+            arguments.
+    """
+    try:
+        function = _find(name)
+        built = function(mesh) if inspect.signature(function).parameters else function()
+    except CPError:
+        raise
+    except Exception as error:
+        *_, place = traceback.extract_tb(error.__traceback__)
+        raise CannotLoad(
+            site=name,
+            expected="code that builds a model and its arguments",
+            got=f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})",
+            remedy="call the function in a program of its own to see the whole traceback",
+        ) from error
+    parts = built if isinstance(built, tuple) else (built,)
+    is_right = (
+        2 <= len(parts) <= 4
+        and callable(parts[0])
+        and isinstance(parts[1], (tuple, list))
+        and all(isinstance(part, Mapping) for part in parts[2:])
+    )
+    if not is_right:
+        raise CannotLoad(
+            site=name,
+            expected="a function that returns (model, args), optionally followed by kwargs"
+            " and options",
+            got=f"{type(built).__name__} of {[type(part).__name__ for part in parts]}",
+            remedy="return the model and a tuple of its arguments",
+        )
+    return Example(*parts)
+
+
+@contextmanager
+def failures_named(name: str) -> Iterator[None]:
+    """Raise as one line why Dynamo did not capture the model that a user named.
+
+    Raises:
+        CannotLoad: it did not; what it calls or is called with is at fault, and not the library.
+    """
+    try:
+        yield
+    except CPError:
+        raise
+    except Exception as error:
+        reason = graph_break_reason(error)
+        if reason is None:
+            raise
+        raise CannotLoad(
+            site=name,
+            expected="a model that runs on its arguments and is captured whole",
+            got=reason,
+            remedy="call it on plain tensors first; then with torch.compile(fullgraph=True)",
+        ) from error
+
+
+def _find(name: str) -> Callable[..., Any]:
+    module_name, colon, function_name = name.rpartition(":")
+    try:
+        if not colon:
+            module = _import(name)
+            functions = {n: f for n, f in vars(module).items() if inspect.isfunction(f)}
+            own = [n for n, f in functions.items() if f.__module__ == module.__name__]
+            public = ", ".join(n for n in own if n[0] != "_")
+            raise AttributeError(f"no function; there are {public or 'none'}")
+        module = _import(module_name)
+        found: Callable[..., Any] = getattr(module, function_name)
+    except (ImportError, AttributeError, FileNotFoundError, ValueError) as error:
+        raise CannotLoad(
+            site=name,
+            expected="module:function, or path/to/file.py:function",
+            got=str(error),
+            remedy="name a function that can be imported from here",
+        ) from None
+    return found
+
+
+def _import(name: str) -> Any:
+    if not name.endswith(".py"):
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        return importlib.import_module(name)
+    # So that the file can import those beside it; behind all else, lest a folder of the same name
+    # take the place of a module of Python's in the processes that are started from here.
+    folder = str(Path(name).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return import_file(Path(name), is_registered=True)
+
+
+def import_file(path: Path, *, is_registered: bool = False) -> Any:
+    """Import a file; if registered, dataclasses and pickle find its classes in `sys.modules`."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if is_registered:
+        sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

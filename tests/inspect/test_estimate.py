@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import cp_inductor
 import cp_inductor.inspect.estimate as estimate_module
 from cp_inductor.__main__ import main
-from cp_inductor.inspect.layers import Layers, find_layers, keep_layers
+from cp_inductor.inspect.layers import Layers, find_layers
 from cp_inductor.inspect.price_graph import Pricing, price_graph
 from cp_inductor.inspect.targets import Target
 from cp_inductor.plan.machine import DEVICES
@@ -84,7 +84,7 @@ def test_layers_that_are_alike(windows: list[int], found: Layers | None, fewest:
     assert layers == found
     if layers is not None:
         assert layers.fewest == fewest
-        keep_layers(model, layers, 2)
+        layers.keep(model, 2)
         assert [layer.place for layer in model.layers] == [0, 1]
 
 

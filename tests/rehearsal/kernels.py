@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
 from torch._inductor.runtime.triton_heuristics import GridExpr
 
-from cp_inductor.inspect.load import import_file
+from cp_inductor.inspect.world import import_file
 from tests.rehearsal.memory import Argument
 from tests.rehearsal.triton_interpreter import NUMBER_SHIFT, constants_of
 

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 import cp_inductor
-from cp_inductor.inspect.load import CannotLoad
+from cp_inductor.inspect.world import CannotLoad
 from tests.support.combinations import PAGE, SCRIPT, combined
 from tests.support.pages import read_part
 from tests.support.processes import ROOT, run_python

@@ -171,11 +171,7 @@ class SequenceRegion(RegionMode):
         return self.whole_of_shard.get(length, 0) % self.mesh.size() == 0
 
     def judge(self) -> None:
-        """Refuse what was mixed inside and leaves the region; see `cp_inductor.sequence`.
-
-        Raises:
-            SequenceMixed: it may be differentiated outside.
-        """
+        """Refuse what was mixed inside and leaves the region: it may be differentiated outside."""
         typer, self.typer, self.copy.typer = self.typer, None, None
         if typer is None or not self.is_typing():
             return

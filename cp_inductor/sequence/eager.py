@@ -401,15 +401,10 @@ class EagerTyper(Typer):
         return bound.args, bound.kwargs
 
     def check_mask(self, mask: Tensor, lengths: set[int]) -> None:
-        """Check a mask that an attention is given.
+        """Refuse a mask over the whole sequence that was computed from shards, and mixes tokens.
 
-        Args:
-            mask: over the whole sequence.
-            lengths: of whole queries and keys. If no shards were declared, a tensor of such a
-                length is no shard. It may become a mask, which ranks compare.
-
-        Raises:
-            SequenceMixed: the mask was computed from shards, and mixes their tokens.
+        If no shards were declared, a tensor as long as whole queries and keys is no shard. It may
+        become a mask, which ranks compare.
         """
         found = self.types.get(mask)
         is_of_whole = isinstance(found, Mixed) and found.lengths and found.lengths <= lengths
@@ -417,12 +412,9 @@ class EagerTyper(Typer):
             self.refuse_mixed(mask)
 
     def check_left(self) -> None:
-        """Refuse mixed tensors that leave the region: as a loss, as logits, as what a module keeps.
+        """Refuse mixed tensors that leave the region, also in what a module keeps.
 
         Other tensors are known in later regions, as the states of an earlier segment are.
-
-        Raises:
-            SequenceMixed: there is such a tensor, or one from outside was written to.
         """
         left = list(self.types.items())
         self.refuse_mixed([t for t, one in left if isinstance(one, Mixed) and not one.is_vote])

@@ -37,7 +37,7 @@ from cp_inductor.mask.reader.lengths import as_number
 from cp_inductor.mask.reader.read import Reading, known_nodes
 from cp_inductor.mask.reader.scores import OPS_OF_SCORES, is_sum_with_score
 from cp_inductor.mask.reader.to_rule import Recognized, as_rule_of_scores, misread, with_bias_made
-from cp_inductor.mask.reader.trace import Scores, Trace, trace_nodes
+from cp_inductor.mask.reader.trace import Scores, trace_nodes
 from cp_inductor.region.flex_bias import reads_batch_and_head
 from cp_inductor.region.marks import MARK
 from cp_inductor.tiles.block_tables import BLOCK
@@ -62,10 +62,8 @@ class FlexCall:
     """The arguments of a call.
 
     Attributes:
-        query, key, value: its inputs.
         score_mod, mask_mod: functions of four indices and of captured values; score_mod takes the
             score as well, as its first argument.
-        scale: of the scores.
         of_score_mod, of_mask_mod: the values that they captured: nodes, or numbers.
         kernel_options: the options that say how a kernel computes, as the text of a dict.
     """
@@ -222,21 +220,21 @@ class _Outside:
 def _read(outside: _Outside) -> Recognized:
     site = outside.site
     _check_detached(outside.call.score_mod, site)
-    trace = _trace(outside)
-    recognized = _recognize(trace, outside.shape)
+    reading = _trace(outside)
+    recognized = _recognize(reading, outside.shape)
     if recognized is None or _learned(recognized):
-        found = _recognize_sum(outside, trace, recognized)
+        found = _recognize_sum(outside, reading, recognized)
         if found is not None:
             return found
     if recognized is None:
-        raise _unreadable(site, _first_unread(trace))
+        raise _unreadable(site, _first_unread(reading))
     _check_slope(recognized, site)
     _check_gradients(recognized, site)
-    return replace(recognized, computed_by=known_nodes(trace))
+    return replace(recognized, computed_by=known_nodes(reading.trace))
 
 
-def _trace(outside: _Outside, *, has_scores: bool = True) -> Trace:
-    """Trace both functions; without scores, the mask_mod alone."""
+def _trace(outside: _Outside, *, has_scores: bool = True) -> Reading:
+    """Trace and read both functions; without scores, the mask_mod alone."""
     call = outside.call
 
     def change(scores: Tensor, known: Mapping[fx.Node, Any]) -> Tensor:
@@ -248,19 +246,20 @@ def _trace(outside: _Outside, *, has_scores: bool = True) -> Trace:
     nodes = [item for item in outside.captured if _is_tensor(item)]
     dtype = torch.promote_types(call.query.meta["example_value"].dtype, torch.float32)
     try:
-        return trace_nodes(nodes, outside.graph, Scores(outside.shape, dtype, change))
+        trace = trace_nodes(nodes, outside.graph, Scores(outside.shape, dtype, change))
     except Exception as error:
         # A user's function may raise anything.
         lines = str(error).splitlines() or [""]
         got = f"one that raises {type(error).__name__}: {lines[0]}"
         raise _unreadable(outside.site, got) from error
+    return Reading(trace, ops=OPS_OF_SCORES)
 
 
 def _recognize_sum(
-    outside: _Outside, trace: Trace, recognized: Recognized | None
+    outside: _Outside, reading: Reading, recognized: Recognized | None
 ) -> Recognized | None:
     """Return a rule whose bias is computed as a tensor; None if the score_mod is no sum."""
-    if not is_sum_with_score(trace, Reading(trace, ops=OPS_OF_SCORES)):
+    if not is_sum_with_score(reading.trace, reading):
         return None
     if recognized is None:
         # The tensor holds all that the score_mod does, so only the mask_mod has to be read.
@@ -271,7 +270,7 @@ def _recognize_sum(
     captured = outside.captured[: len(outside.call.of_score_mod)]
     is_learned = any(map(_is_learned, captured))
     found = with_bias_made(recognized, of_batch=of_batch, of_head=of_head, has_gradient=is_learned)
-    return replace(found, computed_by=known_nodes(trace))
+    return replace(found, computed_by=known_nodes(reading.trace))
 
 
 def _is_tensor(item: Any) -> bool:
@@ -284,18 +283,17 @@ def _value_of(item: Any, known: Mapping[fx.Node, Any]) -> Any:
     return known[item] if item in known else int(item.meta["example_value"])
 
 
-def _recognize(trace: Trace, shape: tuple[int, ...]) -> Recognized | None:
-    reading = Reading(trace, ops=OPS_OF_SCORES)
-    value = reading.values.get(trace.result)
+def _recognize(reading: Reading, shape: tuple[int, ...]) -> Recognized | None:
+    value = reading.values.get(reading.trace.result)
     recognized = None if value is None else as_rule_of_scores(value, reading.tables)
     if recognized is None or misread(recognized, shape, reading.tables):
         return None
     return recognized
 
 
-def _first_unread(trace: Trace) -> str:
+def _first_unread(reading: Reading) -> str:
     """Say which op of a trace is the first that the functions call and that was not read."""
-    reading = Reading(trace, ops=OPS_OF_SCORES)
+    trace = reading.trace
     for node in trace.gm.graph.nodes:
         is_own = node.op == "call_function" and node not in trace.origins
         if is_own and node not in reading.values:

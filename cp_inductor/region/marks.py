@@ -35,11 +35,7 @@ IN_REGION = "cp_inductor_region"
 
 @torch.library.custom_op("cp_inductor::in_region", mutates_args=())
 def _in_region(
-    tensor: Tensor,
-    group_name: str,
-    rank: int,
-    world_size: int,
-    lengths: list[int],
+    tensor: Tensor, group_name: str, rank: int, world_size: int, lengths: list[int]
 ) -> Tensor:
     """Mark an argument of the body of a higher-order op that is traced in a region.
 
@@ -72,12 +68,7 @@ RULES[MARK] = pointwise
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A context in which plain tensors are shards.
-
-    Attributes:
-        axis: the axis that shards them.
-        lengths: the known lengths of whole sequences.
-    """
+    """A context in which plain tensors are shards, with the known lengths of whole sequences."""
 
     axis: SequenceAxis
     lengths: tuple[int, ...]

@@ -17,6 +17,7 @@ Assumes: shards are in rank order, as torch.chunk cuts the sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -95,7 +96,6 @@ class SequenceRegion(RegionMode):
         lengths: Sequence[int] = (),
         *,
         buffers: Sequence[tuple[Tensor, int, Tensor]] = (),
-        is_copy: bool = False,
     ) -> None:
         super().__init__()
         check_mesh(mesh, site="a context-parallel region")
@@ -104,13 +104,12 @@ class SequenceRegion(RegionMode):
         self.whole_of_shard = _whole_lengths(mesh, lengths)
         self.group_name, self.rank = str(mesh.get_group().group_name), mesh.get_local_rank()
         # What is not attention is typed in eager; a compile types its graph.
-        self.buffers = tuple(buffers)
+        self.buffers: Sequence[tuple[Tensor, int, Tensor]] = ()
         self.typer: EagerTyper | None = None
         # Dynamo (2.13 to 2.15) does not let a mode enter itself while it is asked.
-        self.copy: SequenceRegion = self
-        if not is_copy:
-            self.copy = SequenceRegion(mesh, lengths, is_copy=True)
-            self.copy.copy = self
+        self.copy = copy(self)
+        self.copy.copy = self
+        self.buffers = buffers
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call an attention over the whole sequence, and check whatever else runs."""
@@ -172,11 +171,7 @@ class SequenceRegion(RegionMode):
         return self.whole_of_shard.get(length, 0) % self.mesh.size() == 0
 
     def judge(self) -> None:
-        """Refuse what was mixed inside and leaves the region; see `cp_inductor.sequence`.
-
-        Raises:
-            SequenceMixed: it may be differentiated outside.
-        """
+        """Refuse what was mixed inside and leaves the region: it may be differentiated outside."""
         typer, self.typer, self.copy.typer = self.typer, None, None
         if typer is None or not self.is_typing():
             return

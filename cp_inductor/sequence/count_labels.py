@@ -36,17 +36,8 @@ def count_labels(
     """Return labels, after checking that equally many of them count on every rank.
 
     The message is a functional collective, so that a graph that sends parts of an attention keeps
-    it in the order of all ranks.
-
-    Args:
-        labels: integers, this rank's.
-        scores: what they are compared with. They only make attentions run before this.
-        ignore_index: the label that does not count.
-        group_name: of the ranks that share the sequence.
-        site: for the error.
-
-    Raises:
-        SequenceMixed: the ranks' numbers differ, on all of them.
+    it in the order of all ranks. The scores, with which the integer labels are compared, only make
+    attentions run before this. If the numbers differ, all ranks raise `SequenceMixed`.
     """
     none = scores.flatten()[:0].sum().to(torch.int64)
     count = (labels != ignore_index).sum() + none
@@ -56,11 +47,7 @@ def count_labels(
 
 @torch.library.custom_op("cp_inductor::check_labels", mutates_args=())
 def check_labels(labels: Tensor, ends: Tensor, site: str) -> Tensor:
-    """Return labels, if `ends` (2,), the least number on a rank, negated, and the greatest, agree.
-
-    Raises:
-        SequenceMixed: they differ.
-    """
+    """Return labels, if `ends`, the least number on a rank, negated, and the greatest, agree."""
     least, most = (-ends[0]).item(), ends[1].item()
     if most != least:
         raise SequenceMixed(

@@ -24,7 +24,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMappi
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from cp_inductor.errors import SequenceMixed
 from cp_inductor.kept import on_reset
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels, range_over_ranks
 from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, version_of
-from cp_inductor.sequence.rules.indices import MASKS
+from cp_inductor.sequence.rules.views import MASKS
 from cp_inductor.sequence.types import (
     ATTENDED_DIM,
     Mixed,
@@ -173,9 +173,7 @@ class EagerTyper(Typer):
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function of torch and type what it returns."""
         is_optimizing = self.is_over and not torch.is_grad_enabled()
-        if self.is_running or is_optimizing or is_in_backward():
-            return func(*args, **kwargs)
-        if func in _SIZES:
+        if self.is_running or is_optimizing or is_in_backward() or func in _SIZES:
             return func(*args, **kwargs)
         self.name = name_of_function(func)
         leaves = self.leaves((args, kwargs))
@@ -240,7 +238,7 @@ class EagerTyper(Typer):
             self.types[parameter] = found
 
     def _end_forward(self) -> None:
-        """Check what the program keeps, before a backward writes to gradients."""
+        """Check what the program keeps, once: a backward writes to gradients."""
         if not self.is_over:
             self.refuse_kept(list(self.kept))
         self.is_over = True
@@ -403,15 +401,10 @@ class EagerTyper(Typer):
         return bound.args, bound.kwargs
 
     def check_mask(self, mask: Tensor, lengths: set[int]) -> None:
-        """Check a mask that an attention is given.
+        """Refuse a mask over the whole sequence that was computed from shards, and mixes tokens.
 
-        Args:
-            mask: over the whole sequence.
-            lengths: of whole queries and keys. If no shards were declared, a tensor of such a
-                length is no shard. It may become a mask, which ranks compare.
-
-        Raises:
-            SequenceMixed: the mask was computed from shards, and mixes their tokens.
+        If no shards were declared, a tensor as long as whole queries and keys is no shard. It may
+        become a mask, which ranks compare.
         """
         found = self.types.get(mask)
         is_of_whole = isinstance(found, Mixed) and found.lengths and found.lengths <= lengths
@@ -419,17 +412,13 @@ class EagerTyper(Typer):
             self.refuse_mixed(mask)
 
     def check_left(self) -> None:
-        """Refuse mixed tensors that leave the region: as a loss, as logits, as what a module keeps.
+        """Refuse mixed tensors that leave the region, also in what a module keeps.
 
         Other tensors are known in later regions, as the states of an earlier segment are.
-
-        Raises:
-            SequenceMixed: there is such a tensor, or one from outside was written to.
         """
         left = list(self.types.items())
         self.refuse_mixed([t for t, one in left if isinstance(one, Mixed) and not one.is_vote])
-        if not self.is_over:
-            self.refuse_kept(list(self.kept))
+        self._end_forward()
         for tensor, found in left:
             is_own = isinstance(found, (Shards, Sum, Mixed)) and tensor.numel() > 1
             if is_own and not tensor.is_inference() and tensor not in self.declared:
@@ -496,15 +485,13 @@ def _is_of_torch(hook: Any) -> bool:
 
 def _is_of_a_module(tensor: Tensor) -> bool:
     """Whether a module that is being called, or a part of it, has a tensor as a buffer."""
-    frame: FrameType | None = sys._getframe(1)
     seen = set()
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and id(module) not in seen:
             seen.add(id(module))
             if any(buffer is tensor for buffer in module.buffers()):
                 return True
-        frame = frame.f_back
     return False
 
 
@@ -521,10 +508,8 @@ _TORCH, _PACKAGE = (
 
 def _is_memory_read() -> bool:
     """Whether who asks for a storage reads it: the program itself, or `torch.save` for it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    name = frame.f_code.co_filename if frame is not None else ""
+    names = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1)))
+    name = next((name for name in names if not name.startswith(_PACKAGE)), "")
     return not name.startswith(_TORCH) or name in _SAVING
 
 

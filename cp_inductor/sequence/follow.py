@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.errors import SequenceMixed, SequenceWarning
+from cp_inductor.sequence.rules import infer_types
 from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, find_rule, numbers
-from cp_inductor.sequence.rules.infer import infer_types
 from cp_inductor.sequence.types import (
     ATTENDED_DIM,
     Mixed,
@@ -168,8 +168,7 @@ class Typer(OpWatcher):
     def trusting(self, *args: Any) -> Iterator[list[Any]]:
         """Trust the user: what the code inside returns and writes to is meant within each shard.
 
-        Yields:
-            A list into which the caller puts what the code returns.
+        The caller puts what the code returns into the list that this yields.
         """
         given = self.leaves(args)
         versions = [version_of(tensor) for tensor in given]
@@ -185,13 +184,10 @@ class Typer(OpWatcher):
                 self.put(part, Own())
 
     def check_call(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Check what no op says: losses that torch divides by a size, a number of tokens.
+        """Refuse what no op says: losses divided by a number of tokens that differs among ranks.
 
         These are `kl_div` with "batchmean", and the cross entropy of probabilities. And slices that
         end behind this rank's tokens, for which torch calls no op.
-
-        Raises:
-            SequenceMixed: ranks have unequally many, or a slice may take a part of the sequence.
         """
         if func in (Tensor.__getitem__, operator.getitem) and isinstance(args[0], Tensor):
             self._check_slices(*args)
@@ -228,11 +224,7 @@ class Typer(OpWatcher):
             raise self.refusal(EXPECTED, got)
 
     def refuse_mixed(self, values: Any) -> None:
-        """Refuse mixed tensors.
-
-        Raises:
-            SequenceMixed: one of the tensors is mixed.
-        """
+        """Refuse mixed tensors."""
         for tensor in self.leaves(values):
             found = self.types.get(tensor)
             if isinstance(found, Mixed):
@@ -242,9 +234,6 @@ class Typer(OpWatcher):
         """Refuse what a program has written into tensors that are the same on every rank.
 
         A number, as of losses that are added up for a log, may be each rank's own.
-
-        Raises:
-            SequenceMixed: one of them holds what ranks have made of their own tokens.
         """
         for tensor in tensors:
             found = self.types.get(tensor)
@@ -259,11 +248,7 @@ class Typer(OpWatcher):
                 raise self.refusal(expected, got, f"use dist.all_reduce first; {REMEDY}", site)
 
     def check_attention(self, site: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Check that an attention is over the tokens.
-
-        Raises:
-            SequenceMixed: dim 2 of a tensor is something else.
-        """
+        """Refuse an attention unless it is over the tokens, in dim 2."""
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             self.refuse_mixed(tensor)
             found = self._type_attended(tensor)

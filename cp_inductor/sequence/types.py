@@ -10,19 +10,14 @@ A rank with one token cannot tell from sizes where a view has put it: if (1, 32)
 the token may be in dim 0 or 1. The type of such a tensor names the likely place and, as `others`,
 the other places. The next op that combines it with other tokens, or an attention, decides. Ranks
 with more tokens know the place.
-
-This module imports no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+from typing import Any
 
 # The sequence dim of query, key and value (B, H, S, D), as in `cp_inductor.tiles.dims`.
 ATTENDED_DIM = 2

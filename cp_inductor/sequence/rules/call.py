@@ -163,12 +163,7 @@ def overloads(ops: Iterable[Any]) -> set[torch._ops.OpOverload]:
 
 
 def rule(*ops: Any, tag: torch.Tag | None = None) -> Callable[[Rule], Rule]:
-    """Register a rule for overloads, or for all overloads of packets.
-
-    Args:
-        ops: overloads and packets.
-        tag: the rule is also that of all ops which torch has tagged so, if they have no other.
-    """
+    """Register a rule for overloads, for all of packets, and for tagged ops without another."""
 
     def register(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(overloads(ops), rule))

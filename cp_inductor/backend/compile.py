@@ -218,7 +218,7 @@ def _compile_lowered(
         how = (settings.scheduling, select_decomp_table(), settings.check_agreement, place_of)
         _lower(Lowering(gm, kind_of(kwargs), *how), captured)
     # A backward may be compiled later, when it is first called, on any thread.
-    with one_compile_at_a_time(), meshes_keyed(), lowered_as_asked(ROWS_OF_TILES):
+    with one_compile_at_a_time, meshes_keyed(), lowered_as_asked(ROWS_OF_TILES):
         return inner_compile(gm, example_inputs, **kwargs)
 
 

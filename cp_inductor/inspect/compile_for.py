@@ -29,9 +29,8 @@ from cp_inductor.inspect.pretend import code_loaded_by, fakes_without_devices, p
 from cp_inductor.inspect.retarget import Retarget
 from cp_inductor.inspect.targets import Target
 from cp_inductor.passes.settings import Settings
-from cp_inductor.torch_private.inductor import append_custom_pass
+from cp_inductor.torch_private.inductor import append_custom_pass, triton_for_this_torch
 from cp_inductor.torch_private.modes import has_autocast
-from cp_inductor.torch_private.triton import triton_for_this_torch
 
 # (kind of the graph, the lowered graph, its code, constants by name) => what runs the graph
 Load = Callable[[str, fx.GraphModule, str, Mapping[str, Any]], Callable[..., Any]]

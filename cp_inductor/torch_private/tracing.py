@@ -93,11 +93,6 @@ def trace_of_shapes(
         return trace_fake(function, values, decompositions, like=like)
 
 
-def tensors_written(function: Callable[[], Any], like: Tensor) -> list[Tensor]:
-    """Call a function on fake tensors, and return the tensors that it writes to in place."""
-    return [tensor for _, tensor in writes_of(function, like)]
-
-
 def writes_of(
     function: Callable[[], Any], like: Tensor
 ) -> list[tuple[torch._ops.OpOverload, Tensor]]:

@@ -156,13 +156,7 @@ def compile_through_inductor(
         around.enter_context(first_symbols_kept())
         around.enter_context(meshes_keyed())
         around.enter_context(compile_announced(len(captured.attentions)))
-        compiled = compile_fx(
-            gm,
-            inputs,
-            inner_compile=lowered,
-            config_patches=patches,
-            **kwargs,
-        )
+        compiled = compile_fx(gm, inputs, inner_compile=lowered, config_patches=patches, **kwargs)
     return captured.runner(cast("Callable[..., Any]", compiled))
 
 

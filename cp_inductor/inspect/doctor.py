@@ -20,8 +20,7 @@ from torch import Tensor
 from cp_inductor.backend.steps import exchanges_in
 from cp_inductor.inspect.cross_compile import cross_compile
 from cp_inductor.torch_private.inductor import cache_folder, cpp_compiler, triton_for_this_torch
-from cp_inductor.torch_private.leaned_on import TEXTS, leaned_on, text_gone, what_moved
-from cp_inductor.torch_private.patches import patches
+from cp_inductor.torch_private.leaned_on import TEXTS, leaned_on, patches, text_gone, what_moved
 from cp_inductor.torch_private.probes import PROBES
 
 OLDEST, NEWEST = (2, 13), (2, 15)

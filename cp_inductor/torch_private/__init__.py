@@ -14,9 +14,8 @@
     flex                the ops of FlexAttention, and what is private of it
     sizes               numbers for symbolic sizes
     inductor            custom passes, the order of nodes, strides, Triton without a GPU
-    leaned_on           all names that are used, and texts of sources that are read
+    leaned_on           all names that are used, texts of sources that are read, what is replaced
     probes              what is expected of torch and has no name
-    patches             every place at which torch does something else because of this package
 
 "Read in torch 2.13.0 and 2.15.0" means that the sources of these releases were read. Each
 function names the releases that have the private API it uses, as (2.13-2.15). The exceptions:

@@ -1,7 +1,4 @@
-"""Register handlers in DTensor's dispatcher, call it without them, ask who else is in its table.
-
-Read in torch 2.13.0 and 2.15.0.
-"""
+"""DTensor's handlers, and torch's context parallelism. Read in torch 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 

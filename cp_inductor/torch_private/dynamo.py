@@ -1,7 +1,4 @@
-"""Ask what Dynamo is compiling, and keep the state that compiles change.
-
-Read in torch 2.13.0 and 2.15.0.
-"""
+"""Ask what Dynamo compiles, and keep what compiles change. Read in torch 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Set Inductor's custom passes, the order of its nodes, and strides; call Triton without a GPU.
-
-Read in torch 2.13.0 and 2.15.0.
-"""
+"""Inductor's passes, order and strides; Triton without a GPU. Read in torch 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 
@@ -84,9 +81,7 @@ cache_folder = cache_dir
 
 
 @contextmanager
-def lowered_as_asked(
-    arguments_of: Mapping[torch._ops.OpOverload, Sequence[int]],
-) -> Iterator[None]:
+def lowered_as_asked(arguments_of: Mapping[torch._ops.OpOverload, Sequence[int]]) -> Iterator[None]:
     """Have Inductor keep last strides of 1, and generate one kernel where a concatenation asks.
 
     For attention kernels, `_maybe_layout_constraints` (torch._inductor.lowering, 2.13-2.15)
@@ -312,10 +307,8 @@ def compile_triton_kernel(autotuner: Any) -> Iterator[tuple[str, Any]]:
     """Compile one of Inductor's Triton kernels in every configuration that it would try.
 
     `CachingAutotuner.configs` and `._precompile_config` (torch._inductor.runtime.triton_heuristics,
-    2.13-2.15), which Inductor's compile workers call, too. Call this within `pretend_gpu`.
-
-    Yields:
-        The configuration as text, and the compiled kernel.
+    2.13-2.15), which Inductor's compile workers call, too. Call this within `pretend_gpu`. It
+    yields the configuration as text, and the compiled kernel.
     """
     from torch._inductor import config as inductor_config
 

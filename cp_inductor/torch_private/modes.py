@@ -1,7 +1,4 @@
-"""Function modes, dispatch modes, transforms and autocast: ask about them, and leave them.
-
-Read in torch 2.13.0 and 2.15.0.
-"""
+"""Function and dispatch modes, transforms and autocast. Read in torch 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 

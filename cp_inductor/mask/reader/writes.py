@@ -110,8 +110,7 @@ def _written_by(node: fx.Node) -> set[int]:
         return {_storage_of(inputs[0])} if is_in_place(node) else set()
     try:
         if any(isinstance(tensor, DTensor) for tensor in inputs):
-            written = writes_of(partial(_run, node), inputs[0])
-            return {_storage_of(tensor) for _, tensor in written}
+            return {_storage_of(tensor) for _, tensor in writes_of(partial(_run, node), inputs[0])}
         # What is written to does not depend on how long it is.
         shapes = [(tuple(map(size_hint, tensor.shape)), tensor.dtype) for tensor in inputs]
         fakes = dict(zip(map(id, inputs), fakes_of_shapes(shapes), strict=True))

@@ -220,14 +220,17 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _doctor(args: argparse.Namespace) -> tuple[str, bool]:
     from cp_inductor.inspect.doctor import examine
-    from cp_inductor.torch_private.patches import as_text
+    from cp_inductor.torch_private.leaned_on import patches
 
     checks = examine()
     is_fine = all(check.state != "problem" for check in checks)
     if args.json:
         return json.dumps([asdict(check) for check in checks]), is_fine
-    patches = ["", "patches of torch", as_text()] if args.patches else []
-    return "\n".join([*map(str, checks), *patches]), is_fine
+    lines = [*map(str, checks)]
+    if args.patches:
+        rows = (f"{name:<10}{text}" for patch in patches() for name, text in patch.items())
+        lines += ["", "patches of torch", *rows]
+    return "\n".join(lines), is_fine
 
 
 def _calibrate(args: argparse.Namespace) -> tuple[str, bool]:

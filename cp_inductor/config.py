@@ -41,7 +41,6 @@ plan: str = Config(default="auto", env_name_default="CP_INDUCTOR_PLAN", value_ty
 # Number of exchanges in the forward pass of an attention, at most 8; 0 chooses by estimated cost.
 stages: int = _number("CP_INDUCTOR_STAGES", 0)
 
-
 # Bytes that an attention may keep of what it fetched from other ranks, for its backward. The rest
 # is fetched again.
 keep_bytes: int = _number("CP_INDUCTOR_KEEP_BYTES", 0)

@@ -26,9 +26,7 @@ def on_reset(drop: Callable[[], None]) -> Callable[[], None]:
     return drop
 
 
-def lru_cache(
-    maxsize: int | None,
-) -> Callable[[Callable[..., Result]], _lru_cache_wrapper[Result]]:
+def lru_cache(maxsize: int | None) -> Callable[[Callable[..., Result]], _lru_cache_wrapper[Result]]:
     """Keep the results of a function of a module until `reset`."""
 
     def keep(function: Callable[..., Result]) -> _lru_cache_wrapper[Result]:

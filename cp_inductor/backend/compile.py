@@ -156,13 +156,7 @@ def compile_through_inductor(
         around.enter_context(first_symbols_kept())
         around.enter_context(meshes_keyed())
         around.enter_context(compile_announced(len(captured.attentions)))
-        compiled = compile_fx(
-            gm,
-            inputs,
-            inner_compile=lowered,
-            config_patches=patches,
-            **kwargs,
-        )
+        compiled = compile_fx(gm, inputs, inner_compile=lowered, config_patches=patches, **kwargs)
     return captured.runner(cast("Callable[..., Any]", compiled))
 
 
@@ -218,7 +212,7 @@ def _compile_lowered(
         how = (settings.scheduling, select_decomp_table(), settings.check_agreement, place_of)
         _lower(Lowering(gm, kind_of(kwargs), *how), captured)
     # A backward may be compiled later, when it is first called, on any thread.
-    with one_compile_at_a_time(), meshes_keyed(), lowered_as_asked(ROWS_OF_TILES):
+    with one_compile_at_a_time, meshes_keyed(), lowered_as_asked(ROWS_OF_TILES):
         return inner_compile(gm, example_inputs, **kwargs)
 
 

@@ -40,11 +40,7 @@ from cp_inductor.modules.parallelize import BATCHES
 from cp_inductor.passes.attentions import SDPA
 from cp_inductor.region.regions import groups_of_program
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.dynamo import (
-    FailedTrace,
-    as_backend_error,
-    raised_while_traced,
-)
+from cp_inductor.torch_private.dynamo import FailedTrace, as_backend_error, raised_while_traced
 from cp_inductor.torch_private.leaned_on import (
     BOTH_MASKS,
     BROADCAST,

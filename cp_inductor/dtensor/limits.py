@@ -13,7 +13,7 @@ from cp_inductor.errors import (
     UnsupportedAttention,
     UnsupportedPlacement,
 )
-from cp_inductor.torch_private.context_parallel import torchs_context_parallel
+from cp_inductor.torch_private.dtensor import torchs_context_parallel
 from cp_inductor.torch_private.modes import is_transformed
 
 UNENDING = "over an empty DTensor, torch's views do not end"

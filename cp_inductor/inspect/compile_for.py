@@ -47,10 +47,9 @@ from cp_inductor.passes.settings import Settings
 from cp_inductor.tiles.kernel_table import choose_kernel, get_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.inductor import append_custom_pass
+from cp_inductor.torch_private.inductor import append_custom_pass, triton_for_this_torch
 from cp_inductor.torch_private.modes import has_autocast
 from cp_inductor.torch_private.tracing import fake_on, retrace
-from cp_inductor.torch_private.triton import triton_for_this_torch
 
 CUDA = torch.device("cuda", 0)
 # What SDPA computes an unsharded attention by on the CPU.

@@ -46,7 +46,7 @@ from cp_inductor.inspect.world import Example, import_file, place, pretended_wor
 from cp_inductor.passes.settings import read_settings
 from cp_inductor.tiles.kernel_table import TILE_OPS
 from cp_inductor.torch_private.dynamo import compile_state_kept
-from cp_inductor.torch_private.triton import compile_triton_kernel, cuobjdump_path
+from cp_inductor.torch_private.inductor import compile_triton_kernel, cuobjdump_path
 
 
 @dataclass(frozen=True, slots=True)

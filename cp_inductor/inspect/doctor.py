@@ -19,11 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cp_inductor.backend.steps import exchanges_in
 from cp_inductor.inspect.cross_compile import cross_compile
-from cp_inductor.torch_private.inductor import cache_folder, cpp_compiler
-from cp_inductor.torch_private.leaned_on import TEXTS, leaned_on, text_gone, what_moved
-from cp_inductor.torch_private.patches import patches
+from cp_inductor.torch_private.inductor import cache_folder, cpp_compiler, triton_for_this_torch
+from cp_inductor.torch_private.leaned_on import TEXTS, leaned_on, patches, text_gone, what_moved
 from cp_inductor.torch_private.probes import PROBES
-from cp_inductor.torch_private.triton import triton_for_this_torch
 
 OLDEST, NEWEST = (2, 13), (2, 15)
 BACKENDS = ("cp_inductor", "cp_aot_eager")

@@ -114,10 +114,7 @@ def attention_backward(
 def _(query: Tensor, key: Tensor, value: Tensor, extras: list[Tensor], *how: Any) -> list[Tensor]:
     if Attention.of(*how).is_per_batch:
         of_lse = accumulation_dtype(query)
-        return [
-            empty_like_rows(query),
-            empty_like_rows(query[..., 0], of_lse),
-        ]
+        return [empty_like_rows(query), empty_like_rows(query[..., 0], of_lse)]
     return _run_once(attention._init_fn, query, key, value, extras, *how)
 
 

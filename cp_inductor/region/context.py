@@ -29,7 +29,7 @@ from cp_inductor.errors import InvalidArgument, UnsupportedBuffer, UnsupportedPl
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.region.regions import SequenceRegion
 from cp_inductor.sequence.follow import version_of
-from cp_inductor.torch_private.context_parallel import torchs_load_balance
+from cp_inductor.torch_private.dtensor import torchs_load_balance
 from cp_inductor.torch_private.modes import function_modes, run_uncompiled
 from cp_inductor.trust.agreement import note_batch
 

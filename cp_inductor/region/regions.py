@@ -62,7 +62,7 @@ from cp_inductor.source import user_line
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import is_a_kernel_enabled
 from cp_inductor.torch_private.checkpoint import rerun_within
-from cp_inductor.torch_private.context_parallel import torchs_context_parallel
+from cp_inductor.torch_private.dtensor import torchs_context_parallel
 from cp_inductor.torch_private.modes import (
     function_modes_of_program,
     is_transforming,

@@ -133,7 +133,9 @@ def schedule(instructions: Sequence[Instruction], budget_bytes: int) -> list[int
     run = _Run(instructions, order)
     run.limits = (most, max(budget_bytes, given.exchange_bytes))
     for _ in range(ROUNDS):
-        if not _cover_all(run):
+        waits = [index for index in run.order if instructions[index].waits_for is not None]
+        have_moved = [_cover(run, wait) for wait in waits]
+        if not any(have_moved):
             break
     for index, instruction in enumerate(instructions):
         if instruction.is_start:
@@ -163,20 +165,10 @@ def _as_late_as_used(instructions: Sequence[Instruction], order: Iterable[int]) 
     return sorted(order, key=lambda index: key[index])
 
 
-def _cover_all(run: _Run) -> bool:
-    """Go through the exchanges in the order of their waits; return whether anything moved."""
-    waits = [index for index in run.order if run.instructions[index].waits_for is not None]
-    has_moved = False
-    for wait in waits:
-        has_moved |= _cover(run, wait)
-    return has_moved
-
-
 def _cover(run: _Run, wait: int) -> bool:
     """Move compute into an exchange's flight until the device no longer waits, or nothing helps.
 
-    Returns:
-        Whether anything moved.
+    Return whether anything moved.
     """
     has_moved = False
     for candidates in (run.behind(wait), run.before(wait)):
@@ -257,12 +249,6 @@ class _Run:
         assert start is not None
         return self.arrival[start] - clock
 
-    def _clock_after(self, at: int, segment: Sequence[int]) -> float:
-        """Return the device's clock after a segment, if it were placed at `at`."""
-        self.clock_at(at)
-        *_, (clock, _) = self._ticks(segment, *self.clocks[at], dict(self.arrival))
-        return clock
-
     # --- Memory ------------------------------------------------------------------------------
 
     def peaks(self, at: int, end: int) -> tuple[int, int]:
@@ -326,11 +312,7 @@ class _Run:
         return instruction.seconds > LEAST_GAIN_S and not instruction.is_start
 
     def move_into_flight(self, index: int, wait: int) -> bool:
-        """Move an instruction between an exchange's start and its wait, if that saves time.
-
-        Returns:
-            Whether it was moved.
-        """
+        """Move an instruction into an exchange's flight if it saves time; return whether it did."""
         start = self.instructions[wait].waits_for
         assert start is not None
         place = self.position[index]
@@ -386,16 +368,18 @@ class _Run:
     def _gain(self, at: int, segment: Sequence[int]) -> float:
         """Return how many seconds are saved if a segment is placed at `at`."""
         end = at + len(segment)
-        horizon = self._horizon(end)
-        return self.clock_at(horizon) - self._clock_after(at, [*segment, *self.order[end:horizon]])
+        places = range(end, len(self.order))
+        waits = (i for i in places if self.instructions[self.order[i]].waits_for is not None)
+        horizon = next(islice(waits, HORIZON, None), len(self.order))
+        before = self.clock_at(horizon)
+        changed = [*segment, *self.order[end:horizon]]
+        *_, (after, _) = self._ticks(changed, *self.clocks[at], dict(self.arrival))
+        return before - after
 
     def _place(self, at: int, segment: list[int]) -> bool:
-        """Place a segment at `at` if memory allows it.
+        """Place a segment at `at` if memory allows it; return whether it was placed.
 
         Memory allows it if each of the two peaks stays within its limit, or does not grow.
-
-        Returns:
-            Whether it was placed.
         """
         end = at + len(segment)
         old = self.peaks(at, end)
@@ -409,14 +393,6 @@ class _Run:
         del self.clocks[at + 1 :]
         self.alive[at : end + 1] = alive
         return True
-
-    def _horizon(self, end: int) -> int:
-        num_waits = 0
-        for place in range(end, len(self.order)):
-            num_waits += self.instructions[self.order[place]].waits_for is not None
-            if num_waits > HORIZON:
-                return place
-        return len(self.order)
 
 
 def _closures(instructions: Sequence[Instruction]) -> tuple[list[int], list[int]]:

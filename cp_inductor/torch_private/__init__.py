@@ -1,8 +1,7 @@
 """Every use of torch's private API in this package.
 
     groups              ranks of a process group, and its store
-    dtensor             handlers of DTensor's dispatcher, ops that they are of
-    context_parallel    the state of torch's own context parallelism
+    dtensor             handlers of DTensor's dispatcher, their ops, torch's context parallelism
     modes               function and dispatch modes, functions that they see, autocast
     checkpoint          what torch.utils.checkpoint recomputes
     dynamo              what Dynamo is compiling, and for which backend
@@ -14,11 +13,9 @@
     traces              what Dynamo traces for our backends alone
     flex                the ops of FlexAttention, and what is private of it
     sizes               numbers for symbolic sizes
-    inductor            custom passes, the order of nodes, strides of kernel inputs
-    triton              Triton's compiler, without a GPU
-    leaned_on           all names that are used, and texts of sources that are read
+    inductor            custom passes, the order of nodes, strides, Triton without a GPU
+    leaned_on           all names that are used, texts of sources that are read, what is replaced
     probes              what is expected of torch and has no name
-    patches             every place at which torch does something else because of this package
 
 "Read in torch 2.13.0 and 2.15.0" means that the sources of these releases were read. Each
 function names the releases that have the private API it uses, as (2.13-2.15). The exceptions:

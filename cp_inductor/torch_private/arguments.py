@@ -1,7 +1,4 @@
-"""Find the arguments of an op's call by name, and which kernels SDPA chooses from, in its order.
-
-Read in torch 2.13.0 and 2.15.0.
-"""
+"""Arguments of ops by name, and the kernels of SDPA, in order. Read in torch 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 
@@ -30,11 +27,8 @@ def sdpa_backends_at(node: fx.Node, *, with_priority: bool = False) -> list[SDPB
 
     Dynamo records entering and leaving `sdpa_kernel` as calls of `_sdpa_kernel`
     (torch.nn.attention, 2.13-2.15) in the graph. While passes run, torch's switches are still those
-    around the model, so they do not tell.
-
-    Args:
-        node: of the graph.
-        with_priority: look for the latest call that says the order, instead of the latest call.
+    around the model, so they do not tell. The latest call says it; `with_priority`, the latest
+    that says the order.
     """
     while node.op != "root":
         if node.op == "call_function" and node.target is torch.nn.attention._sdpa_kernel:

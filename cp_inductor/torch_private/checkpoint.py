@@ -122,9 +122,8 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def is_backward_kept() -> bool:
-    """Whether this thread's backward may run again (retain_graph=True, 2.13-2.15)."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+# Whether this thread's backward may run again (retain_graph=True, 2.13-2.15).
+is_backward_kept = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def is_recomputing() -> bool:

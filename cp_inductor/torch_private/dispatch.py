@@ -34,6 +34,9 @@ MakesParts = Callable[[Any, tuple[Any, ...], Any], bool]
 # whether to remember). What is returned, if it is no OutputSharding, is the result of the call.
 CHOOSE = "_propagate_op_sharding_dispatch_slow_path"
 
+# (op, args, kwargs, made) -> what an op that returns a view made, as autograd needs it (2.13-2.15).
+as_view = return_and_correct_aliasing
+
 
 def on_failed_sharding(
     compute: Compute, is_misjudged: IsMisjudged, makes_parts: MakesParts, compute_whole: Compute
@@ -100,11 +103,6 @@ def become(tensor: DTensor, view: DTensor, op: Any, args: Any, kwargs: Any) -> A
     changed: Any = tensor
     changed._local_tensor, changed._spec = view._local_tensor, view._spec
     return as_view(op, args, kwargs, tensor)
-
-
-def as_view(op: Any, args: Any, kwargs: Any, made: Any) -> Any:
-    """Return what an op that returns a view made, as autograd needs it (2.13-2.15)."""
-    return return_and_correct_aliasing(op, args, kwargs, made)
 
 
 def is_composite(op: torch._ops.OpOverload) -> bool:

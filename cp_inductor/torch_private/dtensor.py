@@ -1,17 +1,18 @@
-"""Register handlers in DTensor's dispatcher, and call it without them.
-
-Read in torch 2.13.0 and 2.15.0.
-"""
+"""DTensor's handlers, and torch's context parallelism. Read in torch 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,7 +23,6 @@ from torch.distributed.tensor._random import is_rng_supported_mesh
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from cp_inductor.errors import UnsupportedPlacement
-from cp_inductor.torch_private.context_parallel import torchs_attention
 from cp_inductor.torch_private.leaned_on import TORCHS_ATTENTION
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.shardings import remembered
@@ -33,6 +33,58 @@ Handler = Callable[..., Any]  # (op, args, kwargs) -> the results
 _of_loss_parallel: dict[Any, Handler] = {}
 # Of higher-order ops, which DTensor's table does not know.
 _of_higher_order: dict[Any, Handler] = {}
+
+# Whether DTensor draws in step on all ranks of a mesh: not on the CPU (2.13-2.15).
+has_generator_of_mesh = is_rng_supported_mesh
+
+
+def torchs_attention() -> Any:
+    """Return the module of torch's context parallelism."""
+    return import_module(TORCHS_ATTENTION)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchsContextParallel:
+    """The state of torch's own context parallelism in this process.
+
+    Attributes:
+        is_around: the caller is within torch's `context_parallel`, which has sharded its buffers.
+        has_shards: the latest API of torch that sharded something is `_context_parallel_shard`.
+        is_dispatching: DTensor computes attention on CUDA by torch's ring.
+        is_balanced: shards are permuted to balance the work under a causal mask.
+    """
+
+    is_around: bool
+    has_shards: bool
+    is_dispatching: bool
+    is_balanced: bool
+
+
+def torchs_context_parallel() -> TorchsContextParallel:
+    """Return the state of torch's own context parallelism.
+
+    In torch.distributed.tensor.experimental._context_parallel._attention (read in 2.13):
+    `context_parallel` replaces scaled_dot_product_attention by a function in
+    `_replaced_functions`; `_context_parallel_shard` sets `_dispatch_mode` to MODULE_WRAPPER; both
+    set `_cp_options.enable_load_balance`, which the ring reads, too.
+    """
+    module = torchs_attention()
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    table = DTensor._op_dispatcher._custom_op_handlers
+    return TorchsContextParallel(
+        is_around=F.scaled_dot_product_attention in module._replaced_functions,
+        has_shards=module._dispatch_mode is module._DispatchMode.MODULE_WRAPPER,
+        is_dispatching=table.get(op) is module.custom_ops[op],
+        is_balanced=bool(module._cp_options.enable_load_balance),
+    )
+
+
+def torchs_load_balance(is_balanced: bool) -> AbstractContextManager[Any]:
+    """Return a context that tells torch's `context_parallel_unshard` whether shards are permuted.
+
+    Torch's own `context_parallel` sets and restores it in the same way (2.13).
+    """
+    return mock.patch.object(torchs_attention()._cp_options, "enable_load_balance", is_balanced)
 
 
 def register_dtensor_handler(op: Any, handler: Handler, *, is_loss: bool = False) -> None:
@@ -152,11 +204,6 @@ def without_handler(
 def ops_that_draw() -> tuple[torch._ops.OpOverload, ...]:
     """Return the ops for which DTensor has a generator of its own, where it has one (2.13-2.15)."""
     return tuple(DTensor._op_dispatcher._random_ops)
-
-
-def has_generator_of_mesh(mesh: DeviceMesh) -> bool:
-    """Whether DTensor draws in step on all ranks of a mesh: not on the CPU (2.13-2.15)."""
-    return is_rng_supported_mesh(mesh)
 
 
 def local_of(tensor: DTensor) -> Tensor:

@@ -1,14 +1,11 @@
-"""Ask what Dynamo is compiling, and keep the state that compiles change.
-
-Read in torch 2.13.0 and 2.15.0.
-"""
+"""Ask what Dynamo compiles, and keep what compiles change. Read in torch 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +36,9 @@ from cp_inductor.torch_private.sizes import is_number, size_expression, size_hin
 ONE_RANK = "compile_on_one_rank"
 # Characters of a reason for a graph break.
 MAX_REASON = 400
+
+# The lock that Dynamo holds while it traces and compiles (2.13-2.15).
+one_compile_at_a_time = compile_lock
 
 
 def is_capturing_whole() -> bool:
@@ -199,11 +199,6 @@ def as_backend_error(error: Exception, instead_of: Exception | None = None) -> E
 
 def _remove_frames(error: Exception) -> Exception:
     return error if torch._dynamo.config.verbose else error.with_traceback(None)
-
-
-def one_compile_at_a_time() -> AbstractContextManager[Any]:
-    """Return the lock that Dynamo holds while it traces and compiles (2.13-2.15)."""
-    return compile_lock
 
 
 @contextmanager

@@ -1,10 +1,8 @@
 """Call the ops of flex attention on one device, and its functions of one score for all scores.
 
-Read in torch 2.13.0 and 2.15.0.
-
-The ops are higher-order: a mask and a score function are traced into subgraphs, which Inductor
-generates into its Triton templates. Their arguments change between versions: `BlockMask` knows how
-many entries its tuple has. They give the log of sums in base 2.
+Read in torch 2.13.0 and 2.15.0. The ops are higher-order: a mask and a score function are traced
+into subgraphs, which Inductor generates into its Triton templates. Their arguments change between
+versions: `BlockMask` knows how many entries its tuple has. They give the log of sums in base 2.
 """
 
 from __future__ import annotations
@@ -159,10 +157,8 @@ def scores_changed(
 def has_blocks(block_mask: Sequence[Any]) -> bool:
     """Whether the BlockMask of a call has blocks, and not one that is longer than any sequence.
 
-    That is what a call without a BlockMask gets: `_create_empty_block_mask`.
-
-    Args:
-        block_mask: an argument of the op, as `BlockMask.as_tuple` makes it.
+    That is what a call without a BlockMask gets: `_create_empty_block_mask`. The op has it as
+    `BlockMask.as_tuple` makes it.
     """
     *_, of_queries, of_keys, _ = block_mask
     return min(of_queries, of_keys) < _MODULE._LARGE_SPARSE_BLOCK_SIZE

@@ -1,7 +1,4 @@
-"""Process groups by their names, the stores behind them, and the ranks of a mesh axis.
-
-Read in torch 2.13.0 and 2.15.0.
-"""
+"""Process groups by name, their stores, and their ranks. Read in torch 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 

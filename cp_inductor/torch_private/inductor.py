@@ -1,7 +1,4 @@
-"""Set Inductor's custom passes, the order of its nodes, and the strides of kernel inputs.
-
-Read in torch 2.13.0 and 2.15.0.
-"""
+"""Inductor's passes, order and strides; Triton without a GPU. Read in torch 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 
@@ -75,11 +72,16 @@ ONE_KERNEL_KEY = "cp_inductor_one_kernel"
 # Beyond so many inputs, that each element asks of all inputs whether it is theirs takes too long.
 MAX_INPUTS_OF_KERNEL = 64
 
+# The version that each release's CUDA build requires, read in its wheel's metadata (2.13: in its
+# source tree).
+_TRITON_OF_TORCH = {"2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
+
+# Returns Inductor's cache folder.
+cache_folder = cache_dir
+
 
 @contextmanager
-def lowered_as_asked(
-    arguments_of: Mapping[torch._ops.OpOverload, Sequence[int]],
-) -> Iterator[None]:
+def lowered_as_asked(arguments_of: Mapping[torch._ops.OpOverload, Sequence[int]]) -> Iterator[None]:
     """Have Inductor keep last strides of 1, and generate one kernel where a concatenation asks.
 
     For attention kernels, `_maybe_layout_constraints` (torch._inductor.lowering, 2.13-2.15)
@@ -224,11 +226,6 @@ def is_bisected_away(name: str) -> bool:
     return CompilerBisector.disable_subsystem("cp_inductor", "passes", lambda: name)
 
 
-def cache_folder() -> str:
-    """Return Inductor's cache folder."""
-    return cache_dir()
-
-
 def cpp_compiler() -> str | None:
     """Return the C++ compiler that Inductor will call."""
     try:
@@ -299,3 +296,30 @@ def logits_in_chunks(tell: Callable[[fx.Node, str], None]) -> Iterator[None]:
         mock.patch.object(propagator, "get_fake_tensor_from_node_arg", read_static),
     ):
         yield
+
+
+def triton_for_this_torch() -> str:
+    """Return the triton version that the installed torch requires; "any" if unknown."""
+    return _TRITON_OF_TORCH.get(".".join(torch.__version__.split(".")[:2]), "any")
+
+
+def compile_triton_kernel(autotuner: Any) -> Iterator[tuple[str, Any]]:
+    """Compile one of Inductor's Triton kernels in every configuration that it would try.
+
+    `CachingAutotuner.configs` and `._precompile_config` (torch._inductor.runtime.triton_heuristics,
+    2.13-2.15), which Inductor's compile workers call, too. Call this within `pretend_gpu`. It
+    yields the configuration as text, and the compiled kernel.
+    """
+    from torch._inductor import config as inductor_config
+
+    # With the static launcher, a compiled kernel gives only a loader, not the machine code.
+    with inductor_config.patch(use_static_triton_launcher=False):
+        for config in autotuner.configs:
+            yield str(config).replace(",", ""), autotuner._precompile_config(config).kernel
+
+
+def cuobjdump_path() -> str:
+    """Return the path of cuobjdump, which reads machine code and comes with triton (3.7-3.9)."""
+    from triton import knobs
+
+    return str(knobs.nvidia.cuobjdump.path)

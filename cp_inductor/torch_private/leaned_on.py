@@ -1,4 +1,12 @@
-"""List every name of torch that this package uses and that a torch release may move."""
+"""Every name of torch that this package uses and a release may move, and what it replaces of torch.
+
+`patches.md` is the table of what is replaced: our function (below cp_inductor), what it replaces
+(below torch), when that is in place, why, the issue or pull request of pytorch/pytorch, and what
+has to be true for it to go. `python -m cp_inductor doctor` prints it, and a test finds each
+function below torch_private/ and in inspect/pretend.py that changes torch without a row. Settings
+that torch offers to programs (`implicit_replication`, `_cp_options`, its configs) are no such
+places, nor are objects that this package has made, nor Python's import hooks.
+"""
 
 from __future__ import annotations
 
@@ -40,23 +48,16 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
     "torch._subclasses.meta_utils": (INPUT_NOT_FAKED,),
     "torch._refs": (BROADCAST,),
     "torch.fx.experimental.symbolic_shapes": (
-        GUARD_ON_DATA,
-        SIZE_LOST,
-        "unbacked_bindings",
-        "var_to_hint_override",
-        "constraint_sizes",
-        "tracked_fakes",
+        *(GUARD_ON_DATA, SIZE_LOST, "unbacked_bindings", "var_to_hint_override"),
+        *("constraint_sizes", "tracked_fakes"),
     ),
     "torch.fx.proxy": ('node.meta["nn_module_stack"]',),
     "torch.nn.parameter": ("torch.Tensor._make_subclass(cls, data, requires_grad)",),
     "torch._dynamo.exc": ("Explanation:", "first_useful_frame"),
     "torch._dynamo.convert_frame": ("_torch_dynamo_tracer_output",),
     "torch._dynamo.output_graph": (
-        "output_graph_for_cleanup",
-        "compile_subgraph_reason",
-        'meta["grapharg"]',
-        "example_value",
-        "stack_trace",
+        *("output_graph_for_cleanup", "compile_subgraph_reason", 'meta["grapharg"]'),
+        *("example_value", "stack_trace"),
     ),
     "torch._dynamo.eval_frame": ("_torchdynamo_orig_backend", "_orig_mod"),
     "torch._dynamo.decorators": ("_dynamo_",),
@@ -234,12 +235,7 @@ def text_gone(module: str, text: str) -> str | None:
 
 
 def what_moved(place: str, parameters: Sequence[str]) -> str | None:
-    """Return how the installed torch differs from an entry of `leaned_on`; None if it does not.
-
-    Args:
-        place: as module:name.
-        parameters: that it must take.
-    """
+    """Return how the installed torch differs from an entry of `leaned_on`; None if it does not."""
     try:
         value = resolve_name(place.replace(":", "."))
     except (ImportError, AttributeError) as error:
@@ -250,3 +246,10 @@ def what_moved(place: str, parameters: Sequence[str]) -> str | None:
         if missing:
             return f"it no longer takes {', '.join(missing)}, but {', '.join(taken)}"
     return None
+
+
+def patches() -> list[dict[str, str]]:
+    """Return the rows of `patches.md`, by the names of its columns."""
+    table = Path(__file__).with_name("patches.md").read_text()
+    names, _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines())
+    return [dict(zip(names, row, strict=True)) for row in rows]

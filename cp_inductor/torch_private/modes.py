@@ -1,7 +1,4 @@
-"""Function modes, dispatch modes, transforms and autocast: ask about them, and leave them.
-
-Read in torch 2.13.0 and 2.15.0.
-"""
+"""Function and dispatch modes, transforms and autocast. Read in torch 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 
@@ -21,6 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 COLLECTIVES = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 )
+
+# Returns a context without modes: new tensors are real, not fake (2.13-2.15).
+without_modes = _disable_current_modes
+# Returns the function modes that are active on this thread, innermost last (2.13-2.15).
+function_modes = _get_current_function_mode_stack
+# Whether a transform of torch.func (vmap, grad, ...) is active on this thread (2.13-2.15).
+is_transforming = torch._C._are_functorch_transforms_active
+# Whether a tensor is wrapped by a transform of torch.func (2.13-2.15).
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def let_modes_see(function: Callable[..., Any]) -> None:
@@ -53,11 +59,6 @@ def note_parameters(note: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
     torch.Tensor._make_subclass = staticmethod(make_subclass)  # type: ignore[method-assign]
 
 
-def without_modes() -> Any:
-    """Return a context without modes: new tensors are real, not fake (2.13-2.15)."""
-    return _disable_current_modes()
-
-
 def run_uncompiled(function: Callable[..., Any]) -> None:
     """Stop Dynamo from compiling a function, and what it calls, when eager code calls it.
 
@@ -70,11 +71,6 @@ def run_uncompiled(function: Callable[..., Any]) -> None:
     skip = dynamo._FrameAction.SKIP
     code = getattr(function, "__code__", None) or type(function).__call__.__code__
     dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))
-
-
-def function_modes() -> list[Any]:
-    """Return the function modes that are active on this thread, innermost last (2.13-2.15)."""
-    return _get_current_function_mode_stack()
 
 
 def function_modes_of_program() -> list[Any]:
@@ -97,16 +93,6 @@ def is_backward_compiled() -> bool:
     from torch._dynamo import compiled_autograd
 
     return compiled_autograd.compiled_autograd_enabled
-
-
-def is_transforming() -> bool:
-    """Whether a transform of torch.func (vmap, grad, ...) is active on this thread (2.13-2.15)."""
-    return torch._C._are_functorch_transforms_active()
-
-
-def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is wrapped by a transform of torch.func (2.13-2.15)."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def name_of_function(function: object) -> str:

@@ -106,11 +106,7 @@ class _Frozen:
         self.is_plain = True
 
     def of(self, value: Any) -> Hashable:
-        """Return what is equal for equal values alone.
-
-        Raises:
-            _Unhashable: there is no such thing.
-        """
+        """Return what is equal for equal values alone; raise _Unhashable if there is nothing."""
         if isinstance(value, OpSchema):
             return (value.op, self.of(value.args_schema), self.of(value.kwargs_schema))
         if isinstance(value, DTensorSpec):

@@ -1,7 +1,4 @@
-"""Get numbers and expressions for symbolic sizes.
-
-Read in torch 2.13.0 and 2.15.0.
-"""
+"""Numbers and expressions for symbolic sizes. Read in torch 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 
@@ -100,12 +97,7 @@ def new_size(least: int) -> torch.SymInt:
 
 @dataclass(frozen=True, slots=True)
 class Multiple:
-    """A symbolic size as so many times a symbol: a whole sequence of 2 ranks, 2 * s1.
-
-    Attributes:
-        factor: how many times.
-        symbol: Dynamo's.
-    """
+    """A size as so many times a symbol of Dynamo's: a whole sequence of 2 ranks, 2 * s1."""
 
     factor: int
     symbol: sympy.Symbol

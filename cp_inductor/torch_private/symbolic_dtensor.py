@@ -112,13 +112,9 @@ def has_symbols_as_strides(value: Any) -> bool:
 
 
 def is_whole_slice(bound: Mapping[str, Any], sizes: Sequence[int | SymInt]) -> bool:
-    """Whether a slice is known to be all of a symbolic dim of a tensor of these sizes.
+    """Whether a slice, or its backward, with these arguments is known to be all of a symbolic dim.
 
-    DTensor gathers the dim otherwise.
-
-    Args:
-        bound: arguments of the slice, or of its backward.
-        sizes: of the tensor.
+    DTensor gathers the dim otherwise. The sizes are those of the whole tensor.
     """
     size, start, end = sizes[bound["dim"]], bound["start"], bound["end"]
     is_other = not isinstance(size, SymInt) or bound["step"] != 1

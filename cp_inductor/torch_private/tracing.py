@@ -1,7 +1,4 @@
-"""Trace Python functions and FX graphs into graphs of aten ops, on fake tensors.
-
-Read in torch 2.13.0 and 2.15.0.
-"""
+"""Trace functions and graphs into aten ops, on fake tensors. Read in torch 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 
@@ -93,19 +90,12 @@ def trace_of_shapes(
         return trace_fake(function, values, decompositions, like=like)
 
 
-def tensors_written(function: Callable[[], Any], like: Tensor) -> list[Tensor]:
-    """Call a function on fake tensors, and return the tensors that it writes to in place."""
-    return [tensor for _, tensor in writes_of(function, like)]
-
-
 def writes_of(
     function: Callable[[], Any], like: Tensor
 ) -> list[tuple[torch._ops.OpOverload, Tensor]]:
     """Call a function on fake tensors, and return what it writes to in place, and by which ops.
 
-    Args:
-        function: to call.
-        like: a fake tensor, or a DTensor of one, of the fake mode to call the function under.
+    It is called under the fake mode of `like`, a fake tensor or a DTensor of one.
     """
     written: list[tuple[torch._ops.OpOverload, Tensor]] = []
 
@@ -209,11 +199,7 @@ def without_vmap(tensor: Tensor) -> Tensor:
 def replace_backward(
     nodes: Sequence[Any], replace: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> bool:
-    """Replace the backward of the compiled graph that one of these autograd nodes belongs to.
-
-    Returns:
-        Whether there is such a node.
-    """
+    """Replace the backward of the compiled graph of one of these nodes; return if there is one."""
     node: Any = next(filter(is_of_compiled_graph, nodes), None)
     if node is not None:
         function = node._forward_cls

@@ -31,8 +31,8 @@ from cp_inductor.torch_private.tracing import (
     fakes_of_shapes,
     memory_of,
     tensors_in,
-    tensors_written,
     without_vmap,
+    writes_of,
 )
 
 # add_, __iadd__, __setitem__
@@ -110,14 +110,14 @@ def _written_by(node: fx.Node) -> set[int]:
         return {_storage_of(inputs[0])} if is_in_place(node) else set()
     try:
         if any(isinstance(tensor, DTensor) for tensor in inputs):
-            written = tensors_written(partial(_run, node), inputs[0])
-            return {_storage_of(tensor) for tensor in written}
+            return {_storage_of(tensor) for _, tensor in writes_of(partial(_run, node), inputs[0])}
         # What is written to does not depend on how long it is.
         shapes = [(tuple(map(size_hint, tensor.shape)), tensor.dtype) for tensor in inputs]
         fakes = dict(zip(map(id, inputs), fakes_of_shapes(shapes), strict=True))
-        written = tensors_written(partial(_run, node, fakes), fakes[id(inputs[0])])
+        written = writes_of(partial(_run, node, fakes), fakes[id(inputs[0])])
         storages = {_storage_of(fakes[id(tensor)]): _storage_of(tensor) for tensor in inputs}
-        return {storages[s] for s in map(_storage_of, written) if s in storages}
+        written_storages = (_storage_of(tensor) for _, tensor in written)
+        return {storages[s] for s in written_storages if s in storages}
     except Exception:  # a model may call anything, which may raise anything
         return {_storage_of(tensor) for tensor in inputs}
 

@@ -97,12 +97,10 @@ class OnOwnTokens(OnWhole):
                 " each token alone, leave its class out of parallelize(..., recurrent=)",
             )
         first, *rest = result if isinstance(result, tuple) else (result,)
-        out = _wrapped(first, tokens, given, type(self).__name__)
+        site = type(self).__name__
+        out = _wrapped(first, tokens, given, site)
         states = map_parts(
-            lambda _, state: _state(state, tokens, sequence, type(self).__name__),
-            "",
-            rest,
-            is_ours=True,
+            lambda _, state: _state(state, tokens, sequence, site), "", rest, is_ours=True
         )
         return (out, *states) if isinstance(result, tuple) else out
 

@@ -108,13 +108,15 @@ def parallelize(
         mesh: one axis, of the ranks that share sequences; or several that have names, of which the
             first holds the sequences.
         tokenwise: classes of modules that treat every token alone, and run on this rank's tokens.
-            Their first argument is (B, S, ...) or (T, ...), and so is their result. Mixtures of
-            experts of transformers are known.
+            Their first argument is (B, S, ...) or (T, ...), and so are their results. Other
+            arguments are of these tokens if they are as long, or whole. Mixtures of experts of
+            transformers are known.
         recurrent: classes of modules that pass states along the sequence by functions that
             `register_recurrence` or the table of recurrences knows, by `pass_states` or by
             `tokens_before`, and otherwise treat every token alone. They run on this rank's tokens.
-            Their first tensor is (B, S, H), and so is their first result. Most state-space layers,
-            linear attentions and short convolutions of transformers are known.
+            Their first tensor is (B, S, H), and so is their first result; others are states
+            (B, ...). Most state-space layers, linear attentions and short convolutions of
+            transformers are known.
         whole: classes of modules that mix tokens in another way than by attention, and run on the
             whole sequence on every rank. Their arguments are gathered. Their results are
             (B, S, ...), or have the sequence in the dim in which it was sharded, and each rank

@@ -75,13 +75,13 @@ class WholeBatches:
     def refuse_changes(self, before: Sequence[Any], now: Sequence[Any]) -> None:
         """Refuse other items in copies of a batch's lists and dicts: the batch does not have them.
 
-        Args:
-            before, now: `contents_of` what `cut` has made of a batch.
+        Both are the `contents_of` what `cut` has made of a batch.
         """
-        pairs = zip(before, now, strict=False)
+        kinds = (str, int, float)
         are_same = [
-            item is other or (isinstance(item, (str, int, float)) and item == other)
-            for item, other in pairs
+            item is other
+            or (type(item) is type(other) and isinstance(item, kinds) and item == other)
+            for item, other in zip(before, now, strict=False)
         ]
         if len(before) != len(now) or not all(are_same):
             _raise_of_items(self.site)

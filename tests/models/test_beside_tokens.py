@@ -138,13 +138,20 @@ class Packaged(nn.Module):
         return {"tokens": tokens, "batch": Batch(tokens.cos())}
 
 
+class PackagedByToken(Packaged):
+    def forward(self, tokens: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        return super().forward({"tokens": tokens})
+
+
 class OfPackage(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, is_tokenwise: bool = False) -> None:
         super().__init__()
-        self.before, self.mixer = nn.Linear(8, 8), Packaged()
+        self.before, self.mixer = nn.Linear(8, 8), PackagedByToken() if is_tokenwise else Packaged()
 
     def forward(self, x: Tensor) -> Tensor:
-        package = self.mixer({"tokens": self.before(x)})
+        tokens = self.before(x)
+        is_tokenwise = isinstance(self.mixer, PackagedByToken)
+        package = self.mixer(tokens if is_tokenwise else {"tokens": tokens})
         return package["tokens"].square().mean() + package["batch"].shifted.sin().mean()
 
 
@@ -161,6 +168,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]
         {"tokenwise": (Modulated,), "seq_dims": {"condition": None}},
     ),
     "in packages": (OfPackage, (X,), {"whole": (Packaged,)}),
+    "of each token": (lambda: OfPackage(True), (X,), {"tokenwise": (PackagedByToken,)}),
     "a dataclass": (OfBatch, (Batch(X),), {}),
 }
 
@@ -259,7 +267,7 @@ def test_items_that_a_forward_puts_into_its_batch_are_refused(form: str) -> None
     """It has a copy of the list or dict, with its part of the batch."""
     model = cp_inductor.parallelize(Remembering().double(), world_mesh(), seq_dims={"x": 1})
     run = compiled(model, form, fullgraph=True)
-    for memory in ([X], {"first": X, "last": X}):
+    for memory in ([X], {"first": X, "last": X}, {"first": X, "last": 0}):
         with pytest.raises(UnsupportedWrite, match="leaves the lists, dicts and records"):
             run(X, memory)
     found: list[Tensor] = []  # has nothing to cut, and is passed as it is

@@ -40,7 +40,7 @@ from cp_inductor.modules.parallelize import BATCHES
 from cp_inductor.passes.attentions import SDPA
 from cp_inductor.region.regions import groups_of_program
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.dynamo import FailedTrace, as_backend_error, raised_while_traced
+from cp_inductor.torch_private.dynamo import FailedTrace, as_backend_error
 from cp_inductor.torch_private.leaned_on import (
     BOTH_MASKS,
     BROADCAST,
@@ -115,9 +115,8 @@ def _tell(error: Exception, frame: Mapping[str, Any], options: Mapping[str, Any]
 
 
 def _name(error: Exception) -> Exception | None:
-    refusal = raised_while_traced(error)
-    if isinstance(refusal, CPError):
-        return as_backend_error(refusal)
+    if isinstance(error, CPError):  # raised by what Dynamo called while it traced
+        return as_backend_error(error)
     failed = FailedTrace.of(error)
     named_error = None if failed is None else named(failed)
     return None if named_error is None else as_backend_error(named_error, instead_of=error)

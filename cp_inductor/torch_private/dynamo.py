@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch._inductor.config
+import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import (
-    InternalTorchDynamoError,
     ShortenTraceback,
     TorchDynamoException,
     TorchRuntimeError,
@@ -24,7 +25,7 @@ from torch._dynamo.exc import (
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource, GetItemSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, run_node
 from torch._guards import Guard, TracingContext
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor, Shard
@@ -244,31 +245,60 @@ class FailedTrace:
 
     @staticmethod
     def of(error: Exception) -> FailedTrace | None:
-        """Return what failed, from an error of Dynamo's; None if it is about something else.
-
-        While it traces, Dynamo adds `_torch_dynamo_tracer_output` to the error, whose
-        `output_graph_for_cleanup` is the graph so far (torch._dynamo.output_graph, 2.13).
-        """
+        """Return what failed, from an error of Dynamo's; None if it is about something else."""
         text = str(error)
         is_of_input = isinstance(error, AssertionError) and INPUT_NOT_FAKED in text
-        is_of_size = isinstance(error, TorchDynamoException) and (
+        is_of_size = isinstance(error, RuntimeError) and (
             GUARD_ON_DATA in text or SIZE_LOST in text
         )
         if not isinstance(error, TorchRuntimeError) and not is_of_input and not is_of_size:
             return None
-        # An error that is no error of Dynamo's is raised again as one.
-        tracer = getattr(error, "_torch_dynamo_tracer_output", None) or getattr(
-            error.__context__, "_torch_dynamo_tracer_output", None
-        )
-        output = getattr(tracer, "output_graph_for_cleanup", None)
-        graph = getattr(output, "graph", None)
-        node = next(iter(reversed(graph.nodes)), None) if graph is not None else None
-        return FailedTrace(node, text)
+        return FailedTrace(_failed_node(error) or _last_node(error), text)
 
 
-def raised_while_traced(error: Exception) -> BaseException | None:
-    """Return what a function raised that Dynamo called while it traced; None for other errors."""
-    return error.__context__ if isinstance(error, InternalTorchDynamoError) else None
+def _failed_node(error: Exception) -> fx.Node | None:
+    """Return the call that Dynamo was running on fake tensors when this was raised, if any.
+
+    `run_node` (torch._dynamo.utils, 2.13-2.15) runs it, and has it, and the fake tensors that it
+    gives to it, among its locals. Later versions (2.14) erase it from its graph: it is put back.
+    """
+    raised: BaseException | None = error
+    while raised is not None:
+        for frame, _ in traceback.walk_tb(raised.__traceback__):
+            if frame.f_code is run_node.__code__:
+                return _put_back(*(frame.f_locals[name] for name in ("node", "args", "kwargs")))
+        raised = raised.__context__
+    return None
+
+
+def _put_back(node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    """Return a node that is in its graph; for an erased one, a copy over the nodes of its values.
+
+    Args:
+        args, kwargs: what it was called with, values instead of nodes.
+    """
+    if node in node.graph.nodes:
+        return node
+    nodes = {
+        id(one.meta["example_value"]): one
+        for one in node.graph.nodes
+        if "example_value" in one.meta
+    }
+    args, kwargs = pytree.tree_map(lambda value: nodes.get(id(value), value), (args, kwargs))
+    restored = node.graph.create_node(node.op, node.target, args, kwargs)
+    restored.meta.update(node.meta)
+    return restored
+
+
+def _last_node(error: Exception) -> fx.Node | None:
+    """Return the last call of the graph as far as it was traced when this was raised.
+
+    While it traces, Dynamo adds `_torch_dynamo_tracer_output` to the error, whose
+    `output_graph_for_cleanup` is the graph so far (torch._dynamo.output_graph, 2.13-2.15).
+    """
+    tracer = getattr(error, "_torch_dynamo_tracer_output", None)
+    graph = getattr(getattr(tracer, "output_graph_for_cleanup", None), "graph", None)
+    return None if graph is None else next(iter(reversed(graph.nodes)), None)
 
 
 def graph_break_reason(error: Exception) -> str | None:

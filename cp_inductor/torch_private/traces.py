@@ -5,8 +5,9 @@
 
 Dynamo calls a backend after it has traced a function, and has no hook for a backend before that.
 Its callbacks run for compiles of every backend, while it holds a lock that is not re-entrant: a
-callback that Dynamo traces waits for itself. So this wraps the one function with which Dynamo
-traces a frame, which knows the backend.
+callback that Dynamo traces waits for itself. So this wraps the function with which Dynamo traces
+and compiles a frame, which knows the backend, and the one within it that only traces: what failed
+is named there, while the graph still has its nodes.
 
 A compile of another backend may run within one of ours, or the other way round: the inner one
 decides until it ends.
@@ -39,6 +40,8 @@ class Traces:
     def __init__(self) -> None:
         self._symbolic_lengths = SymbolicLengths()
         self._watched: list[tuple[Any, NameOf, Tell | None]] = []
+        # Of the backend that Dynamo traces for now.
+        self._name: NameOf | None = None
         # Are called with the local variables of a frame that is about to be traced.
         self.before: list[Callable[[Mapping[str, Any]], None]] = []
         # Contexts that are entered while Dynamo traces, and left when it has.
@@ -72,22 +75,31 @@ class Traces:
         if name is not None:
             for prepare in self.before:
                 prepare(frame)
+        outer, self._name = self._name, name
         try:
             with self.switched(name is not None):
                 return trace()
         except Exception as error:
-            named = None if name is None else name(error)
             if tell is not None and not is_run_by_python(error, is_whole=arguments["one_graph"]):
                 wrapped = [one for one in layers if isinstance(one, torch._TorchCompileWrapper)]
                 options = wrapped[0].kwargs.get("options") if wrapped else None
-                tell(named or error, frame, options or {})
-            if named is None:
-                raise
-            raise named.with_traceback(error.__traceback__) from None
+                tell(error, frame, options or {})
+            raise
         finally:
+            self._name = outer
             if name is not None and not self.is_ours:
                 # A fake mesh equals the one it stands for: DTensor would go on with it outside.
                 forget_shardings()
+
+    def named(self, trace: Callable[[], Any]) -> Any:
+        """Trace a frame within `run`; what is raised is named."""
+        try:
+            return trace()
+        except Exception as error:
+            named = None if self._name is None else self._name(error)
+            if named is None:
+                raise
+            raise named.with_traceback(error.__traceback__) from None
 
     @contextmanager
     def switched(self, is_ours: bool) -> Iterator[None]:
@@ -150,24 +162,29 @@ def is_run_by_python(error: Exception, *, is_whole: bool) -> bool:
 
 
 def _wrap_once(traces: Traces) -> None:
-    """Wrap the function with which Dynamo traces a frame; a second call changes nothing.
+    """Wrap the functions with which Dynamo compiles a frame; a second call changes nothing.
 
     `_compile` (torch._dynamo.convert_frame, 2.13-2.15), whose `skip` counts the frames of Python
-    above it. Its callers cannot be wrapped: they look at the frame that called them.
+    above it. Its callers cannot be wrapped: they look at the frame that called them. It calls
+    `compile_frame`, and clears the graph of what that could not trace (2.14).
     """
-    compile_frame = convert_frame._compile
-    if hasattr(compile_frame, "__wrapped__"):
+    compile_whole, compile_frame = convert_frame._compile, convert_frame.compile_frame
+    if hasattr(compile_whole, "__wrapped__"):
         return
-    signature = inspect.signature(compile_frame)
+    signature = inspect.signature(compile_whole)
+
+    @wraps(compile_whole)
+    def compile_watched(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.arguments["skip"] = call.arguments.get("skip", 0) + FRAMES
+        return traces.run(call.arguments, partial(compile_whole, *call.args, **call.kwargs))
 
     @wraps(compile_frame)
-    def compile_watched(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.arguments["skip"] = given.arguments.get("skip", 0) + FRAMES
-        trace = partial(compile_frame, *given.args, **given.kwargs)
-        return traces.run(given.arguments, trace)
+    def compile_named(*args: Any, **kwargs: Any) -> Any:
+        return traces.named(partial(compile_frame, *args, **kwargs))
 
     convert_frame._compile = compile_watched
+    convert_frame.compile_frame = compile_named
 
 
 # Frames of Python that `compile_watched` and `Traces.run` add.

@@ -138,8 +138,8 @@ attn_mask of shape (32, 32); include causality
 compiled(attend)(x, x, x, **allowed) -> UnsupportedAttention: got is_causal=True and an attn_mask
 compiled(attend, mesh=mesh)(local, local, local, **masked) -> UnsupportedAttention: got is_causal=Tr
 compiled(attend, mesh=mesh)(local, local, local, **allowed) -> UnsupportedAttention: got is_causal=T
-attend(x, x, x, **masked) -> UnsupportedAttention: got is_causal=True and an attn_mask
-attend(x, x, x, **allowed) -> UnsupportedAttention: got is_causal=True and an attn_mask
+attend(x, x, x, **masked) -> RuntimeError: is_causal=True
+attend(x, x, x, **allowed) -> RuntimeError: is_causal=True
 in_region(mesh, attend, local, local, local, **masked) -> UnsupportedAttention: got is_causal=True
 in_region(mesh, torch.cond, torch.tensor(True), branch, torch.clone, (local,)) -> \
 UnsupportedAttention: torch.cond | compile the function that calls
@@ -169,7 +169,7 @@ def test_refusals(mesh: DeviceMesh, row: str) -> None:
     name, _, parts = said.partition(": ")
     within = implicit_replication() if call.startswith("in: ") else nullcontext()
     names = {**globals(), **names_of(mesh)}
-    with within, pytest.raises(names[name]) as refused:
+    with within, pytest.raises(eval(name, names)) as refused:
         eval(call.removeprefix("in: "), names)
     assert [part for part in parts.split(" | ") if part not in str(refused.value)] == []
 
@@ -218,16 +218,19 @@ def test_what_is_printed_is_about_the_program(
 
 
 def test_a_gradient_that_eager_code_left(mesh: DeviceMesh) -> None:
-    """torch says that it expected a SubclassSymbolicContext."""
+    """torch 2.13 says that it expected a SubclassSymbolicContext; 2.15 compiles the model."""
     model = nn.Linear(8, 8)
+    is_refused = torch.__version__.startswith("2.13.")
+    refused = pytest.raises(UnsupportedPlacement) if is_refused else nullcontext()
     with implicit_replication():
         model(sharded(mesh, 2, 4, 32, 8)).sum().backward()
-        with pytest.raises(UnsupportedPlacement) as raised:
+        with refused as raised:
             compiled(model)(sharded(mesh, 2, 4, 32, 8))
-        message = str(raised.value)
-        assert "got a plain parameter whose gradient is a DTensor" in message
-        assert "cp_inductor.parallelize(model, mesh)" in message
-        assert "SubclassSymbolicContext" not in message
+        if raised is not None:
+            message = str(raised.value)
+            assert "got a plain parameter whose gradient is a DTensor" in message
+            assert "cp_inductor.parallelize(model, mesh)" in message
+            assert "SubclassSymbolicContext" not in message
         model.zero_grad()
         assert compiled(model)(sharded(mesh, 2, 4, 32, 8)).placements == (Shard(2),)
 

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -132,6 +133,9 @@ def test_vocabulary_and_sequence(form: str) -> None:
             torch.testing.assert_close(whole(sharded.grad), leaf.grad)
 
 
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="torch 2.14 counts all tokens itself"
+)
 @on_ranks(2)
 def test_losses_are_ours_where_the_library_is_used() -> None:
     """Where the library is used a mean is one of all tokens, and nowhere else."""

@@ -224,7 +224,7 @@ region(compiled_mask, bias, q) -> Unsupported: an attn_mask without a gradient
 region(whole_graph(given_no_tensor(leaf)), x[0, 0]) -> Unsupported: expected a tensor among the arg
 region(torch.compile(checkpointed_attention, backend="aot_eager"), leaf) -> UnsupportedAttention: \
 backend='cp_inductor'
-whole_graph(begins_in_a_checkpoint(cp_inductor.context_parallel(mesh)))(q) -> Unsupported: checkpoint
+whole_graph(begins_in_a_checkpoint(cp_inductor.context_parallel(mesh)))(q) -> Unsupported: checkpoin
 whole_graph(begins_in_a_checkpoint(cp_inductor.local_attention()))(q) -> Unsupported: Unsafe side ef
 """
 

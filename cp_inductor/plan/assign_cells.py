@@ -57,8 +57,7 @@ def pairs_of(grid: Grid, mask: Mask, rule: str) -> Pairs:
     """Return which pairs exist, as the rule says if the mask is partial."""
     cells = np.full((grid.num_chunks, grid.num_chunks), Cell.FULL, np.int8)
     if mask is Mask.CAUSAL:
-        cells = np.tril(cells)
-        np.fill_diagonal(cells, Cell.CAUSAL)
+        cells = causal_cells(grid.num_chunks)
     elif mask is Mask.PARTIAL:
         bounds = []
         for of_keys in (False, True):
@@ -67,6 +66,13 @@ def pairs_of(grid: Grid, mask: Mask, rule: str) -> Pairs:
         cells = Rule.parse(rule).cells(*bounds).astype(np.int8)
     cells.flags.writeable = False
     return Pairs(cells)
+
+
+def causal_cells(size: int) -> np.ndarray:
+    """Return (size, size) cells of a causal mask."""
+    cells = np.tril(np.full((size, size), Cell.FULL, np.int8))
+    np.fill_diagonal(cells, Cell.CAUSAL)
+    return cells
 
 
 def chunks_before(grid: Grid, rank: int) -> np.ndarray:

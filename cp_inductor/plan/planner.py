@@ -33,15 +33,9 @@ from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Direction, Mask, Payload, Shape
 from cp_inductor.plan.machine import Machine
-from cp_inductor.plan.strategies import (
-    TABLE,
-    Strategy,
-    can_split,
-    in_groups,
-    in_nodes,
-    own_in_groups,
-    parse_strategy,
-)
+from cp_inductor.plan.strategies import TABLE, parse_strategy
+from cp_inductor.plan.strategies.heads import can_split, in_groups, in_nodes, own_in_groups
+from cp_inductor.plan.strategies.strategy import Strategy
 from cp_inductor.plan.timeline import loads_of
 from cp_inductor.plan.transfers import fetch_directly, homes_of, plan_backward, stages_of
 
@@ -384,10 +378,10 @@ def _strategies(recipe: Recipe, machine: Machine) -> list[Strategy]:
     rows = [*TABLE.values()]
     if world_size > MAX_OWN_WORLD:
         # Own tiles are too small a part to matter, and so are groups of few ranks.
-        rows += [in_groups(n, TABLE["blocks"]) for n in sizes[-MAX_GROUP_SIZES:]]
+        grouped = [in_groups(n, TABLE["blocks"]) for n in sizes[-MAX_GROUP_SIZES:]]
         # Under a window, what a rank needs is near, and rows move least.
         near = [TABLE["rows"]] if recipe.mask is Mask.PARTIAL else []
-        rows = near + [row for row in rows if row.is_grouped] or rows
+        rows = near + grouped or rows
     else:
         rows += [in_groups(n, TABLE["blocks"]) for n in sizes]
         rows += [own_in_groups(n) for n in sizes]
@@ -400,7 +394,7 @@ def _strategies(recipe: Recipe, machine: Machine) -> list[Strategy]:
         if row.is_of_auto
         and row.splits(shape, world_size)
         # Under a rule, rows in one stage are an all-gather.
-        and not (recipe.mask is Mask.PARTIAL and row.num_stages(world_size, recipe.mask))
+        and not (recipe.mask is Mask.PARTIAL and row.num_stages(world_size))
     ]
 
 
@@ -408,7 +402,7 @@ def _stagings(recipe: Recipe, strategy: Strategy) -> list[Recipe]:
     """Return the recipe with this strategy, for each number of stages to choose from."""
     recipe = replace(recipe, strategy=strategy.name)
     recipe = recipe if recipe.chunks else replace(recipe, chunks=_num_chunks(recipe))
-    fixed = strategy.num_stages(recipe.world_size, recipe.mask)
+    fixed = strategy.num_stages(recipe.world_size)
     choices = (recipe.stages,) if recipe.stages else STAGES
     if fixed is not None or recipe.world_size == 1:
         choices = (fixed or 1,)

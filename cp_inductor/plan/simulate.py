@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from cp_inductor.mask.rule import Cell
-from cp_inductor.plan.assign_cells import pairs_of
+from cp_inductor.plan.assign_cells import causal_cells, pairs_of
 from cp_inductor.plan.grid import lengths_of
 from cp_inductor.plan.ir import (
     DESTINATION,
@@ -100,9 +100,7 @@ def _add_pairs(computed: np.ndarray, tile: Tile, cells: np.ndarray, mask: Mask) 
     if tile.mask is Mask.CAUSAL:
         require(tile.queries == tile.keys, tile, "is causal and not square")
         require(tile.queries == tuple(sorted(tile.queries)), tile, "is not in order of position")
-        expected = np.tril(np.full(part.shape, Cell.FULL), -1)
-        np.fill_diagonal(expected, Cell.CAUSAL)
-        require(bool((part == expected).all()), tile, "is not causal under the mask")
+        require(np.array_equal(part, causal_cells(len(part))), tile, "is not causal under the mask")
     elif tile.mask is Mask.FULL:
         require(bool((part == Cell.FULL).all()), tile, "sees pairs that do not exist")
     else:

@@ -24,7 +24,7 @@ Communication-avoiding attention: Attention2D (arXiv 2503.15758), Mesh-Attention
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -92,12 +92,11 @@ def _search(grid: Grid, prices: Prices, pairs: Pairs) -> list[Area]:
     before = np.zeros((num_chunks + 1, num_chunks + 1), dtype=np.int32)
     is_far.cumsum(0, dtype=np.int32).cumsum(1, out=before[1:, 1:])
     ratio = (prices.query_in + prices.query_home) / (prices.key_in + prices.key_home)
-    aspects = tuple(aspect * ratio for aspect in ASPECTS)
     under_rule = bool((pairs.cells == Cell.PARTIAL).any())
-    if under_rule:
-        aspects = ASPECTS_UNDER_RULES
+    aspects = ASPECTS_UNDER_RULES if under_rule else [aspect * ratio for aspect in ASPECTS]
     num_tried = len(aspects) if world_size <= MAX_ASPECTS_WORLD else 1
-    candidates = [cut_blocks(before, world_size, aspect) for aspect in aspects[:num_tried]]
+    whole = Block(0, num_chunks, 0, num_chunks)
+    candidates = [cut_blocks(whole, before, world_size, aspect) for aspect in aspects[:num_tried]]
     assigned = [(*assign_blocks(b, owners, world_size, prices), b) for b in candidates]
     ranks, _, chosen = min(assigned, key=lambda one: one[1])
     areas: list[Area] = [(owners[:0], owners[:0])] * world_size
@@ -108,8 +107,7 @@ def _search(grid: Grid, prices: Prices, pairs: Pairs) -> list[Area]:
     return areas
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """Queries [top, bottom) against those keys in [left, right) that are in their past."""
 
     top: int
@@ -118,54 +116,39 @@ class Block:
     right: int
 
 
-def cut_blocks(before: np.ndarray, num_blocks: int, aspect: float) -> list[Block]:
-    """Cut any pairs into blocks with equally many pairs.
+def cut_blocks(block: Block, before: np.ndarray, num_blocks: int, aspect: float) -> list[Block]:
+    """Cut the pairs of a block into blocks with equally many pairs.
 
     Args:
         before: (rows + 1, columns + 1), the number of pairs before each row and column.
         num_blocks: how many to make, at least 1; some are empty where there are few pairs.
         aspect: how much longer than high a block is to be, 1.0 for squares.
     """
-    whole = Block(0, before.shape[0] - 1, 0, before.shape[1] - 1)
-    return _cut(whole, before, num_blocks, aspect)
-
-
-def _cut(block: Block, before: np.ndarray, num_blocks: int, aspect: float) -> list[Block]:
     part = before[block.top : block.bottom + 1, block.left : block.right + 1]
     rows, columns = np.diff(part[:, -1] - part[:, 0]), np.diff(part[-1] - part[0])
     if not rows.any():
         return [Block(0, 0, 0, 0)] * num_blocks
-    block = _shrink(block, rows, columns)
+    # Rows and columns at the borders that hold no pairs are dropped.
+    (top, bottom), (left, right) = (np.flatnonzero(n)[[0, -1]].tolist() for n in (rows, columns))
+    block = Block(
+        block.top + top, block.top + bottom + 1, block.left + left, block.left + right + 1
+    )
     if num_blocks == 1:
         return [block]
     first = num_blocks // 2
     height, width = block.bottom - block.top, block.right - block.left
     is_tall = height * aspect >= width
-    counts = np.trim_zeros(rows if is_tall else columns)
     # Where the first part has the share of its blocks, as well as may be.
-    pairs = np.cumsum(counts)
+    pairs = np.cumsum(np.trim_zeros(rows if is_tall else columns))
     at = int(np.argmin(np.abs(pairs * num_blocks - pairs[-1] * first))) + 1
     if is_tall:
-        middle = block.top + at
-        one, other = replace(block, bottom=middle), replace(block, top=middle)
+        halves = block._replace(bottom=block.top + at), block._replace(top=block.top + at)
     else:
-        middle = block.left + at
-        one, other = replace(block, right=middle), replace(block, left=middle)
+        halves = block._replace(right=block.left + at), block._replace(left=block.left + at)
     return [
-        *_cut(one, before, first, aspect),
-        *_cut(other, before, num_blocks - first, aspect),
+        *cut_blocks(halves[0], before, first, aspect),
+        *cut_blocks(halves[1], before, num_blocks - first, aspect),
     ]
-
-
-def _shrink(block: Block, rows: np.ndarray, columns: np.ndarray) -> Block:
-    """Drop rows and columns at the borders that hold no pairs."""
-    full_rows, full_columns = np.flatnonzero(rows), np.flatnonzero(columns)
-    return Block(
-        block.top + int(full_rows[0]),
-        block.top + int(full_rows[-1]) + 1,
-        block.left + int(full_columns[0]),
-        block.left + int(full_columns[-1]) + 1,
-    )
 
 
 def assign_blocks(
@@ -196,9 +179,8 @@ def _received(
     counts = np.zeros((owners.size + 1, world_size), dtype=np.int64)
     counts[np.arange(owners.size) + 1, owners] = 1
     before = counts.cumsum(0)
-    bounds = np.array([(b.top, b.bottom, b.left, b.right) for b in blocks])
-    queries = before[bounds[:, 1]] - before[bounds[:, 0]]
-    keys = before[bounds[:, 3]] - before[bounds[:, 2]]
+    top, bottom, left, right = np.array(blocks).T
+    queries, keys = before[bottom] - before[top], before[right] - before[left]
     fetched = queries.sum(1) * prices.query_in + keys.sum(1) * prices.key_in
     home = queries.sum(0) * prices.query_home + keys.sum(0) * prices.key_home
     saved = queries * (prices.query_in + prices.query_home)

@@ -11,7 +11,14 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from cp_inductor.mask.rule import Cell
-from cp_inductor.plan.assign_cells import Pairs, Tiles, chunks_before, own_chunks, stage_areas
+from cp_inductor.plan.assign_cells import (
+    Pairs,
+    Tiles,
+    causal_cells,
+    chunks_before,
+    own_chunks,
+    stage_areas,
+)
 from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, Transfer, Transfers
 from cp_inductor.plan.strategies.strategy import Strategy
@@ -32,7 +39,8 @@ def rows(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
 
     These balance each other. One is its own, and the queries of the other are fetched.
     """
-    if grid.chunks_per_rank % 2 or not _is_causal(pairs.cells):
+    is_causal = np.array_equal(pairs.cells, causal_cells(grid.num_chunks))
+    if grid.chunks_per_rank % 2 or not is_causal:
         return own_rows(grid, shape, pairs, num_stages)
     world_size = grid.world_size
     pieces = np.arange(grid.num_chunks).reshape(2 * world_size, -1)
@@ -44,11 +52,6 @@ def rows(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
         for rank, pair in enumerate(of_rank)
     ]
     return stage_areas(grid, shape, pairs, areas, num_stages, by_keys=True)
-
-
-def _is_causal(cells: np.ndarray) -> bool:
-    is_below = not np.triu(cells, 1).any() and bool((cells.diagonal() == Cell.CAUSAL).all())
-    return is_below and np.count_nonzero(cells == Cell.FULL) == len(cells) * (len(cells) - 1) // 2
 
 
 ROWS = Strategy("rows", rows, is_groupable=True)
@@ -88,11 +91,9 @@ RING = Strategy(
     assign=ring,
     fetch=fetch_from_neighbours,
     under_rules=ROWS,
-    num_stages=lambda world_size, mask: max(1, world_size - 1),
+    num_stages=lambda world_size: max(1, world_size - 1),
     is_of_auto=False,
     min_chunks=1,
 )
 
-ALLGATHER = Strategy(
-    "allgather", own_rows, num_stages=lambda world_size, mask: 1, is_groupable=True
-)
+ALLGATHER = Strategy("allgather", own_rows, num_stages=lambda world_size: 1, is_groupable=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cp_inductor.plan.assign_cells import Pairs, Tiles
 from cp_inductor.plan.grid import Grid
-from cp_inductor.plan.ir import Mask, Shape, Transfers
+from cp_inductor.plan.ir import Shape, Transfers
 from cp_inductor.plan.transfers import fetch_directly
 
 Assign = Callable[[Grid, Shape, Pairs, int], Tiles]
@@ -30,14 +30,13 @@ class Strategy:
         fetch: tiles -> fetches.
         under_rules: the strategy that takes its place under a mask that is neither full nor causal.
         returns: results go back the way their inputs came, from rank to rank, not straight home.
-        num_stages: (ranks, mask) -> the number of stages, if there is no choice; else None.
+        num_stages: (ranks) -> the number of stages, if there is no choice; else None.
         splits: (shape, ranks) -> whether it can split the heads of this shape over them.
         free_keep: (shape, stages) -> of how many stages, from the first, the forward keeps what it
             fetched for the backward, because that takes the place of the shard's own q, k and v. It
             is as large, but where several ranks share a KV head.
         is_of_auto: "auto" considers it.
         is_groupable: groups of ranks may split the heads around it, as in "heads4+blocks".
-        is_grouped: it is such a strategy.
         fine: many chunks for so many ranks balance a causal mask; 0 if pieces do, or nothing does.
         min_chunks: per rank.
         moves_queries: a rank may compute queries of another, and would need their rows of a mask
@@ -50,12 +49,11 @@ class Strategy:
     fetch: Fetch = fetch_directly
     under_rules: Strategy | None = None
     returns: bool = False
-    num_stages: Callable[[int, Mask], int | None] = lambda world_size, mask: None
+    num_stages: Callable[[int], int | None] = lambda world_size: None
     splits: Callable[[Shape, int], bool] = lambda shape, world_size: True
     free_keep: Callable[[Shape, int], int] = lambda shape, num_stages: 0
     is_of_auto: bool = True
     is_groupable: bool = False
-    is_grouped: bool = False
     fine: int = 0
     min_chunks: int = 2
     moves_queries: bool = False

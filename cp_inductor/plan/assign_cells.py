@@ -15,7 +15,7 @@ and rectangles with a mask, in which some cells may be empty if that saves a cal
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -247,60 +247,11 @@ def _spans(chunks: Sequence[int] | np.ndarray) -> tuple[Span, ...]:
     return tuple(Span(int(run[0]), int(run[-1]) + 1) for run in np.split(chunks, breaks))
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """The tiles of all ranks, for each stage.
-
-    Attributes:
-        tiles: of the forward.
-        later: those of the backward, if they are others; as many stages.
-    """
-
-    tiles: Tiles
-    later: Tiles
-
-    @property
-    def reads(self) -> Tiles:
-        """For each stage, the tiles that read what its fetch brings."""
-        return [[*now, *later] for now, later in zip(self.tiles, self.later, strict=True)]
-
-    def with_tokens(self, grid: Grid) -> tuple[Tiles, Tiles]:
-        """Return the tiles and those of the backward, without those of short sequences' ends."""
-        if all(lengths_of(grid, of_keys=of_keys).all() for of_keys in (False, True)):
-            return self.tiles, self.later
-
-        def kept(tiles: Tiles) -> Tiles:
-            return [[tile for tile in stage if has_tokens(grid, tile)] for stage in tiles]
-
-        return kept(self.tiles), kept(self.later)
-
-
 def has_tokens(grid: Grid, tile: Tile) -> bool:
     """Whether a tile has queries and keys; in short sequences some chunks are empty."""
     return any(grid.num_tokens(span, of_keys=False) for span in tile.queries) and any(
         grid.num_tokens(span, of_keys=True) for span in tile.keys
     )
-
-
-def halve_own_tiles(grid: Grid, shape: Shape, assigned: Assignment) -> Assignment | None:
-    """Move half of the heads of stage 0 behind all other stages, where they hide the last results.
-
-    Returns:
-        One stage more. None if stage 0 is not of own tiles, or is all there is, or has one KV head.
-    """
-    first, *others = assigned.tiles
-    if not any(others) or shape.num_kv_heads < 2:
-        return None
-    for tile in first:
-        own = grid.own(tile.rank)
-        spans = [*tile.queries, *tile.keys]
-        if tile.heads != shape.all_heads or any(span.intersect(own) != span for span in spans):
-            return None
-    group = shape.num_heads // shape.num_kv_heads
-    middle = (shape.num_kv_heads + 1) // 2 * group
-    halves = Span(0, middle), Span(middle, shape.num_heads)
-    early, late = ([replace(tile, heads=half) for tile in first] for half in halves)
-    return Assignment([early, *others, late], [*assigned.later, []])
 
 
 def parts_of_equal_weight(weights: np.ndarray, num_parts: int) -> np.ndarray:

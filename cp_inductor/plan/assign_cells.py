@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.plan.grid import Grid, Span, join_spans, lengths_of
+from cp_inductor.plan.grid import Grid, Span, join_spans, lengths_of, owners_of
 from cp_inductor.plan.ir import Mask, Shape, Tile
 
 # Rows of cells join to one tile under a mask as long as cells that hold pairs are at least this
@@ -42,19 +43,89 @@ Area = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class Pairs:
-    """Which pairs exist; equal only to itself, so that what was made of it can be kept.
+class Table:
+    """What there is to compute; equal only to itself, so that what was made of it can be kept.
 
     Attributes:
+        grid: the chunks.
+        shape: its heads.
         cells: a `Cell` for each two chunks, (query chunks, key chunks).
     """
 
+    grid: Grid
+    shape: Shape
     cells: np.ndarray
+
+    @cached_property
+    def owners(self) -> np.ndarray:
+        """The rank that holds each chunk."""
+        return owners_of(self.grid)
+
+    @cached_property
+    def far(self) -> np.ndarray:
+        """The cells without those of ranks' own queries and own keys."""
+        return self.cells * (self.owners[:, None] != self.owners)
+
+    def own_chunks(self, rank: int) -> np.ndarray:
+        """Return the chunks that a rank holds."""
+        return np.flatnonzero(self.owners == rank)
+
+    def chunks_before(self, rank: int) -> np.ndarray:
+        """Return all chunks, from the nearest before a rank's own on, so that owners take turns.
+
+        Were all to begin with the same owner, it would have to send to all ranks at once.
+        """
+        return np.roll(np.arange(self.grid.num_chunks), -self.grid.own(rank).start)[::-1]
+
+    @cached_property
+    def own_tiles(self) -> list[Tile]:
+        """The tiles of each rank's own queries and own keys."""
+        own = [(rank, self.own_chunks(rank)) for rank in range(self.grid.world_size)]
+        return [tile for rank, chunks in own for tile in self.tiles(rank, chunks, chunks)]
+
+    def tiles(
+        self, rank: int, rows: np.ndarray, columns: np.ndarray, *, are_far: bool = False
+    ) -> list[Tile]:
+        """Make a rank's tiles of the cells of some query chunks and key chunks, or the far ones."""
+        everything = self.cells[np.ix_(rows, columns)]
+        cells = self.far[np.ix_(rows, columns)] if are_far else everything
+        tiles: list[Tile] = []
+
+        def add(queries: Sequence[Span], keys: np.ndarray, mask: Mask) -> None:
+            tiles.append(Tile(rank, tuple(queries), _spans(keys), self.shape.all_heads, mask))
+
+        if (cells == Cell.CAUSAL).any():
+            cells = cells.copy()
+            for first, last in _triangles(rows, columns, cells):
+                chunks = rows[first:last]
+                add(_spans(chunks), chunks, Mask.CAUSAL)
+                cells[first:last, np.isin(columns, chunks)] = Cell.EMPTY
+        # What is left of triangles is under a mask as any other.
+        has_partial = (cells == Cell.PARTIAL) | (cells == Cell.CAUSAL)
+        num_partial = has_partial.sum(1)
+        is_joined = (cells == Cell.FULL).sum(1) <= MAX_FULL_PER_PARTIAL * num_partial
+        partial = has_partial | ((cells == Cell.FULL) & (is_joined & (num_partial > 0))[:, None])
+        full = (cells == Cell.FULL) & ~partial
+        for queries, keys in _equal_rows(rows, full):
+            add(queries, columns[keys], Mask.FULL)
+        if num_partial.any():
+            elsewhere = (everything != Cell.EMPTY) & ~partial
+            is_long = self.grid.num_tokens(Span(0, 1), of_keys=True) >= LONG_CHUNK_TOKENS
+            min_filled = MIN_FILLED_LONG if is_long else MIN_FILLED
+            for first, last, keys in _similar_rows(partial, elsewhere, min_filled):
+                add(_spans(rows[first:last]), columns[keys], Mask.PARTIAL)
+        return tiles
+
+
+@lru_cache(maxsize=16)
+def table_of(grid: Grid, shape: Shape, mask: Mask, rule: str) -> Table:
+    """Return the table of an attention."""
+    return Table(grid, shape, cells_of(grid, mask, rule))
 
 
 @lru_cache(maxsize=4)
-def pairs_of(grid: Grid, mask: Mask, rule: str) -> Pairs:
-    """Return which pairs exist, as the rule says if the mask is partial."""
+def cells_of(grid: Grid, mask: Mask, rule: str) -> np.ndarray:
+    """Return which pairs exist, as the rule says if the mask is partial; see `Table`."""
     cells = np.full((grid.num_chunks, grid.num_chunks), Cell.FULL, np.int8)
     if mask is Mask.CAUSAL:
         cells = causal_cells(grid.num_chunks)
@@ -65,7 +136,7 @@ def pairs_of(grid: Grid, mask: Mask, rule: str) -> Pairs:
             bounds.append((starts[:-1].astype(float), starts[1:] - 1.0))
         cells = Rule.parse(rule).cells(*bounds).astype(np.int8)
     cells.flags.writeable = False
-    return Pairs(cells)
+    return cells
 
 
 def causal_cells(size: int) -> np.ndarray:
@@ -75,40 +146,8 @@ def causal_cells(size: int) -> np.ndarray:
     return cells
 
 
-def chunks_before(grid: Grid, rank: int) -> np.ndarray:
-    """Return all chunks, from the nearest before a rank's own ones on, so that owners take turns.
-
-    Were all to begin with the same owner, it would have to send to all ranks at once.
-    """
-    return np.roll(np.arange(grid.num_chunks), -grid.own(rank).start)[::-1]
-
-
-def own_chunks(grid: Grid, rank: int) -> np.ndarray:
-    """Return the chunks that a rank holds."""
-    own = grid.own(rank)
-    return np.arange(own.start, own.stop)
-
-
-@lru_cache(maxsize=64)  # what is tried in several numbers of stages has the same
-def tiles_of_owners(grid: Grid, shape: Shape, pairs: Pairs) -> tuple[Tile, ...]:
-    """Return the tiles of each rank's own queries and own keys."""
-    tiles: list[Tile] = []
-    for rank in range(grid.world_size):
-        own = own_chunks(grid, rank)
-        cells = pairs.cells[np.ix_(own, own)]
-        tiles += tiles_of_cells(grid, rank, shape.all_heads, own, own, cells)
-    return tuple(tiles)
-
-
 def stage_areas(
-    grid: Grid,
-    shape: Shape,
-    pairs: Pairs,
-    areas: Sequence[Area],
-    num_stages: int,
-    *,
-    by_keys: bool,
-    together: int = 1,
+    table: Table, areas: Sequence[Area], num_stages: int, *, by_keys: bool, together: int = 1
 ) -> Tiles:
     """Make tiles of the cells of each rank's area, in stages.
 
@@ -117,69 +156,16 @@ def stage_areas(
     stages with equally many cells, in the order in which the area has them. So many chunks stay
     together.
     """
-    tiles: Tiles = [[*tiles_of_owners(grid, shape, pairs)], *([] for _ in range(num_stages))]
-
-    def far(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        size, everything = grid.chunks_per_rank, pairs.cells[np.ix_(rows, columns)]
-        is_square = rows[:, None] // size == columns[None] // size
-        return np.where(is_square, Cell.EMPTY, everything), everything
-
+    tiles: Tiles = [[*table.own_tiles], *([] for _ in range(num_stages))]
     for rank, (rows, columns) in enumerate(areas):
-        weights = np.count_nonzero(far(rows, columns)[0], axis=0 if by_keys else 1)
+        weights = np.count_nonzero(table.far[np.ix_(rows, columns)], axis=0 if by_keys else 1)
         weights = weights.reshape(-1, together).sum(1)
         stage_of = np.repeat(parts_of_equal_weight(weights, num_stages), together)
-        for stage in range(num_stages):
-            here = stage_of == stage
+        for number, stage in enumerate(tiles[1:]):
+            here = stage_of == number
             part = (rows, columns[here]) if by_keys else (rows[here], columns)
-            part = np.sort(part[0]), np.sort(part[1])
-            cells = far(*part)
-            tiles[stage + 1] += tiles_of_cells(grid, rank, shape.all_heads, *part, *cells)
+            stage += table.tiles(rank, np.sort(part[0]), np.sort(part[1]), are_far=True)
     return tiles
-
-
-def tiles_of_cells(
-    grid: Grid,
-    rank: int,
-    heads: Span,
-    rows: np.ndarray,
-    columns: np.ndarray,
-    cells: np.ndarray,
-    everything: np.ndarray | None = None,
-) -> list[Tile]:
-    """Make tiles of cells.
-
-    Args:
-        grid, rank, heads: of the tiles.
-        rows, columns: the query chunk of each row, and the key chunk of each column.
-        cells: (rows, columns), the cells to compute.
-        everything: these and those that are computed elsewhere, if there are such.
-    """
-    found: list[Tile] = []
-
-    def add(queries: Sequence[Span], keys: np.ndarray, mask: Mask) -> None:
-        found.append(Tile(rank, tuple(queries), _spans(keys), heads, mask))
-
-    if (cells == Cell.CAUSAL).any():
-        cells = cells.copy()
-        for first, last in _triangles(rows, columns, cells):
-            chunks = rows[first:last]
-            add(_spans(chunks), chunks, Mask.CAUSAL)
-            cells[first:last, np.isin(columns, chunks)] = Cell.EMPTY
-    # What is left of triangles is under a mask as any other.
-    has_partial = (cells == Cell.PARTIAL) | (cells == Cell.CAUSAL)
-    num_partial = has_partial.sum(1)
-    is_joined = (cells == Cell.FULL).sum(1) <= MAX_FULL_PER_PARTIAL * num_partial
-    partial = has_partial | ((cells == Cell.FULL) & (is_joined & (num_partial > 0))[:, None])
-    full = (cells == Cell.FULL) & ~partial
-    for queries, keys in _equal_rows(rows, full):
-        add(queries, columns[keys], Mask.FULL)
-    if num_partial.any():
-        elsewhere = ((cells if everything is None else everything) != Cell.EMPTY) & ~partial
-        is_long = grid.num_tokens(Span(0, 1), of_keys=True) >= LONG_CHUNK_TOKENS
-        min_filled = MIN_FILLED_LONG if is_long else MIN_FILLED
-        for first, last, keys in _similar_rows(partial, elsewhere, min_filled):
-            add(_spans(rows[first:last]), columns[keys], Mask.PARTIAL)
-    return found
 
 
 def _triangles(

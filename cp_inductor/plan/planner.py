@@ -19,7 +19,7 @@ from cp_inductor.kept import lru_cache
 from cp_inductor.mask.canonical import normal
 from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, shortened
 from cp_inductor.mask.rule import Rule
-from cp_inductor.plan.assign_cells import Tiles, has_tokens, pairs_of
+from cp_inductor.plan.assign_cells import Tiles, has_tokens, table_of
 from cp_inductor.plan.checks import LIMITS, MAX_LENGTH, check_count, check_type, refuse
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span
@@ -453,11 +453,11 @@ def _check(recipe: Recipe, site: str) -> None:
 def tiles_of(recipe: Recipe) -> Assigned:
     """Return the tiles of a resolved recipe, for each stage."""
     grid, shape, strategy = recipe.grid, recipe.shape, parse_strategy(recipe.strategy)
-    sizes = grid, shape, pairs_of(grid, recipe.mask, recipe.rule), recipe.stages
-    tiles = strategy.assign(*sizes)
+    table = table_of(grid, shape, recipe.mask, recipe.rule)
+    tiles = strategy.assign(table, recipe.stages)
     later: Tiles = [[] for _ in tiles]
     if strategy.assign_backward is not None and recipe.keep:  # else for inference
-        later = strategy.assign_backward(*sizes)
+        later = strategy.assign_backward(table, recipe.stages)
     halved = _halved(recipe, tiles, later) if recipe.late else None
     return halved or (tiles, later)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from cp_inductor.mask.rule import Cell
-from cp_inductor.plan.assign_cells import causal_cells, pairs_of
+from cp_inductor.plan.assign_cells import causal_cells, cells_of
 from cp_inductor.plan.grid import lengths_of
 from cp_inductor.plan.ir import (
     DESTINATION,
@@ -65,7 +65,7 @@ def require(condition: bool, *what: object) -> None:
 def _check_coverage(plan: PlanData) -> None:
     """Check that each needed pair of chunks is computed once for every head, and no other."""
     grid, whole = plan.grid, plan.shape.all_heads
-    cells = pairs_of(grid, plan.mask, plan.rule).cells
+    cells = cells_of(grid, plan.mask, plan.rule)
     queries, keys = (lengths_of(grid, of_keys=of_keys) for of_keys in (False, True))
     has_tokens = (queries[:, None] > 0) & (keys[None] > 0)
     needed = (cells != Cell.EMPTY) & has_tokens

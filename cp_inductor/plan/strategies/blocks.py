@@ -33,9 +33,8 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell
-from cp_inductor.plan.assign_cells import Area, Pairs, Tiles, chunks_before, stage_areas
-from cp_inductor.plan.grid import Grid, owners_of
-from cp_inductor.plan.ir import Prices, Shape
+from cp_inductor.plan.assign_cells import Area, Table, Tiles, stage_areas
+from cp_inductor.plan.ir import Prices
 from cp_inductor.plan.strategies.strategy import Strategy
 
 # How much longer than high a block is made. Each is tried, and the one that moves least is taken.
@@ -53,46 +52,42 @@ STEEPNESS = 8
 NUM_STEPS = 256
 
 
-def blocks(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+def blocks(table: Table, num_stages: int) -> Tiles:
     """Every rank computes a block of the grid of tiles, and the tile of its own chunks."""
-    if pairs.cells.all():
-        return _full_blocks(grid, shape, pairs, num_stages)
-    prices = Prices.of(shape)
-    areas = _search(grid, prices, pairs)
+    if table.cells.all():
+        return _full_blocks(table, num_stages)
+    prices = Prices.of(table.shape)
     # The cheaper side comes whole with the first stage, the dearer one bit by bit.
     by_keys = prices.key_in >= prices.query_in
-    return stage_areas(grid, shape, pairs, areas, num_stages, by_keys=by_keys)
+    return stage_areas(table, _search(table), num_stages, by_keys=by_keys)
 
 
-def _full_blocks(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+def _full_blocks(table: Table, num_stages: int) -> Tiles:
     """Without a mask: rank (i, j) computes the queries of ranks (i, *) and the keys of (*, j)."""
-    world_size, prices = grid.world_size, Prices.of(shape)
+    world_size, prices = table.grid.world_size, Prices.of(table.shape)
     query, key = prices.query_in + prices.query_home, prices.key_in + prices.key_home
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     # n ranks share their queries, world_size / n their keys.
     num_rows = min(divisors, key=lambda n: (n - 1) * query + (world_size // n - 1) * key)
-    owners = owners_of(grid)
+    owners, together = table.owners, table.grid.chunks_per_rank
     areas = []
     for rank in range(world_size):
         order = np.argsort(owners != rank, kind="stable")  # its own chunks come first
         is_row, is_column = owners // num_rows == rank // num_rows, (owners - rank) % num_rows == 0
         areas.append((order[is_row[order]], order[is_column[order]]))
     by_keys = (world_size // num_rows - 1) * prices.key_in >= (num_rows - 1) * prices.query_in
-    return stage_areas(
-        *(grid, shape, pairs, areas, num_stages), by_keys=by_keys, together=grid.chunks_per_rank
-    )
+    return stage_areas(table, areas, num_stages, by_keys=by_keys, together=together)
 
 
 @lru_cache(maxsize=16)
-def _search(grid: Grid, prices: Prices, pairs: Pairs) -> list[Area]:
+def _search(table: Table) -> list[Area]:
     """Cut what is not on the diagonal into blocks with equally many pairs, one for each rank."""
-    world_size, num_chunks = grid.world_size, grid.num_chunks
-    owners = owners_of(grid)
-    is_far = (pairs.cells != Cell.EMPTY) & (owners[:, None] != owners)
+    world_size, num_chunks, owners = table.grid.world_size, table.grid.num_chunks, table.owners
+    is_far, prices = table.far != Cell.EMPTY, Prices.of(table.shape)
     before = np.zeros((num_chunks + 1, num_chunks + 1), dtype=np.int32)
     is_far.cumsum(0, dtype=np.int32).cumsum(1, out=before[1:, 1:])
     ratio = (prices.query_in + prices.query_home) / (prices.key_in + prices.key_home)
-    under_rule = bool((pairs.cells == Cell.PARTIAL).any())
+    under_rule = bool((table.cells == Cell.PARTIAL).any())
     aspects = ASPECTS_UNDER_RULES if under_rule else [aspect * ratio for aspect in ASPECTS]
     num_tried = len(aspects) if world_size <= MAX_ASPECTS_WORLD else 1
     whole = Block(0, num_chunks, 0, num_chunks)
@@ -101,7 +96,7 @@ def _search(grid: Grid, prices: Prices, pairs: Pairs) -> list[Area]:
     ranks, _, chosen = min(assigned, key=lambda one: one[1])
     areas: list[Area] = [(owners[:0], owners[:0])] * world_size
     for rank, block in zip(ranks, chosen, strict=True):
-        keys = chunks_before(grid, rank) if under_rule else np.arange(num_chunks)
+        keys = table.chunks_before(rank) if under_rule else np.arange(num_chunks)
         keys = keys[(keys >= block.left) & (keys < block.right)]
         areas[rank] = np.arange(block.top, block.bottom), keys
     return areas

@@ -38,36 +38,25 @@ from itertools import chain, product, zip_longest
 import numpy as np
 
 from cp_inductor.kept import lru_cache
-from cp_inductor.mask.rule import Cell
-from cp_inductor.plan.assign_cells import (
-    Pairs,
-    Tiles,
-    is_head_split,
-    own_chunks,
-    parts_of_equal_weight,
-    tiles_of_cells,
-    tiles_of_owners,
-)
-from cp_inductor.plan.grid import Grid, Span, owners_of
+from cp_inductor.plan.assign_cells import Table, Tiles, is_head_split, parts_of_equal_weight
+from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Shape, Tile, Transfers
 from cp_inductor.plan.strategies.blocks import BLOCKS
 from cp_inductor.plan.strategies.strategy import Strategy
 from cp_inductor.plan.transfers import fetch_by_way
 
 
-def heads(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+def heads(table: Table, num_stages: int) -> Tiles:
     """Every rank computes the whole sequence for its heads, some heads in each stage."""
-    tiles, num_parts = (
-        _tiles_of_all(grid, shape, pairs),
-        num_parts_of(shape, grid.world_size, num_stages),
-    )
-    return [_copies(tiles, part) for part in parts_of(shape.all_heads, grid.world_size, num_parts)]
+    tiles, world_size = _tiles_of_all(table), table.grid.world_size
+    num_parts = num_parts_of(table.shape, world_size, num_stages)
+    return [_copies(tiles, part) for part in parts_of(table.shape.all_heads, world_size, num_parts)]
 
 
 @lru_cache(maxsize=4)
-def _tiles_of_all(grid: Grid, shape: Shape, pairs: Pairs) -> list[Tile]:
-    chunks = np.arange(grid.num_chunks)
-    return tiles_of_cells(grid, 0, shape.all_heads, chunks, chunks, pairs.cells)
+def _tiles_of_all(table: Table) -> list[Tile]:
+    chunks = np.arange(table.grid.num_chunks)
+    return table.tiles(0, chunks, chunks)
 
 
 def num_parts_of(shape: Shape, num_ranks: int, num_stages: int) -> int:
@@ -118,11 +107,6 @@ class Share:
         ]
 
 
-def shape_within(shape: Shape, heads: Span) -> Shape:
-    """Return the shape of an attention that has these heads only."""
-    return replace(shape, num_heads=len(heads), num_kv_heads=len(shape.kv_heads(heads)))
-
-
 def shares_of(shape: Shape, world_size: int, num_groups: int) -> list[Share]:
     """Split the heads into shares, the first of them for groups of `num_groups` ranks.
 
@@ -149,10 +133,13 @@ def can_split(shape: Shape, world_size: int, num_groups: int) -> bool:
     return is_split and world_size % num_groups == 0
 
 
-def groups_of(grid: Grid, num_ranks: int) -> Grid:
-    """Return the grid in which each group of so many ranks is one rank; it has the same chunks."""
-    num_chunks = grid.chunks_per_rank * num_ranks
-    return replace(grid, world_size=grid.world_size // num_ranks, chunks_per_rank=num_chunks)
+@lru_cache(maxsize=64)
+def groups_of(table: Table, num_ranks: int, heads: Span) -> Table:
+    """Return the table of some heads in which each group of so many ranks is one rank."""
+    grid, shape, num_chunks = table.grid, table.shape, table.grid.chunks_per_rank * num_ranks
+    grid = replace(grid, world_size=grid.world_size // num_ranks, chunks_per_rank=num_chunks)
+    shape = replace(shape, num_heads=len(heads), num_kv_heads=len(shape.kv_heads(heads)))
+    return Table(grid, shape, table.cells)
 
 
 def in_groups(num_groups: int, rest: Strategy) -> Strategy:
@@ -161,11 +148,11 @@ def in_groups(num_groups: int, rest: Strategy) -> Strategy:
     A group has `num_groups` ranks, which divides the world size, and acts as one rank of `rest`.
     """
 
-    def assign(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+    def assign(table: Table, num_stages: int) -> Tiles:
         of_shares = []
-        for share in shares_of(shape, grid.world_size, num_groups):
-            groups, within = groups_of(grid, share.num_groups), shape_within(shape, share.heads)
-            of_shares.append(map(share.split, rest.assign(groups, within, pairs, num_stages)))
+        for share in shares_of(table.shape, table.grid.world_size, num_groups):
+            groups = groups_of(table, share.num_groups, share.heads)
+            of_shares.append(map(share.split, rest.assign(groups, num_stages)))
         return [[*chain(*stages)] for stages in zip_longest(*of_shares, fillvalue=())]
 
     return replace(
@@ -184,37 +171,32 @@ def own_in_groups(num_groups: int) -> Strategy:
 
     Every rank computes its own tile for all heads. With 0, all ranks are one group.
     """
-
-    def assign(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
-        return heads_own(grid, shape, pairs, num_stages, num_groups or grid.world_size)
-
     return Strategy(
         name=f"heads{num_groups}_own+blocks" if num_groups else "heads_own",
-        assign=assign,
+        assign=lambda table, num_stages: heads_own(table, num_stages, num_groups),
         splits=lambda shape, ranks: can_split(shape, ranks, num_groups or ranks),
         fine=num_groups or 1,
         moves_queries=True,
     )
 
 
-def heads_own(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int, num_groups: int) -> Tiles:
+def heads_own(table: Table, num_stages: int, num_groups: int = 0) -> Tiles:
     """Every rank computes its own tile, and other ranks' rows for its heads.
 
-    There are at most `num_stages` after the first. The largest groups have `num_groups` ranks.
+    There are at most `num_stages` after the first. The largest groups have `num_groups` ranks; 0
+    for all.
     """
-    tiles: Tiles = [[*tiles_of_owners(grid, shape, pairs)], *([] for _ in range(num_stages))]
-    owners = owners_of(grid)
-    is_far = (pairs.cells != Cell.EMPTY) & (owners[:, None] != owners)
-    weights = is_far.sum(1).reshape(grid.world_size, -1).sum(1)
-    for share in shares_of(shape, grid.world_size, num_groups):
-        within, size = shape_within(shape, share.heads), share.num_groups
-        num_within = num_stages
-        if size < grid.world_size:
-            between = BLOCKS.assign(groups_of(grid, size), within, pairs, num_stages)
-            for stage, more in zip(tiles[1:], between[1:], strict=True):
+    tiles: Tiles = [[*table.own_tiles], *([] for _ in range(num_stages))]
+    world_size = table.grid.world_size
+    weights = np.count_nonzero(table.far, axis=1).reshape(world_size, -1).sum(1)
+    for share in shares_of(table.shape, world_size, num_groups or world_size):
+        size, num_within = share.num_groups, num_stages
+        groups = groups_of(table, size, share.heads)
+        if size < world_size:
+            for stage, more in zip(tiles[1:], BLOCKS.assign(groups, num_stages)[1:], strict=True):
                 stage += share.split(more)
             num_within = 1
-        parts = parts_of(share.heads, size, num_parts_of(within, size, num_within))
+        parts = parts_of(share.heads, size, num_parts_of(groups.shape, size, num_within))
         num_slices = num_within // len(parts)
         slice_of = parts_of_equal_weight(weights, num_slices)
         # There may be fewer stages than there could be.
@@ -222,17 +204,16 @@ def heads_own(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int, num_group
             tiles[1:], product(range(num_slices), parts), strict=False
         ):
             for owner in np.flatnonzero(slice_of == number).tolist():
-                stage += _copies(_row(grid, shape, pairs, owner, size), part)
+                stage += _copies(_row(table, owner, size), part)
     return tiles
 
 
 @lru_cache(maxsize=1024)
-def _row(grid: Grid, shape: Shape, pairs: Pairs, owner: int, size: int) -> list[Tile]:
+def _row(table: Table, owner: int, size: int) -> list[Tile]:
     """Return the tiles of an owner's queries and the keys of the others of its group."""
-    rows, owners = own_chunks(grid, owner), owners_of(grid)
-    columns = np.flatnonzero((owners // size == owner // size) & (owners != owner))
-    part, first = pairs.cells[np.ix_(rows, columns)], owner // size * size
-    return tiles_of_cells(grid, first, shape.all_heads, rows, columns, part)
+    owners, group = table.owners, owner // size
+    columns = np.flatnonzero((owners // size == group) & (owners != owner))
+    return table.tiles(group * size, table.own_chunks(owner), columns)
 
 
 HEADS_OWN = own_in_groups(0)
@@ -242,13 +223,11 @@ HEADS_OWN = own_in_groups(0)
 HEADS_OWN_FORWARD = replace(
     HEADS_OWN,
     name="heads_own_forward",
-    assign=lambda grid, shape, pairs, num_stages: heads_own(
-        *(grid, shape, pairs),
-        num_stages=num_parts_of(shape, grid.world_size, num_stages),
-        num_groups=grid.world_size,
+    assign=lambda table, num_stages: heads_own(
+        table, num_parts_of(table.shape, table.grid.world_size, num_stages)
     ),
     # That of `heads`, whose first stage is fed by the forward's second one.
-    assign_backward=lambda *sizes: [[], *heads(*sizes)],
+    assign_backward=lambda table, num_stages: [[], *heads(table, num_stages)],
     splits=is_head_split,
     free_keep=lambda shape, num_stages: num_stages + 2,  # and own tiles, first and last
 )
@@ -260,11 +239,14 @@ def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
     To the strategy of the rest, the ranks of a node hold the whole sequence for its heads.
     """
 
-    def assign(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
-        num_parts, size = num_parts_of(shape, num_nodes, num_stages), grid.world_size // num_nodes
-        parts = parts_of(shape.all_heads, num_nodes, num_parts)
-        node, within = groups_of(grid, num_nodes), shape_within(shape, parts[0][0])
-        own, *others = rest.assign(node, within, pairs, max(1, num_stages // num_parts))
+    def assign(table: Table, num_stages: int) -> Tiles:
+        size, num_parts = (
+            table.grid.world_size // num_nodes,
+            num_parts_of(table.shape, num_nodes, num_stages),
+        )
+        parts = parts_of(table.shape.all_heads, num_nodes, num_parts)
+        node = groups_of(table, num_nodes, parts[0][0])
+        own, *others = rest.assign(node, max(1, num_stages // num_parts))
         stages = [(own, part) for part in parts]
         stages += [(stage, part) for part in parts for stage in others]
         return [_copies(stage, part, size) for stage, part in stages]

@@ -11,14 +11,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from cp_inductor.mask.rule import Cell
-from cp_inductor.plan.assign_cells import (
-    Pairs,
-    Tiles,
-    causal_cells,
-    chunks_before,
-    own_chunks,
-    stage_areas,
-)
+from cp_inductor.plan.assign_cells import Table, Tiles, causal_cells, stage_areas
 from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, Transfer, Transfers
 from cp_inductor.plan.strategies.strategy import Strategy
@@ -27,44 +20,45 @@ from cp_inductor.plan.strategies.strategy import Strategy
 _MASKS = {Cell.FULL: Mask.FULL, Cell.CAUSAL: Mask.CAUSAL}
 
 
-def own_rows(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+def own_rows(table: Table, num_stages: int) -> Tiles:
     """Every rank computes its own queries, which is unbalanced if the mask is causal."""
-    ranks = range(grid.world_size)
-    areas = [(own_chunks(grid, rank), chunks_before(grid, rank)) for rank in ranks]
-    return stage_areas(grid, shape, pairs, areas, num_stages, by_keys=True)
+    ranks = range(table.grid.world_size)
+    areas = [(table.own_chunks(rank), table.chunks_before(rank)) for rank in ranks]
+    return stage_areas(table, areas, num_stages, by_keys=True)
 
 
-def rows(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+def rows(table: Table, num_stages: int) -> Tiles:
     """Under a causal mask, every rank computes a row near the start and a row near the end.
 
     These balance each other. One is its own, and the queries of the other are fetched.
     """
-    is_causal = np.array_equal(pairs.cells, causal_cells(grid.num_chunks))
-    if grid.chunks_per_rank % 2 or not is_causal:
-        return own_rows(grid, shape, pairs, num_stages)
-    world_size = grid.world_size
-    pieces = np.arange(grid.num_chunks).reshape(2 * world_size, -1)
+    world_size, num_chunks = table.grid.world_size, table.grid.num_chunks
+    is_causal = np.array_equal(table.cells, causal_cells(num_chunks))
+    if table.grid.chunks_per_rank % 2 or not is_causal:
+        return own_rows(table, num_stages)
+    pieces = np.arange(num_chunks).reshape(2 * world_size, -1)
     both = [(piece, 2 * world_size - 1 - piece) for piece in range(world_size)]
     foreign = [[sum(p // 2 != r for p in pair) for r in range(world_size)] for pair in both]
     of_rank = np.argsort(linear_sum_assignment(np.array(foreign))[1])
     areas = [
-        (pieces[[*both[pair]]].ravel(), chunks_before(grid, rank))
+        (pieces[[*both[pair]]].ravel(), table.chunks_before(rank))
         for rank, pair in enumerate(of_rank)
     ]
-    return stage_areas(grid, shape, pairs, areas, num_stages, by_keys=True)
+    return stage_areas(table, areas, num_stages, by_keys=True)
 
 
 ROWS = Strategy("rows", rows, is_groupable=True)
 
 
-def ring(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+def ring(table: Table, num_stages: int) -> Tiles:
     """The neighbour ring: stage i has the tile of own queries and the keys of rank - i."""
+    grid, heads = table.grid, table.shape.all_heads
     own = [(grid.own(rank),) for rank in range(grid.world_size)]
     first = [spans[0].start for spans in own]
-    of_ranks = pairs.cells[np.ix_(first, first)].tolist()
+    of_ranks = table.cells[np.ix_(first, first)].tolist()
     return [
         [
-            Tile(rank, own[rank], own[rank - step], shape.all_heads, _MASKS[row[rank - step]])
+            Tile(rank, own[rank], own[rank - step], heads, _MASKS[row[rank - step]])
             for rank, row in enumerate(of_ranks)
             if row[rank - step]
         ]

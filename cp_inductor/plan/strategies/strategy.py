@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cp_inductor.plan.assign_cells import Pairs, Tiles
+from cp_inductor.plan.assign_cells import Table, Tiles
 from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Shape, Transfers
 from cp_inductor.plan.transfers import fetch_directly
 
-Assign = Callable[[Grid, Shape, Pairs, int], Tiles]
+Assign = Callable[[Table, int], Tiles]
 # (grid, shape, tiles) -> what is fetched before the tiles of each stage.
 Fetch = Callable[[Grid, Shape, Tiles], list[Transfers]]
 
@@ -24,7 +24,7 @@ class Strategy:
 
     Attributes:
         name: as users write it.
-        assign: (grid, shape, pairs, number of stages) -> tiles.
+        assign: (table, number of stages) -> tiles.
         assign_backward: the same -> tiles of the backward, as many stages as of the forward, if
             they are others.
         fetch: tiles -> fetches.

@@ -14,7 +14,7 @@ and rectangles with a mask, in which some cells may be empty if that saves a cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -24,7 +24,8 @@ import numpy as np
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan.grid import Grid, Span, join_spans, lengths_of, owners_of
-from cp_inductor.plan.ir import Mask, Shape, Tile
+from cp_inductor.plan.ir import Mask, Shape, Tile, Transfers
+from cp_inductor.plan.transfers import fetch_directly
 
 # Rows of cells join to one tile under a mask as long as cells that hold pairs are at least this
 # share of it. From LONG_CHUNK_TOKENS on, empty cells cost more than another call, so more is asked.
@@ -43,7 +44,7 @@ Area = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class Work:
     """What there is to compute; equal only to itself, so that what was made of it can be kept.
 
     Attributes:
@@ -118,14 +119,14 @@ class Table:
 
 
 @lru_cache(maxsize=16)
-def table_of(grid: Grid, shape: Shape, mask: Mask, rule: str) -> Table:
-    """Return the table of an attention."""
-    return Table(grid, shape, cells_of(grid, mask, rule))
+def work_of(grid: Grid, shape: Shape, mask: Mask, rule: str) -> Work:
+    """Return the work of an attention."""
+    return Work(grid, shape, cells_of(grid, mask, rule))
 
 
 @lru_cache(maxsize=4)
 def cells_of(grid: Grid, mask: Mask, rule: str) -> np.ndarray:
-    """Return which pairs exist, as the rule says if the mask is partial; see `Table`."""
+    """Return which pairs exist, as the rule says if the mask is partial; see `Work`."""
     cells = np.full((grid.num_chunks, grid.num_chunks), Cell.FULL, np.int8)
     if mask is Mask.CAUSAL:
         cells = causal_cells(grid.num_chunks)
@@ -147,7 +148,7 @@ def causal_cells(size: int) -> np.ndarray:
 
 
 def stage_areas(
-    table: Table, areas: Sequence[Area], num_stages: int, *, by_keys: bool, together: int = 1
+    work: Work, areas: Sequence[Area], num_stages: int, *, by_keys: bool, together: int = 1
 ) -> Tiles:
     """Make tiles of the cells of each rank's area, in stages.
 
@@ -156,15 +157,15 @@ def stage_areas(
     stages with equally many cells, in the order in which the area has them. So many chunks stay
     together.
     """
-    tiles: Tiles = [[*table.own_tiles], *([] for _ in range(num_stages))]
+    tiles: Tiles = [[*work.own_tiles], *([] for _ in range(num_stages))]
     for rank, (rows, columns) in enumerate(areas):
-        weights = np.count_nonzero(table.far[np.ix_(rows, columns)], axis=0 if by_keys else 1)
+        weights = np.count_nonzero(work.far[np.ix_(rows, columns)], axis=0 if by_keys else 1)
         weights = weights.reshape(-1, together).sum(1)
         stage_of = np.repeat(parts_of_equal_weight(weights, num_stages), together)
         for number, stage in enumerate(tiles[1:]):
             here = stage_of == number
             part = (rows, columns[here]) if by_keys else (rows[here], columns)
-            stage += table.tiles(rank, np.sort(part[0]), np.sort(part[1]), are_far=True)
+            stage += work.tiles(rank, np.sort(part[0]), np.sort(part[1]), are_far=True)
     return tiles
 
 
@@ -258,3 +259,51 @@ def is_head_split(shape: Shape, num_parts: int) -> bool:
         return False
     size, group = shape.num_heads // num_parts, shape.num_heads // shape.num_kv_heads
     return size % group == 0 or group % size == 0
+
+
+Assign = Callable[[Work, int], Tiles]
+# (grid, shape, tiles) -> what is fetched before the tiles of each stage.
+Fetch = Callable[[Grid, Shape, Tiles], list[Transfers]]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to assign tiles to ranks: a row of the table in `cp_inductor.plan.strategies`.
+
+    Planner, tests and the command line read the table, and know no strategy by name.
+
+    Attributes:
+        name: as users write it.
+        assign: (work, number of stages) -> tiles.
+        assign_backward: the same -> tiles of the backward, as many stages as of the forward, if
+            they are others.
+        fetch: tiles -> fetches.
+        under_rules: the strategy that takes its place under a mask that is neither full nor causal.
+        returns: results go back the way their inputs came, from rank to rank, not straight home.
+        num_stages: (ranks) -> the number of stages, if there is no choice; else None.
+        splits: (shape, ranks) -> whether it can split the heads of this shape over them.
+        free_keep: (shape, stages) -> of how many stages, from the first, the forward keeps what it
+            fetched for the backward, because that takes the place of the shard's own q, k and v. It
+            is as large, but where several ranks share a KV head.
+        is_of_auto: "auto" considers it.
+        is_groupable: groups of ranks may split the heads around it, as in "heads4+blocks".
+        fine: many chunks for so many ranks balance a causal mask; 0 if pieces do, or nothing does.
+        min_chunks: per rank.
+        moves_queries: a rank may compute queries of another, and would need their rows of a mask
+            tensor.
+    """
+
+    name: str
+    assign: Assign
+    assign_backward: Assign | None = None
+    fetch: Fetch = fetch_directly
+    under_rules: Strategy | None = None
+    returns: bool = False
+    num_stages: Callable[[int], int | None] = lambda world_size: None
+    splits: Callable[[Shape, int], bool] = lambda shape, world_size: True
+    free_keep: Callable[[Shape, int], int] = lambda shape, num_stages: 0
+    is_of_auto: bool = True
+    is_groupable: bool = False
+    fine: int = 0
+    min_chunks: int = 2
+    moves_queries: bool = False

@@ -219,6 +219,14 @@ class Stage:
     home: Transfers
     backward_tiles: tuple[Tile, ...] = ()
 
+    def of_rank(self, rank: int) -> Stage:
+        """Return a rank's tiles, and the transfers that start or end at it."""
+        tiles, later = (
+            tuple(tile for tile in tiles if tile.rank == rank)
+            for tiles in (self.tiles, self.backward_tiles)
+        )
+        return Stage(self.fetch.of_rank(rank), tiles, self.home.of_rank(rank), later)
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -281,15 +289,7 @@ class PlanData:
         """Return one rank's part: its tiles, and the transfers that start or end at it."""
         program = self._programs.get(rank)
         if program is None:
-            program = tuple(
-                Stage(
-                    stage.fetch.of_rank(rank),
-                    tuple(tile for tile in stage.tiles if tile.rank == rank),
-                    stage.home.of_rank(rank),
-                    tuple(tile for tile in stage.backward_tiles if tile.rank == rank),
-                )
-                for stage in self.stages
-            )
+            program = tuple(stage.of_rank(rank) for stage in self.stages)
             self._programs.clear()  # a process is one rank, or one after the other
             self._programs[rank] = program
         return program
@@ -364,10 +364,11 @@ class PlanData:
     @cached_property
     def head_pairs(self) -> list[int]:
         """The (query, key, head) triples that each rank computes."""
-        pairs = [0] * self.grid.world_size
+        pairs, before = [0] * self.grid.world_size, tokens_before(self.grid, of_keys=False)
+        before_keys = tokens_before(self.grid, of_keys=True)
         for tile in self.tiles:
-            queries = sum(self.grid.num_tokens(span, of_keys=False) for span in tile.queries)
-            keys = sum(self.grid.num_tokens(span, of_keys=True) for span in tile.keys)
+            queries = sum(before[span.stop] - before[span.start] for span in tile.queries)
+            keys = sum(before_keys[span.stop] - before_keys[span.start] for span in tile.keys)
             is_causal = tile.mask is Mask.CAUSAL
             of_head = queries * (queries + 1) // 2 if is_causal else queries * keys
             pairs[tile.rank] += of_head * len(tile.heads)

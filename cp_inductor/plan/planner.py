@@ -19,7 +19,7 @@ from cp_inductor.kept import lru_cache
 from cp_inductor.mask.canonical import normal
 from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, shortened
 from cp_inductor.mask.rule import Rule
-from cp_inductor.plan.assign_cells import Tiles, has_tokens, table_of
+from cp_inductor.plan.assign_cells import Strategy, Tiles, has_tokens, work_of
 from cp_inductor.plan.checks import LIMITS, MAX_LENGTH, check_count, check_type, refuse
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span
@@ -27,7 +27,6 @@ from cp_inductor.plan.ir import Direction, Mask, Payload, Shape
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.strategies import TABLE, parse_strategy
 from cp_inductor.plan.strategies.heads import can_split, in_groups, in_nodes, own_in_groups
-from cp_inductor.plan.strategies.strategy import Strategy
 from cp_inductor.plan.timeline import loads_of
 from cp_inductor.plan.transfers import fetch_directly, homes_of, plan_backward, stages_of
 
@@ -324,7 +323,8 @@ class Trial:
 
 def _try(recipe: Recipe, tiles: Assigned, machine: Machine) -> Trial:
     forward = plan_tiles(recipe, tiles)
-    both = [loads_of(plan, machine) for plan in (forward, plan_backward(forward))]
+    plans = forward, plan_backward(forward)
+    both = [loads_of(plan, machine) for plan in plans]
     timelines = [loads.timeline(machine) for loads in both]
     return Trial(
         recipe,
@@ -333,7 +333,7 @@ def _try(recipe: Recipe, tiles: Assigned, machine: Machine) -> Trial:
         exposed_s=sum(timeline.exposed_s for timeline in timelines),
         num_bytes=float((both[0].received + both[1].received).max()),
         num_calls=int((both[0].calls.sum(0) + both[1].calls.sum(0)).max()),
-        balance=max(loads.balance for loads in both),
+        balance=max(plan.balance for plan in plans),
     )
 
 
@@ -453,11 +453,11 @@ def _check(recipe: Recipe, site: str) -> None:
 def tiles_of(recipe: Recipe) -> Assigned:
     """Return the tiles of a resolved recipe, for each stage."""
     grid, shape, strategy = recipe.grid, recipe.shape, parse_strategy(recipe.strategy)
-    table = table_of(grid, shape, recipe.mask, recipe.rule)
-    tiles = strategy.assign(table, recipe.stages)
+    work = work_of(grid, shape, recipe.mask, recipe.rule)
+    tiles = strategy.assign(work, recipe.stages)
     later: Tiles = [[] for _ in tiles]
     if strategy.assign_backward is not None and recipe.keep:  # else for inference
-        later = strategy.assign_backward(table, recipe.stages)
+        later = strategy.assign_backward(work, recipe.stages)
     halved = _halved(recipe, tiles, later) if recipe.late else None
     return halved or (tiles, later)
 

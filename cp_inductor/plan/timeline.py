@@ -116,12 +116,6 @@ class Loads:
         return Timeline(total, compute, exchange, total - compute)
 
     @property
-    def balance(self) -> float:
-        """Flops of the busiest rank over the mean of all ranks; 1.0 is perfect."""
-        flops = self.flops.sum(0)
-        return float(flops.max() * len(flops) / flops.sum()) if flops.any() else 1.0
-
-    @property
     def received(self) -> np.ndarray:
         """(P,), the bytes that each rank receives."""
         return self.received_over(slice(None))

@@ -18,6 +18,7 @@ import re
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.grammar import shortened
+from cp_inductor.plan.assign_cells import Strategy
 from cp_inductor.plan.strategies.blocks import BLOCKS
 from cp_inductor.plan.strategies.heads import (
     HEADS,
@@ -28,7 +29,6 @@ from cp_inductor.plan.strategies.heads import (
     own_in_groups,
 )
 from cp_inductor.plan.strategies.rows import ALLGATHER, RING, ROWS
-from cp_inductor.plan.strategies.strategy import Strategy
 
 TABLE = {
     strategy.name: strategy

@@ -33,9 +33,8 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell
-from cp_inductor.plan.assign_cells import Area, Table, Tiles, stage_areas
+from cp_inductor.plan.assign_cells import Area, Strategy, Tiles, Work, stage_areas
 from cp_inductor.plan.ir import Prices
-from cp_inductor.plan.strategies.strategy import Strategy
 
 # How much longer than high a block is made. Each is tried, and the one that moves least is taken.
 # Without a rule this multiplies the aspect at which both sides cost as many bytes. The last two are
@@ -52,42 +51,42 @@ STEEPNESS = 8
 NUM_STEPS = 256
 
 
-def blocks(table: Table, num_stages: int) -> Tiles:
+def blocks(work: Work, num_stages: int) -> Tiles:
     """Every rank computes a block of the grid of tiles, and the tile of its own chunks."""
-    if table.cells.all():
-        return _full_blocks(table, num_stages)
-    prices = Prices.of(table.shape)
+    if work.cells.all():
+        return _full_blocks(work, num_stages)
+    prices = Prices.of(work.shape)
     # The cheaper side comes whole with the first stage, the dearer one bit by bit.
     by_keys = prices.key_in >= prices.query_in
-    return stage_areas(table, _search(table), num_stages, by_keys=by_keys)
+    return stage_areas(work, _search(work), num_stages, by_keys=by_keys)
 
 
-def _full_blocks(table: Table, num_stages: int) -> Tiles:
+def _full_blocks(work: Work, num_stages: int) -> Tiles:
     """Without a mask: rank (i, j) computes the queries of ranks (i, *) and the keys of (*, j)."""
-    world_size, prices = table.grid.world_size, Prices.of(table.shape)
+    world_size, prices = work.grid.world_size, Prices.of(work.shape)
     query, key = prices.query_in + prices.query_home, prices.key_in + prices.key_home
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     # n ranks share their queries, world_size / n their keys.
     num_rows = min(divisors, key=lambda n: (n - 1) * query + (world_size // n - 1) * key)
-    owners, together = table.owners, table.grid.chunks_per_rank
+    owners, together = work.owners, work.grid.chunks_per_rank
     areas = []
     for rank in range(world_size):
         order = np.argsort(owners != rank, kind="stable")  # its own chunks come first
         is_row, is_column = owners // num_rows == rank // num_rows, (owners - rank) % num_rows == 0
         areas.append((order[is_row[order]], order[is_column[order]]))
     by_keys = (world_size // num_rows - 1) * prices.key_in >= (num_rows - 1) * prices.query_in
-    return stage_areas(table, areas, num_stages, by_keys=by_keys, together=together)
+    return stage_areas(work, areas, num_stages, by_keys=by_keys, together=together)
 
 
 @lru_cache(maxsize=16)
-def _search(table: Table) -> list[Area]:
+def _search(work: Work) -> list[Area]:
     """Cut what is not on the diagonal into blocks with equally many pairs, one for each rank."""
-    world_size, num_chunks, owners = table.grid.world_size, table.grid.num_chunks, table.owners
-    is_far, prices = table.far != Cell.EMPTY, Prices.of(table.shape)
+    world_size, num_chunks, owners = work.grid.world_size, work.grid.num_chunks, work.owners
+    is_far, prices = work.far != Cell.EMPTY, Prices.of(work.shape)
     before = np.zeros((num_chunks + 1, num_chunks + 1), dtype=np.int32)
     is_far.cumsum(0, dtype=np.int32).cumsum(1, out=before[1:, 1:])
     ratio = (prices.query_in + prices.query_home) / (prices.key_in + prices.key_home)
-    under_rule = bool((table.cells == Cell.PARTIAL).any())
+    under_rule = bool((work.cells == Cell.PARTIAL).any())
     aspects = ASPECTS_UNDER_RULES if under_rule else [aspect * ratio for aspect in ASPECTS]
     num_tried = len(aspects) if world_size <= MAX_ASPECTS_WORLD else 1
     whole = Block(0, num_chunks, 0, num_chunks)
@@ -96,7 +95,7 @@ def _search(table: Table) -> list[Area]:
     ranks, _, chosen = min(assigned, key=lambda one: one[1])
     areas: list[Area] = [(owners[:0], owners[:0])] * world_size
     for rank, block in zip(ranks, chosen, strict=True):
-        keys = table.chunks_before(rank) if under_rule else np.arange(num_chunks)
+        keys = work.chunks_before(rank) if under_rule else np.arange(num_chunks)
         keys = keys[(keys >= block.left) & (keys < block.right)]
         areas[rank] = np.arange(block.top, block.bottom), keys
     return areas

@@ -38,25 +38,30 @@ from itertools import chain, product, zip_longest
 import numpy as np
 
 from cp_inductor.kept import lru_cache
-from cp_inductor.plan.assign_cells import Table, Tiles, is_head_split, parts_of_equal_weight
+from cp_inductor.plan.assign_cells import (
+    Strategy,
+    Tiles,
+    Work,
+    is_head_split,
+    parts_of_equal_weight,
+)
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Shape, Tile, Transfers
 from cp_inductor.plan.strategies.blocks import BLOCKS
-from cp_inductor.plan.strategies.strategy import Strategy
 from cp_inductor.plan.transfers import fetch_by_way
 
 
-def heads(table: Table, num_stages: int) -> Tiles:
+def heads(work: Work, num_stages: int) -> Tiles:
     """Every rank computes the whole sequence for its heads, some heads in each stage."""
-    tiles, world_size = _tiles_of_all(table), table.grid.world_size
-    num_parts = num_parts_of(table.shape, world_size, num_stages)
-    return [_copies(tiles, part) for part in parts_of(table.shape.all_heads, world_size, num_parts)]
+    tiles, world_size = _tiles_of_all(work), work.grid.world_size
+    num_parts = num_parts_of(work.shape, world_size, num_stages)
+    return [_copies(tiles, part) for part in parts_of(work.shape.all_heads, world_size, num_parts)]
 
 
 @lru_cache(maxsize=4)
-def _tiles_of_all(table: Table) -> list[Tile]:
-    chunks = np.arange(table.grid.num_chunks)
-    return table.tiles(0, chunks, chunks)
+def _tiles_of_all(work: Work) -> list[Tile]:
+    chunks = np.arange(work.grid.num_chunks)
+    return work.tiles(0, chunks, chunks)
 
 
 def num_parts_of(shape: Shape, num_ranks: int, num_stages: int) -> int:
@@ -134,12 +139,12 @@ def can_split(shape: Shape, world_size: int, num_groups: int) -> bool:
 
 
 @lru_cache(maxsize=64)
-def groups_of(table: Table, num_ranks: int, heads: Span) -> Table:
-    """Return the table of some heads in which each group of so many ranks is one rank."""
-    grid, shape, num_chunks = table.grid, table.shape, table.grid.chunks_per_rank * num_ranks
+def groups_of(work: Work, num_ranks: int, heads: Span) -> Work:
+    """Return the work of some heads in which each group of so many ranks is one rank."""
+    grid, shape, num_chunks = work.grid, work.shape, work.grid.chunks_per_rank * num_ranks
     grid = replace(grid, world_size=grid.world_size // num_ranks, chunks_per_rank=num_chunks)
     shape = replace(shape, num_heads=len(heads), num_kv_heads=len(shape.kv_heads(heads)))
-    return Table(grid, shape, table.cells)
+    return Work(grid, shape, work.cells)
 
 
 def in_groups(num_groups: int, rest: Strategy) -> Strategy:
@@ -148,10 +153,10 @@ def in_groups(num_groups: int, rest: Strategy) -> Strategy:
     A group has `num_groups` ranks, which divides the world size, and acts as one rank of `rest`.
     """
 
-    def assign(table: Table, num_stages: int) -> Tiles:
+    def assign(work: Work, num_stages: int) -> Tiles:
         of_shares = []
-        for share in shares_of(table.shape, table.grid.world_size, num_groups):
-            groups = groups_of(table, share.num_groups, share.heads)
+        for share in shares_of(work.shape, work.grid.world_size, num_groups):
+            groups = groups_of(work, share.num_groups, share.heads)
             of_shares.append(map(share.split, rest.assign(groups, num_stages)))
         return [[*chain(*stages)] for stages in zip_longest(*of_shares, fillvalue=())]
 
@@ -173,25 +178,25 @@ def own_in_groups(num_groups: int) -> Strategy:
     """
     return Strategy(
         name=f"heads{num_groups}_own+blocks" if num_groups else "heads_own",
-        assign=lambda table, num_stages: heads_own(table, num_stages, num_groups),
+        assign=lambda work, num_stages: heads_own(work, num_stages, num_groups),
         splits=lambda shape, ranks: can_split(shape, ranks, num_groups or ranks),
         fine=num_groups or 1,
         moves_queries=True,
     )
 
 
-def heads_own(table: Table, num_stages: int, num_groups: int = 0) -> Tiles:
+def heads_own(work: Work, num_stages: int, num_groups: int = 0) -> Tiles:
     """Every rank computes its own tile, and other ranks' rows for its heads.
 
     There are at most `num_stages` after the first. The largest groups have `num_groups` ranks; 0
     for all.
     """
-    tiles: Tiles = [[*table.own_tiles], *([] for _ in range(num_stages))]
-    world_size = table.grid.world_size
-    weights = np.count_nonzero(table.far, axis=1).reshape(world_size, -1).sum(1)
-    for share in shares_of(table.shape, world_size, num_groups or world_size):
+    tiles: Tiles = [[*work.own_tiles], *([] for _ in range(num_stages))]
+    world_size = work.grid.world_size
+    weights = np.count_nonzero(work.far, axis=1).reshape(world_size, -1).sum(1)
+    for share in shares_of(work.shape, world_size, num_groups or world_size):
         size, num_within = share.num_groups, num_stages
-        groups = groups_of(table, size, share.heads)
+        groups = groups_of(work, size, share.heads)
         if size < world_size:
             for stage, more in zip(tiles[1:], BLOCKS.assign(groups, num_stages)[1:], strict=True):
                 stage += share.split(more)
@@ -204,16 +209,16 @@ def heads_own(table: Table, num_stages: int, num_groups: int = 0) -> Tiles:
             tiles[1:], product(range(num_slices), parts), strict=False
         ):
             for owner in np.flatnonzero(slice_of == number).tolist():
-                stage += _copies(_row(table, owner, size), part)
+                stage += _copies(_row(work, owner, size), part)
     return tiles
 
 
 @lru_cache(maxsize=1024)
-def _row(table: Table, owner: int, size: int) -> list[Tile]:
+def _row(work: Work, owner: int, size: int) -> list[Tile]:
     """Return the tiles of an owner's queries and the keys of the others of its group."""
-    owners, group = table.owners, owner // size
+    owners, group = work.owners, owner // size
     columns = np.flatnonzero((owners // size == group) & (owners != owner))
-    return table.tiles(group * size, table.own_chunks(owner), columns)
+    return work.tiles(group * size, work.own_chunks(owner), columns)
 
 
 HEADS_OWN = own_in_groups(0)
@@ -223,11 +228,11 @@ HEADS_OWN = own_in_groups(0)
 HEADS_OWN_FORWARD = replace(
     HEADS_OWN,
     name="heads_own_forward",
-    assign=lambda table, num_stages: heads_own(
-        table, num_parts_of(table.shape, table.grid.world_size, num_stages)
+    assign=lambda work, num_stages: heads_own(
+        work, num_parts_of(work.shape, work.grid.world_size, num_stages)
     ),
     # That of `heads`, whose first stage is fed by the forward's second one.
-    assign_backward=lambda table, num_stages: [[], *heads(table, num_stages)],
+    assign_backward=lambda work, num_stages: [[], *heads(work, num_stages)],
     splits=is_head_split,
     free_keep=lambda shape, num_stages: num_stages + 2,  # and own tiles, first and last
 )
@@ -239,13 +244,13 @@ def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
     To the strategy of the rest, the ranks of a node hold the whole sequence for its heads.
     """
 
-    def assign(table: Table, num_stages: int) -> Tiles:
+    def assign(work: Work, num_stages: int) -> Tiles:
         size, num_parts = (
-            table.grid.world_size // num_nodes,
-            num_parts_of(table.shape, num_nodes, num_stages),
+            work.grid.world_size // num_nodes,
+            num_parts_of(work.shape, num_nodes, num_stages),
         )
-        parts = parts_of(table.shape.all_heads, num_nodes, num_parts)
-        node = groups_of(table, num_nodes, parts[0][0])
+        parts = parts_of(work.shape.all_heads, num_nodes, num_parts)
+        node = groups_of(work, num_nodes, parts[0][0])
         own, *others = rest.assign(node, max(1, num_stages // num_parts))
         stages = [(own, part) for part in parts]
         stages += [(stage, part) for part in parts for stage in others]

@@ -11,51 +11,50 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from cp_inductor.mask.rule import Cell
-from cp_inductor.plan.assign_cells import Table, Tiles, causal_cells, stage_areas
+from cp_inductor.plan.assign_cells import Strategy, Tiles, Work, causal_cells, stage_areas
 from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, Transfer, Transfers
-from cp_inductor.plan.strategies.strategy import Strategy
 
 # A cell of which all pairs exist, or half of them, is a tile of that mask.
 _MASKS = {Cell.FULL: Mask.FULL, Cell.CAUSAL: Mask.CAUSAL}
 
 
-def own_rows(table: Table, num_stages: int) -> Tiles:
+def own_rows(work: Work, num_stages: int) -> Tiles:
     """Every rank computes its own queries, which is unbalanced if the mask is causal."""
-    ranks = range(table.grid.world_size)
-    areas = [(table.own_chunks(rank), table.chunks_before(rank)) for rank in ranks]
-    return stage_areas(table, areas, num_stages, by_keys=True)
+    ranks = range(work.grid.world_size)
+    areas = [(work.own_chunks(rank), work.chunks_before(rank)) for rank in ranks]
+    return stage_areas(work, areas, num_stages, by_keys=True)
 
 
-def rows(table: Table, num_stages: int) -> Tiles:
+def rows(work: Work, num_stages: int) -> Tiles:
     """Under a causal mask, every rank computes a row near the start and a row near the end.
 
     These balance each other. One is its own, and the queries of the other are fetched.
     """
-    world_size, num_chunks = table.grid.world_size, table.grid.num_chunks
-    is_causal = np.array_equal(table.cells, causal_cells(num_chunks))
-    if table.grid.chunks_per_rank % 2 or not is_causal:
-        return own_rows(table, num_stages)
+    world_size, num_chunks = work.grid.world_size, work.grid.num_chunks
+    is_causal = np.array_equal(work.cells, causal_cells(num_chunks))
+    if work.grid.chunks_per_rank % 2 or not is_causal:
+        return own_rows(work, num_stages)
     pieces = np.arange(num_chunks).reshape(2 * world_size, -1)
     both = [(piece, 2 * world_size - 1 - piece) for piece in range(world_size)]
     foreign = [[sum(p // 2 != r for p in pair) for r in range(world_size)] for pair in both]
     of_rank = np.argsort(linear_sum_assignment(np.array(foreign))[1])
     areas = [
-        (pieces[[*both[pair]]].ravel(), table.chunks_before(rank))
+        (pieces[[*both[pair]]].ravel(), work.chunks_before(rank))
         for rank, pair in enumerate(of_rank)
     ]
-    return stage_areas(table, areas, num_stages, by_keys=True)
+    return stage_areas(work, areas, num_stages, by_keys=True)
 
 
 ROWS = Strategy("rows", rows, is_groupable=True)
 
 
-def ring(table: Table, num_stages: int) -> Tiles:
+def ring(work: Work, num_stages: int) -> Tiles:
     """The neighbour ring: stage i has the tile of own queries and the keys of rank - i."""
-    grid, heads = table.grid, table.shape.all_heads
+    grid, heads = work.grid, work.shape.all_heads
     own = [(grid.own(rank),) for rank in range(grid.world_size)]
     first = [spans[0].start for spans in own]
-    of_ranks = table.cells[np.ix_(first, first)].tolist()
+    of_ranks = work.cells[np.ix_(first, first)].tolist()
     return [
         [
             Tile(rank, own[rank], own[rank - step], heads, _MASKS[row[rank - step]])

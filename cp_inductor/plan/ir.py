@@ -196,10 +196,7 @@ class Transfers:
 
 def message_order(columns: np.ndarray, *before: np.ndarray) -> np.ndarray:
     """Return the order of messages of transfers, those with a less number `before` first."""
-    spans = (columns[:, START] << 32) + columns[:, STOP]
-    ends = (columns[:, SOURCE] << 32) + columns[:, DESTINATION]
-    contents = (columns[:, PAYLOAD] << 32) + columns[:, FIRST_HEAD]
-    return np.lexsort((contents, spans, ends, *before))
+    return np.lexsort((*columns[:, FIRST_HEAD::-1].T, *before))
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,19 +326,12 @@ class PlanData:
 
     def bytes_of(self, transfers: Transfers) -> np.ndarray:
         """Return how many bytes each transfer moves."""
-        columns = transfers.columns
+        _, _, start, stop, payload, first_head, last_head = transfers.columns.T
         per_row = np.array([bytes_per_row(payload, self.shape) for payload in Payload])
-        queries, keys = (
-            before[columns[:, STOP]] - before[columns[:, START]]
-            for before in (
-                np.array(tokens_before(self.grid, of_keys=of_keys)) for of_keys in (False, True)
-            )
-        )
-        payload = columns[:, PAYLOAD]
-        rows = np.where(IS_OF_KEYS[payload], keys, queries) * self.shape.batch
-        return np.asarray(
-            rows * (columns[:, LAST_HEAD] - columns[:, FIRST_HEAD]) * per_row[payload]
-        )
+        before = np.array([tokens_before(self.grid, of_keys=of_keys) for of_keys in (False, True)])
+        kind = IS_OF_KEYS[payload].astype(int)
+        rows = (before[kind, stop] - before[kind, start]) * self.shape.batch
+        return np.asarray(rows * (last_head - first_head) * per_row[payload])
 
     def bytes_sent(self, rank: int) -> int:
         """Return the bytes that a rank sends."""
@@ -403,17 +393,13 @@ def flops_per_pair(direction: Direction, shape: Shape) -> int:
     return 2 * NUM_MATMULS[direction] * shape.head_dim * shape.batch
 
 
-# Statistics are float32 at least.
-STATISTIC_BYTES = 4
-
-
 def bytes_per_row(payload: Payload, shape: Shape) -> int:
     """Return the bytes of a payload per token, head and batch entry.
 
     That is a row of a tensor, and the statistics sent with it in float32 (float64 for float64): the
     lse of a partial; the lse and delta of a query whose gradient another rank computes.
     """
-    row, statistic = shape.head_dim * shape.itemsize, max(STATISTIC_BYTES, shape.itemsize)
+    row, statistic = shape.head_dim * shape.itemsize, max(4, shape.itemsize)
     return len(payload.tensors) * row + len(payload.statistics) * statistic
 
 

@@ -91,7 +91,7 @@ def _search(work: Work) -> list[Area]:
     num_tried = len(aspects) if world_size <= MAX_ASPECTS_WORLD else 1
     whole = Block(0, num_chunks, 0, num_chunks)
     candidates = [cut_blocks(whole, before, world_size, aspect) for aspect in aspects[:num_tried]]
-    assigned = [(*assign_blocks(b, owners, world_size, prices), b) for b in candidates]
+    assigned = [(*assign_blocks(b, owners, prices), b) for b in candidates]
     ranks, _, chosen = min(assigned, key=lambda one: one[1])
     areas: list[Area] = [(owners[:0], owners[:0])] * world_size
     for rank, block in zip(ranks, chosen, strict=True):
@@ -145,15 +145,13 @@ def cut_blocks(block: Block, before: np.ndarray, num_blocks: int, aspect: float)
     ]
 
 
-def assign_blocks(
-    blocks: list[Block], owners: np.ndarray, world_size: int, prices: Prices
-) -> tuple[list[int], int]:
+def assign_blocks(blocks: list[Block], owners: np.ndarray, prices: Prices) -> tuple[list[int], int]:
     """Assign a block to every rank so that the most that any rank receives is least.
 
     Returns:
         The rank of each block, and what the rank that receives most receives.
     """
-    cost = _received(blocks, owners, world_size, prices)
+    cost, world_size = _received(blocks, owners, prices), len(blocks)
     if world_size <= MAX_EXACT_ASSIGNMENT:
         cost_bound = _smallest_maximum(cost)
         # The assignment within the bound that moves least in all.
@@ -166,11 +164,9 @@ def assign_blocks(
     return [int(rank) for rank in ranks], int(chosen.max())
 
 
-def _received(
-    blocks: list[Block], owners: np.ndarray, world_size: int, prices: Prices
-) -> np.ndarray:
+def _received(blocks: list[Block], owners: np.ndarray, prices: Prices) -> np.ndarray:
     """Return what a rank (column) receives if it computes a block (row)."""
-    counts = np.zeros((owners.size + 1, world_size), dtype=np.int64)
+    counts = np.zeros((owners.size + 1, len(blocks)), dtype=np.int64)
     counts[np.arange(owners.size) + 1, owners] = 1
     before = counts.cumsum(0)
     top, bottom, left, right = np.array(blocks).T

@@ -65,13 +65,6 @@ class Payload(Enum):
         order: its place among the payloads of one span in a message.
     """
 
-    word: str
-    tensors: tuple[str, ...]
-    statistics: tuple[str, ...]
-    parts: tuple[str, ...]
-    is_of_keys: bool
-    order: int
-
     QUERY = ("q", ("query",))
     KEY_VALUE = ("kv", ("key", "value"), (), True)
     PARTIAL = ("out", ("out",), ("lse",))  # of the sender's tiles, going home

@@ -125,6 +125,13 @@ def draw_panels(
             got="an installation without it",
             remedy="pip install 'cp-inductor[draw]'",
         ) from None
+    if Path(path).suffix not in (".svg", ".png"):
+        raise InvalidArgument(
+            site="draw",
+            expected="a path that ends in .png or .svg",
+            got=str(path),
+            remedy="name the file plan.png or plan.svg",
+        )
     shown, colors = panels[:MAX_PANELS], colors_of(len(loads))
     (*query_borders, num_queries), (*key_borders, num_keys) = ends
     # Ticks, since lines would lie over the cells.
@@ -167,18 +174,8 @@ def draw_panels(
     figure.suptitle(title, fontsize=10)
     # The same plan gives the same file: no date, and no random names of elements.
     with matplotlib.rc_context({"svg.hashsalt": "cp_inductor", "svg.fonttype": "none"}):
-        figure.savefig(path, dpi=150, metadata={"Date": None} if _is_svg(path) else None)
-
-
-def _is_svg(path: str | Path) -> bool:
-    if Path(path).suffix not in (".svg", ".png"):
-        raise InvalidArgument(
-            site="draw",
-            expected="a path that ends in .png or .svg",
-            got=str(path),
-            remedy="name the file plan.png or plan.svg",
-        )
-    return Path(path).suffix == ".svg"
+        metadata = {"Date": None} if Path(path).suffix == ".svg" else None
+        figure.savefig(path, dpi=150, metadata=metadata)
 
 
 def colors_of(world_size: int) -> list[str]:

@@ -8,7 +8,6 @@ rows         rows of queries move
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from cp_inductor.mask.rule import Cell
 from cp_inductor.plan.assign_cells import Strategy, Tiles, Work, causal_cells, stage_areas
@@ -29,19 +28,17 @@ def own_rows(work: Work, num_stages: int) -> Tiles:
 def rows(work: Work, num_stages: int) -> Tiles:
     """Under a causal mask, every rank computes a row near the start and a row near the end.
 
-    These balance each other. One is its own, and the queries of the other are fetched.
+    These balance each other. One is its own, and the queries of the other, which is as far from
+    the end as that is from the start, are fetched.
     """
     world_size, num_chunks = work.grid.world_size, work.grid.num_chunks
     is_causal = np.array_equal(work.cells, causal_cells(num_chunks))
     if work.grid.chunks_per_rank % 2 or not is_causal:
         return own_rows(work, num_stages)
     pieces = np.arange(num_chunks).reshape(2 * world_size, -1)
-    both = [(piece, 2 * world_size - 1 - piece) for piece in range(world_size)]
-    foreign = [[sum(p // 2 != r for p in pair) for r in range(world_size)] for pair in both]
-    of_rank = np.argsort(linear_sum_assignment(np.array(foreign))[1])
     areas = [
-        (pieces[[*both[pair]]].ravel(), work.chunks_before(rank))
-        for rank, pair in enumerate(of_rank)
+        (pieces[[2 * rank, -1 - 2 * rank]].ravel(), work.chunks_before(rank))
+        for rank in range(world_size)
     ]
     return stage_areas(work, areas, num_stages, by_keys=True)
 

@@ -20,7 +20,7 @@ from cp_inductor.dtensor.machines import machine_of, machine_text
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import UnevenSequence
 from cp_inductor.flags import AUTO
-from cp_inductor.plan import Machine, Payload, Recipe, forward_plan, resolve
+from cp_inductor.plan import Machine, Recipe, forward_plan, resolve
 from cp_inductor.plan.checks import MAX_LENGTH, check_count
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.plan.ir import Shape
@@ -216,12 +216,6 @@ def _keep(recipe: Recipe, budget: int, *, batch: int) -> Recipe:
     """
     if not budget:
         return recipe
-    plan = forward_plan(recipe)
-    held = [0] * recipe.world_size
-    for num_kept, stage in enumerate(plan.stages[recipe.keep :], recipe.keep):
-        for transfer in stage.fetch:
-            assert transfer.payload in (Payload.QUERY, Payload.KEY_VALUE)
-            held[transfer.destination] += batch * plan.num_bytes(transfer)
-        if max(held) > budget:
-            return replace(recipe, keep=num_kept)
-    return replace(recipe, keep=max(recipe.keep, len(plan.stages)))
+    fetched = forward_plan(recipe).loads[recipe.keep :, 0, 1]
+    fits = (batch * fetched.cumsum(0) <= budget).all(1)
+    return replace(recipe, keep=recipe.keep + int(fits.sum()))

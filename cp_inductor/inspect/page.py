@@ -202,9 +202,9 @@ def bytes_between(plan: Plan) -> np.ndarray:
     world_size = plan.grid.world_size
     together = -(-world_size // MAX_ENDS)
     sent = np.zeros((-(-world_size // together),) * 2)
-    for columns in (columns for stage in plan.columns for columns in stage):
-        ends = columns[:, SOURCE] // together, columns[:, DESTINATION] // together
-        np.add.at(sent, ends, plan.bytes_of(columns))
+    for moved in (moved for stage in plan.stages for moved in (stage.fetch, stage.home)):
+        ends = moved.columns[:, SOURCE] // together, moved.columns[:, DESTINATION] // together
+        np.add.at(sent, ends, plan.bytes_of(moved))
     return sent
 
 

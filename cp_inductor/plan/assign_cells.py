@@ -14,16 +14,18 @@ and rectangles with a mask, in which some cells may be empty if that saves a cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.plan.grid import Grid, Span, join_spans, lengths_of
-from cp_inductor.plan.ir import Mask, Shape, Tile
+from cp_inductor.plan.grid import Grid, Span, join_spans, lengths_of, owners_of
+from cp_inductor.plan.ir import Mask, Shape, Tile, Transfers
+from cp_inductor.plan.transfers import fetch_directly
 
 # Rows of cells join to one tile under a mask as long as cells that hold pairs are at least this
 # share of it. From LONG_CHUNK_TOKENS on, empty cells cost more than another call, so more is asked.
@@ -42,23 +44,92 @@ Area = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class Pairs:
-    """Which pairs exist; equal only to itself, so that what was made of it can be kept.
+class Work:
+    """What there is to compute; equal only to itself, so that what was made of it can be kept.
 
     Attributes:
+        grid: the chunks.
+        shape: its heads.
         cells: a `Cell` for each two chunks, (query chunks, key chunks).
     """
 
+    grid: Grid
+    shape: Shape
     cells: np.ndarray
+
+    @cached_property
+    def owners(self) -> np.ndarray:
+        """The rank that holds each chunk."""
+        return owners_of(self.grid)
+
+    @cached_property
+    def far(self) -> np.ndarray:
+        """The cells without those of ranks' own queries and own keys."""
+        return self.cells * (self.owners[:, None] != self.owners)
+
+    def own_chunks(self, rank: int) -> np.ndarray:
+        """Return the chunks that a rank holds."""
+        return np.flatnonzero(self.owners == rank)
+
+    def chunks_before(self, rank: int) -> np.ndarray:
+        """Return all chunks, from the nearest before a rank's own on, so that owners take turns.
+
+        Were all to begin with the same owner, it would have to send to all ranks at once.
+        """
+        return np.roll(np.arange(self.grid.num_chunks), -self.grid.own(rank).start)[::-1]
+
+    @cached_property
+    def own_tiles(self) -> list[Tile]:
+        """The tiles of each rank's own queries and own keys."""
+        own = [(rank, self.own_chunks(rank)) for rank in range(self.grid.world_size)]
+        return [tile for rank, chunks in own for tile in self.tiles(rank, chunks, chunks)]
+
+    def tiles(
+        self, rank: int, rows: np.ndarray, columns: np.ndarray, *, are_far: bool = False
+    ) -> list[Tile]:
+        """Make a rank's tiles of the cells of some query chunks and key chunks, or the far ones."""
+        everything = self.cells[np.ix_(rows, columns)]
+        cells = self.far[np.ix_(rows, columns)] if are_far else everything
+        tiles: list[Tile] = []
+
+        def add(queries: Sequence[Span], keys: np.ndarray, mask: Mask) -> None:
+            tiles.append(Tile(rank, tuple(queries), _spans(keys), self.shape.all_heads, mask))
+
+        if (cells == Cell.CAUSAL).any():
+            cells = cells.copy()
+            for first, last in _triangles(rows, columns, cells):
+                chunks = rows[first:last]
+                add(_spans(chunks), chunks, Mask.CAUSAL)
+                cells[first:last, np.isin(columns, chunks)] = Cell.EMPTY
+        # What is left of triangles is under a mask as any other.
+        has_partial = (cells == Cell.PARTIAL) | (cells == Cell.CAUSAL)
+        num_partial = has_partial.sum(1)
+        is_joined = (cells == Cell.FULL).sum(1) <= MAX_FULL_PER_PARTIAL * num_partial
+        partial = has_partial | ((cells == Cell.FULL) & (is_joined & (num_partial > 0))[:, None])
+        full = (cells == Cell.FULL) & ~partial
+        for queries, keys in _equal_rows(rows, full):
+            add(queries, columns[keys], Mask.FULL)
+        if num_partial.any():
+            elsewhere = (everything != Cell.EMPTY) & ~partial
+            is_long = self.grid.num_tokens(Span(0, 1), of_keys=True) >= LONG_CHUNK_TOKENS
+            min_filled = MIN_FILLED_LONG if is_long else MIN_FILLED
+            for first, last, keys in _similar_rows(partial, elsewhere, min_filled):
+                add(_spans(rows[first:last]), columns[keys], Mask.PARTIAL)
+        return tiles
+
+
+@lru_cache(maxsize=16)
+def work_of(grid: Grid, shape: Shape, mask: Mask, rule: str) -> Work:
+    """Return the work of an attention."""
+    return Work(grid, shape, cells_of(grid, mask, rule))
 
 
 @lru_cache(maxsize=4)
-def pairs_of(grid: Grid, mask: Mask, rule: str) -> Pairs:
-    """Return which pairs exist, as the rule says if the mask is partial."""
+def cells_of(grid: Grid, mask: Mask, rule: str) -> np.ndarray:
+    """Return which pairs exist, as the rule says if the mask is partial; see `Work`."""
     cells = np.full((grid.num_chunks, grid.num_chunks), Cell.FULL, np.int8)
     if mask is Mask.CAUSAL:
-        cells = np.tril(cells)
-        np.fill_diagonal(cells, Cell.CAUSAL)
+        cells = causal_cells(grid.num_chunks)
     elif mask is Mask.PARTIAL:
         bounds = []
         for of_keys in (False, True):
@@ -66,43 +137,18 @@ def pairs_of(grid: Grid, mask: Mask, rule: str) -> Pairs:
             bounds.append((starts[:-1].astype(float), starts[1:] - 1.0))
         cells = Rule.parse(rule).cells(*bounds).astype(np.int8)
     cells.flags.writeable = False
-    return Pairs(cells)
+    return cells
 
 
-def chunks_before(grid: Grid, rank: int) -> np.ndarray:
-    """Return all chunks, from the nearest before a rank's own ones on, so that owners take turns.
-
-    Were all to begin with the same owner, it would have to send to all ranks at once.
-    """
-    return np.roll(np.arange(grid.num_chunks), -grid.own(rank).start)[::-1]
-
-
-def own_chunks(grid: Grid, rank: int) -> np.ndarray:
-    """Return the chunks that a rank holds."""
-    own = grid.own(rank)
-    return np.arange(own.start, own.stop)
-
-
-@lru_cache(maxsize=64)  # what is tried in several numbers of stages has the same
-def tiles_of_owners(grid: Grid, shape: Shape, pairs: Pairs) -> tuple[Tile, ...]:
-    """Return the tiles of each rank's own queries and own keys."""
-    tiles: list[Tile] = []
-    for rank in range(grid.world_size):
-        own = own_chunks(grid, rank)
-        cells = pairs.cells[np.ix_(own, own)]
-        tiles += tiles_of_cells(grid, rank, shape.all_heads, own, own, cells)
-    return tuple(tiles)
+def causal_cells(size: int) -> np.ndarray:
+    """Return (size, size) cells of a causal mask."""
+    cells = np.tril(np.full((size, size), Cell.FULL, np.int8))
+    np.fill_diagonal(cells, Cell.CAUSAL)
+    return cells
 
 
 def stage_areas(
-    grid: Grid,
-    shape: Shape,
-    pairs: Pairs,
-    areas: Sequence[Area],
-    num_stages: int,
-    *,
-    by_keys: bool,
-    together: int = 1,
+    work: Work, areas: Sequence[Area], num_stages: int, *, by_keys: bool, together: int = 1
 ) -> Tiles:
     """Make tiles of the cells of each rank's area, in stages.
 
@@ -111,69 +157,16 @@ def stage_areas(
     stages with equally many cells, in the order in which the area has them. So many chunks stay
     together.
     """
-    tiles: Tiles = [[*tiles_of_owners(grid, shape, pairs)], *([] for _ in range(num_stages))]
-
-    def far(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        size, everything = grid.chunks_per_rank, pairs.cells[np.ix_(rows, columns)]
-        is_square = rows[:, None] // size == columns[None] // size
-        return np.where(is_square, Cell.EMPTY, everything), everything
-
+    tiles: Tiles = [[*work.own_tiles], *([] for _ in range(num_stages))]
     for rank, (rows, columns) in enumerate(areas):
-        weights = np.count_nonzero(far(rows, columns)[0], axis=0 if by_keys else 1)
+        weights = np.count_nonzero(work.far[np.ix_(rows, columns)], axis=0 if by_keys else 1)
         weights = weights.reshape(-1, together).sum(1)
         stage_of = np.repeat(parts_of_equal_weight(weights, num_stages), together)
-        for stage in range(num_stages):
-            here = stage_of == stage
+        for number, stage in enumerate(tiles[1:]):
+            here = stage_of == number
             part = (rows, columns[here]) if by_keys else (rows[here], columns)
-            part = np.sort(part[0]), np.sort(part[1])
-            cells = far(*part)
-            tiles[stage + 1] += tiles_of_cells(grid, rank, shape.all_heads, *part, *cells)
+            stage += work.tiles(rank, np.sort(part[0]), np.sort(part[1]), are_far=True)
     return tiles
-
-
-def tiles_of_cells(
-    grid: Grid,
-    rank: int,
-    heads: Span,
-    rows: np.ndarray,
-    columns: np.ndarray,
-    cells: np.ndarray,
-    everything: np.ndarray | None = None,
-) -> list[Tile]:
-    """Make tiles of cells.
-
-    Args:
-        grid, rank, heads: of the tiles.
-        rows, columns: the query chunk of each row, and the key chunk of each column.
-        cells: (rows, columns), the cells to compute.
-        everything: these and those that are computed elsewhere, if there are such.
-    """
-    found: list[Tile] = []
-
-    def add(queries: Sequence[Span], keys: np.ndarray, mask: Mask) -> None:
-        found.append(Tile(rank, tuple(queries), _spans(keys), heads, mask))
-
-    if (cells == Cell.CAUSAL).any():
-        cells = cells.copy()
-        for first, last in _triangles(rows, columns, cells):
-            chunks = rows[first:last]
-            add(_spans(chunks), chunks, Mask.CAUSAL)
-            cells[first:last, np.isin(columns, chunks)] = Cell.EMPTY
-    # What is left of triangles is under a mask as any other.
-    has_partial = (cells == Cell.PARTIAL) | (cells == Cell.CAUSAL)
-    num_partial = has_partial.sum(1)
-    is_joined = (cells == Cell.FULL).sum(1) <= MAX_FULL_PER_PARTIAL * num_partial
-    partial = has_partial | ((cells == Cell.FULL) & (is_joined & (num_partial > 0))[:, None])
-    full = (cells == Cell.FULL) & ~partial
-    for queries, keys in _equal_rows(rows, full):
-        add(queries, columns[keys], Mask.FULL)
-    if num_partial.any():
-        elsewhere = ((cells if everything is None else everything) != Cell.EMPTY) & ~partial
-        is_long = grid.num_tokens(Span(0, 1), of_keys=True) >= LONG_CHUNK_TOKENS
-        min_filled = MIN_FILLED_LONG if is_long else MIN_FILLED
-        for first, last, keys in _similar_rows(partial, elsewhere, min_filled):
-            add(_spans(rows[first:last]), columns[keys], Mask.PARTIAL)
-    return found
 
 
 def _triangles(
@@ -241,60 +234,11 @@ def _spans(chunks: Sequence[int] | np.ndarray) -> tuple[Span, ...]:
     return tuple(Span(int(run[0]), int(run[-1]) + 1) for run in np.split(chunks, breaks))
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """The tiles of all ranks, for each stage.
-
-    Attributes:
-        tiles: of the forward.
-        later: those of the backward, if they are others; as many stages.
-    """
-
-    tiles: Tiles
-    later: Tiles
-
-    @property
-    def reads(self) -> Tiles:
-        """For each stage, the tiles that read what its fetch brings."""
-        return [[*now, *later] for now, later in zip(self.tiles, self.later, strict=True)]
-
-    def with_tokens(self, grid: Grid) -> tuple[Tiles, Tiles]:
-        """Return the tiles and those of the backward, without those of short sequences' ends."""
-        if all(lengths_of(grid, of_keys=of_keys).all() for of_keys in (False, True)):
-            return self.tiles, self.later
-
-        def kept(tiles: Tiles) -> Tiles:
-            return [[tile for tile in stage if has_tokens(grid, tile)] for stage in tiles]
-
-        return kept(self.tiles), kept(self.later)
-
-
 def has_tokens(grid: Grid, tile: Tile) -> bool:
     """Whether a tile has queries and keys; in short sequences some chunks are empty."""
     return any(grid.num_tokens(span, of_keys=False) for span in tile.queries) and any(
         grid.num_tokens(span, of_keys=True) for span in tile.keys
     )
-
-
-def halve_own_tiles(grid: Grid, shape: Shape, assigned: Assignment) -> Assignment | None:
-    """Move half of the heads of stage 0 behind all other stages, where they hide the last results.
-
-    Returns:
-        One stage more. None if stage 0 is not of own tiles, or is all there is, or has one KV head.
-    """
-    first, *others = assigned.tiles
-    if not any(others) or shape.num_kv_heads < 2:
-        return None
-    for tile in first:
-        own = grid.own(tile.rank)
-        spans = [*tile.queries, *tile.keys]
-        if tile.heads != shape.all_heads or any(span.intersect(own) != span for span in spans):
-            return None
-    group = shape.num_heads // shape.num_kv_heads
-    middle = (shape.num_kv_heads + 1) // 2 * group
-    halves = Span(0, middle), Span(middle, shape.num_heads)
-    early, late = ([replace(tile, heads=half) for tile in first] for half in halves)
-    return Assignment([early, *others, late], [*assigned.later, []])
 
 
 def parts_of_equal_weight(weights: np.ndarray, num_parts: int) -> np.ndarray:
@@ -315,3 +259,51 @@ def is_head_split(shape: Shape, num_parts: int) -> bool:
         return False
     size, group = shape.num_heads // num_parts, shape.num_heads // shape.num_kv_heads
     return size % group == 0 or group % size == 0
+
+
+Assign = Callable[[Work, int], Tiles]
+# (grid, shape, tiles) -> what is fetched before the tiles of each stage.
+Fetch = Callable[[Grid, Shape, Tiles], list[Transfers]]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to assign tiles to ranks: a row of the table in `cp_inductor.plan.strategies`.
+
+    Planner, tests and the command line read the table, and know no strategy by name.
+
+    Attributes:
+        name: as users write it.
+        assign: (work, number of stages) -> tiles.
+        assign_backward: the same -> tiles of the backward, as many stages as of the forward, if
+            they are others.
+        fetch: tiles -> fetches.
+        under_rules: the strategy that takes its place under a mask that is neither full nor causal.
+        returns: results go back the way their inputs came, from rank to rank, not straight home.
+        num_stages: (ranks) -> the number of stages, if there is no choice; else None.
+        splits: (shape, ranks) -> whether it can split the heads of this shape over them.
+        free_keep: (shape, stages) -> of how many stages, from the first, the forward keeps what it
+            fetched for the backward, because that takes the place of the shard's own q, k and v. It
+            is as large, but where several ranks share a KV head.
+        is_of_auto: "auto" considers it.
+        is_groupable: groups of ranks may split the heads around it, as in "heads4+blocks".
+        fine: many chunks for so many ranks balance a causal mask; 0 if pieces do, or nothing does.
+        min_chunks: per rank.
+        moves_queries: a rank may compute queries of another, and would need their rows of a mask
+            tensor.
+    """
+
+    name: str
+    assign: Assign
+    assign_backward: Assign | None = None
+    fetch: Fetch = fetch_directly
+    under_rules: Strategy | None = None
+    returns: bool = False
+    num_stages: Callable[[int], int | None] = lambda world_size: None
+    splits: Callable[[Shape, int], bool] = lambda shape, world_size: True
+    free_keep: Callable[[Shape, int], int] = lambda shape, num_stages: 0
+    is_of_auto: bool = True
+    is_groupable: bool = False
+    fine: int = 0
+    min_chunks: int = 2
+    moves_queries: bool = False

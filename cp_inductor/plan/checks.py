@@ -14,13 +14,24 @@ from typing import NoReturn
 from cp_inductor.errors import InvalidArgument
 
 MAX_WORLD_SIZE = 4096
-# Planning takes time with the number of chunks, and balance needs fewer per rank of many ranks.
-MAX_CHUNKS = 4096
 # Pairs of queries and keys are counted in 64 bits.
 MAX_LENGTH = (1 << 31) - 1
-MAX_HEADS = MAX_HEAD_DIM = 1 << 16
-MAX_ITEMSIZE = 16
 MAX_BYTES = (1 << 63) - 1
+# The least and the most that the numbers of a recipe may be.
+LIMITS = {
+    "world_size": (1, MAX_WORLD_SIZE),
+    "query_length": (1, MAX_LENGTH),
+    "key_length": (1, MAX_LENGTH),
+    "num_heads": (1, 1 << 16),
+    "num_kv_heads": (1, 1 << 16),
+    "head_dim": (1, 1 << 16),
+    "itemsize": (1, 16),
+    "stages": (0, MAX_WORLD_SIZE),  # the ring has one for each other rank
+    "keep": (0, MAX_WORLD_SIZE),
+    # Planning takes time with the number of chunks, and balance needs fewer per rank of many ranks.
+    "chunks": (0, 4096),
+    "late": (0, 1),
+}
 
 
 def check_count(name: str, value: object, least: int, most: int, *, site: str) -> None:
@@ -30,7 +41,7 @@ def check_count(name: str, value: object, least: int, most: int, *, site: str) -
         InvalidArgument: names the argument. True and False are refused as well.
     """
     if type(value) is not int or not least <= value <= most:
-        _refuse(name, f"an integer from {least} to {most}", value, site)
+        refuse(name, f"an integer from {least} to {most}", value, site)
 
 
 def check_speed(name: str, value: object, *, site: str, is_zero_allowed: bool = False) -> None:
@@ -44,7 +55,7 @@ def check_speed(name: str, value: object, *, site: str, is_zero_allowed: bool = 
         if is_there and math.isfinite(value):
             return
     least = "zero, or a finite number above" if is_zero_allowed else "a finite number above zero"
-    _refuse(name, least, value, site)
+    refuse(name, least, value, site)
 
 
 def check_type(name: str, value: object, kind: type, *, site: str) -> None:
@@ -54,10 +65,11 @@ def check_type(name: str, value: object, kind: type, *, site: str) -> None:
         InvalidArgument: names the argument.
     """
     if not isinstance(value, kind):
-        _refuse(name, f"a {kind.__name__}", value, site)
+        refuse(name, f"a {kind.__name__}", value, site)
 
 
-def _refuse(name: str, expected: str, value: object, site: str) -> NoReturn:
+def refuse(name: str, expected: str, value: object, site: str) -> NoReturn:
+    """Refuse a value of an argument, which is to be something else."""
     if isinstance(value, int) and value.bit_length() > 128:  # Python may refuse to print it
         got = f"an integer of {value.bit_length()} bits"
     else:

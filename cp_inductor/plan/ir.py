@@ -23,10 +23,10 @@ something to send.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import overload
+from itertools import pairwise
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from cp_inductor.plan.grid import Grid, Span, tokens_before
 # The columns of `Transfers`, by which messages are sorted, the first one first. Payloads of one
 # span are adjacent, and are sent as one record.
 SOURCE, DESTINATION, START, STOP, PAYLOAD, FIRST_HEAD, LAST_HEAD = range(7)
+_NONE = np.empty((0, 7), np.int64)
 
 
 class Mask(Enum):
@@ -63,13 +64,6 @@ class Payload(Enum):
         is_of_keys: the transfer's chunks are chunks of keys, and its heads are KV heads.
         order: its place among the payloads of one span in a message.
     """
-
-    word: str
-    tensors: tuple[str, ...]
-    statistics: tuple[str, ...]
-    parts: tuple[str, ...]
-    is_of_keys: bool
-    order: int
 
     QUERY = ("q", ("query",))
     KEY_VALUE = ("kv", ("key", "value"), (), True)
@@ -141,7 +135,7 @@ class Transfer:
     destination: int
 
 
-class Transfers(Sequence[Transfer]):
+class Transfers:
     """The transfers of an exchange, in the order of messages, which both ends derive.
 
     Attributes:
@@ -149,7 +143,7 @@ class Transfers(Sequence[Transfer]):
             thousand ranks has half a million.
     """
 
-    def __init__(self, columns: np.ndarray) -> None:
+    def __init__(self, columns: np.ndarray = _NONE) -> None:
         self.columns = columns
 
     @staticmethod
@@ -158,24 +152,16 @@ class Transfers(Sequence[Transfer]):
         if isinstance(transfers, Transfers):
             return transfers
         rows = [
-            (
-                t.source,
-                t.destination,
-                t.span.start,
-                t.span.stop,
-                t.payload.order,
-                t.heads.start,
-                t.heads.stop,
-            )
+            (*ends, t.span.start, t.span.stop, t.payload.order, t.heads.start, t.heads.stop)
             for t in transfers
+            for ends in [(t.source, t.destination)]
         ]
         return Transfers(np.array(rows, dtype=np.int64).reshape(-1, 7))
 
     @staticmethod
     def joined(parts: Iterable[Iterable[Transfer]]) -> Transfers:
         """Return the transfers of all parts, one part behind the other."""
-        none = np.empty((0, 7), np.int64)
-        return Transfers(np.concatenate([none, *(Transfers.of(part).columns for part in parts)]))
+        return Transfers(np.concatenate([_NONE, *(Transfers.of(part).columns for part in parts)]))
 
     def sorted(self) -> Transfers:
         """Return them in the order of messages."""
@@ -196,28 +182,14 @@ class Transfers(Sequence[Transfer]):
             span, heads = Span(start, stop), Span(first, last)
             yield Transfer(payloads[payload], span, heads, source, destination)
 
-    @overload
-    def __getitem__(self, index: int) -> Transfer: ...
-    @overload
-    def __getitem__(self, index: slice) -> Transfers: ...
-    def __getitem__(self, index: int | slice) -> Transfer | Transfers:
-        if isinstance(index, slice):
-            return Transfers(self.columns[index])
-        (transfer,) = Transfers(self.columns[index][None])
-        return transfer
-
-    def of_rank(self, rank: int) -> tuple[Transfer, ...]:
+    def of_rank(self, rank: int) -> Transfers:
         """Return those that start or end at a rank."""
-        is_near = (self.columns[:, [SOURCE, DESTINATION]] == rank).any(1)
-        return tuple(Transfers(self.columns[is_near]))
+        return Transfers(self.columns[(self.columns[:, [SOURCE, DESTINATION]] == rank).any(1)])
 
 
 def message_order(columns: np.ndarray, *before: np.ndarray) -> np.ndarray:
     """Return the order of messages of transfers, those with a less number `before` first."""
-    spans = (columns[:, START] << 32) + columns[:, STOP]
-    ends = (columns[:, SOURCE] << 32) + columns[:, DESTINATION]
-    contents = (columns[:, PAYLOAD] << 32) + columns[:, FIRST_HEAD]
-    return np.lexsort((contents, spans, ends, *before))
+    return np.lexsort((*columns[:, FIRST_HEAD::-1].T, *before))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +204,18 @@ class Stage:
             that this stage's fetch feeds. Whatever they read is fetched in the forward, and kept.
     """
 
-    fetch: Sequence[Transfer]
+    fetch: Transfers
     tiles: tuple[Tile, ...]
-    home: Sequence[Transfer]
+    home: Transfers
     backward_tiles: tuple[Tile, ...] = ()
+
+    def of_rank(self, rank: int) -> Stage:
+        """Return a rank's tiles, and the transfers that start or end at it."""
+        tiles, later = (
+            tuple(tile for tile in tiles if tile.rank == rank)
+            for tiles in (self.tiles, self.backward_tiles)
+        )
+        return Stage(self.fetch.of_rank(rank), tiles, self.home.of_rank(rank), later)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +267,7 @@ class PlanData:
     direction: Direction
     num_kept: int
     stages: tuple[Stage, ...]
-    kept_fetches: Sequence[Transfer] = ()
+    kept_fetches: Transfers = field(default_factory=Transfers)
     rule: str = ""
     returns: bool = False
 
@@ -299,30 +279,26 @@ class PlanData:
         """Return one rank's part: its tiles, and the transfers that start or end at it."""
         program = self._programs.get(rank)
         if program is None:
-            program = tuple(
-                Stage(
-                    Transfers.of(stage.fetch).of_rank(rank),
-                    tuple(tile for tile in stage.tiles if tile.rank == rank),
-                    Transfers.of(stage.home).of_rank(rank),
-                    tuple(tile for tile in stage.backward_tiles if tile.rank == rank),
-                )
-                for stage in self.stages
-            )
+            program = tuple(stage.of_rank(rank) for stage in self.stages)
             self._programs.clear()  # a process is one rank, or one after the other
             self._programs[rank] = program
         return program
 
-    def num_bytes(self, transfer: Transfer) -> int:
-        """Return how many bytes a transfer moves."""
-        return int(self.bytes_of(Transfers.of([transfer]).columns)[0])
+    @property
+    def tiles(self) -> list[Tile]:
+        """The tiles of all stages."""
+        return [tile for stage in self.stages for tile in stage.tiles]
 
     @cached_property
-    def columns(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-        """The columns of the transfers of each stage, fetched and sent home."""
-        both = ((stage.fetch, stage.home) for stage in self.stages)
-        return tuple(
-            (Transfers.of(fetch).columns, Transfers.of(home).columns) for fetch, home in both
+    def tiles_of_heads(self) -> list[tuple[Span, list[Tile]]]:
+        """Runs of heads that each tile has all of, or none, and the tiles that have them."""
+        edges = sorted(
+            {edge for tile in self.tiles for edge in (tile.heads.start, tile.heads.stop)}
         )
+        return [
+            (Span(start, stop), [t for t in self.tiles if t.heads.start <= start < t.heads.stop])
+            for start, stop in pairwise(edges)
+        ]
 
     @cached_property
     def loads(self) -> np.ndarray:
@@ -331,31 +307,24 @@ class PlanData:
 
     def loads_between(self, nodes: Sequence[int]) -> np.ndarray:
         """Return the same of what leaves a node, if rank r is in nodes[r]."""
-        size, node_of = self.grid.world_size, np.array(nodes)
-        loads = np.zeros((len(self.stages), 2, 2, size), dtype=np.int64)
-        for index, exchanges in enumerate(self.columns):
-            for kind, columns in enumerate(exchanges):
-                ends = columns[:, [SOURCE, DESTINATION]].T
-                num_bytes = self.bytes_of(columns) * (node_of[ends[0]] != node_of[ends[1]])
-                for end, ranks in enumerate(ends):
-                    # Below 2 ** 53, these sums of whole numbers are exact.
-                    loads[index, kind, end] = np.bincount(ranks, num_bytes, size)
-        return loads
+        node_of = np.array(nodes)
 
-    def bytes_of(self, columns: np.ndarray) -> np.ndarray:
+        def load(moved: Transfers) -> list[np.ndarray]:
+            ends = moved.columns[:, [SOURCE, DESTINATION]].T
+            num_bytes = self.bytes_of(moved) * (node_of[ends[0]] != node_of[ends[1]])
+            # Below 2 ** 53, these sums of whole numbers are exact.
+            return [np.bincount(ranks, num_bytes, len(node_of)) for ranks in ends]
+
+        return np.array([(load(s.fetch), load(s.home)) for s in self.stages]).astype(np.int64)
+
+    def bytes_of(self, transfers: Transfers) -> np.ndarray:
         """Return how many bytes each transfer moves."""
+        _, _, start, stop, payload, first_head, last_head = transfers.columns.T
         per_row = np.array([bytes_per_row(payload, self.shape) for payload in Payload])
-        queries, keys = (
-            before[columns[:, STOP]] - before[columns[:, START]]
-            for before in (
-                np.array(tokens_before(self.grid, of_keys=of_keys)) for of_keys in (False, True)
-            )
-        )
-        payload = columns[:, PAYLOAD]
-        rows = np.where(IS_OF_KEYS[payload], keys, queries) * self.shape.batch
-        return np.asarray(
-            rows * (columns[:, LAST_HEAD] - columns[:, FIRST_HEAD]) * per_row[payload]
-        )
+        before = np.array([tokens_before(self.grid, of_keys=of_keys) for of_keys in (False, True)])
+        kind = IS_OF_KEYS[payload].astype(int)
+        rows = (before[kind, stop] - before[kind, start]) * self.shape.batch
+        return np.asarray(rows * (last_head - first_head) * per_row[payload])
 
     def bytes_sent(self, rank: int) -> int:
         """Return the bytes that a rank sends."""
@@ -366,44 +335,31 @@ class PlanData:
         return int(self.loads[:, :, 1, rank].sum())
 
     @cached_property
-    def exchanges(self) -> tuple[Sequence[Transfer], ...]:
-        """All collectives, in the order in which every rank starts them."""
-        started = [self.stages[0].fetch]
-        for stage, following in zip(self.stages, [*self.stages[1:], None], strict=True):
-            started += [following.fetch if following else (), stage.home]
-        return tuple(exchange for exchange in started if exchange)
-
-    @cached_property
     def exchange_bytes(self) -> tuple[int, ...]:
-        """For each exchange, the most bytes that any rank sends or receives in it."""
-        fetch, home = self.loads.max((2, 3)).T.tolist()
-        most = [fetch[0]]
-        for index, of_home in enumerate(home):
-            most += [*fetch[index + 1 : index + 2], of_home]
-        return tuple(num_bytes for num_bytes in most if num_bytes)
+        """The most bytes that any rank sends or receives in each exchange, as ranks start them.
 
-    def num_pairs(self, tile: Tile) -> int:
-        """Return the number of (query, key) pairs of a tile, for one head."""
-        queries = sum(self.grid.num_tokens(span, of_keys=False) for span in tile.queries)
-        if tile.mask is Mask.CAUSAL:
-            return queries * (queries + 1) // 2
-        return queries * sum(self.grid.num_tokens(span, of_keys=True) for span in tile.keys)
+        The fetch of a stage starts before the results of the stage before it go home.
+        """
+        fetch, home = self.loads.max((2, 3)).T.tolist()
+        started = zip([*fetch, 0], [0, *home], strict=True)
+        return tuple(num_bytes for both in started for num_bytes in both if num_bytes)
 
     @cached_property
     def head_pairs(self) -> list[int]:
         """The (query, key, head) triples that each rank computes."""
-        pairs = [0] * self.grid.world_size
-        for tile in (tile for stage in self.stages for tile in stage.tiles):
-            pairs[tile.rank] += self.num_pairs(tile) * len(tile.heads)
+        pairs, before = [0] * self.grid.world_size, tokens_before(self.grid, of_keys=False)
+        before_keys = tokens_before(self.grid, of_keys=True)
+        for tile in self.tiles:
+            queries = sum(before[span.stop] - before[span.start] for span in tile.queries)
+            keys = sum(before_keys[span.stop] - before_keys[span.start] for span in tile.keys)
+            is_causal = tile.mask is Mask.CAUSAL
+            of_head = queries * (queries + 1) // 2 if is_causal else queries * keys
+            pairs[tile.rank] += of_head * len(tile.heads)
         return pairs
 
     def flops(self, rank: int) -> int:
         """Return the floating-point operations of all tiles of a rank."""
         return self.head_pairs[rank] * flops_per_pair(self.direction, self.shape)
-
-    def num_pairs_of(self, rank: int) -> float:
-        """Return the (query, key) pairs that a rank computes, averaged over heads."""
-        return self.head_pairs[rank] / self.shape.num_heads
 
     @property
     def balance(self) -> float:
@@ -430,17 +386,13 @@ def flops_per_pair(direction: Direction, shape: Shape) -> int:
     return 2 * NUM_MATMULS[direction] * shape.head_dim * shape.batch
 
 
-# Statistics are float32 at least.
-STATISTIC_BYTES = 4
-
-
 def bytes_per_row(payload: Payload, shape: Shape) -> int:
     """Return the bytes of a payload per token, head and batch entry.
 
     That is a row of a tensor, and the statistics sent with it in float32 (float64 for float64): the
     lse of a partial; the lse and delta of a query whose gradient another rank computes.
     """
-    row, statistic = shape.head_dim * shape.itemsize, max(STATISTIC_BYTES, shape.itemsize)
+    row, statistic = shape.head_dim * shape.itemsize, max(4, shape.itemsize)
     return len(payload.tensors) * row + len(payload.statistics) * statistic
 
 

@@ -14,12 +14,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from cp_inductor.errors import InvalidArgument, InvalidText
 from cp_inductor.mask.grammar import shortened
-from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count, check_speed
+from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count, check_speed, refuse
+
+
+def _check_speeds(part: Level | Device, site: str) -> None:
+    for name in (f.name for f in fields(part) if f.type == "float"):
+        is_zero_allowed = name not in ("bytes_per_s", "flops_per_s")
+        check_speed(name, getattr(part, name), site=site, is_zero_allowed=is_zero_allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +49,7 @@ class Level:
 
     def __post_init__(self) -> None:
         check_count("ranks", self.ranks, 0, MAX_WORLD_SIZE, site="a level")
-        check_speed("bytes_per_s", self.bytes_per_s, site="a level")
-        check_speed("latency_s", self.latency_s, site="a level", is_zero_allowed=True)
+        _check_speeds(self, "a level")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +101,9 @@ class Device:
     rates: tuple[tuple[str, Rate], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("flops_per_s", "bytes_per_s"):
-            check_speed(name, getattr(self, name), site="a device")
-        names = ("launch_s", "causal_keys", "hidden", "at_once", "matmul_flops_per_s", "peak_flops")
-        for name in names:
-            check_speed(name, getattr(self, name), site="a device", is_zero_allowed=True)
+        _check_speeds(self, "a device")
         if self.hidden > 1:
-            raise InvalidArgument(
-                site="a device",
-                expected="hidden to be a share, from 0 to 1",
-                got=repr(self.hidden),
-                remedy="correct hidden",
-            )
+            refuse("hidden", "a share, from 0 to 1", self.hidden, "a device")
 
     def rate_of(self, kernel: str) -> Rate | None:
         """Return the published rate of a kernel; None if nobody published it."""
@@ -189,47 +185,35 @@ class Machine:
             InvalidText: it is no machine; the error names the part that is wrong.
             InvalidArgument: a number is impossible.
         """
-        first, *others = re.split(r"\s+x\s+", text.strip())
-        match = re.fullmatch(r"(?:([0-9]{1,5})x)?([^:]+):([^:]+)", first)
-        if match is None or len(others) > 1 or (others and not match[1]):
+        inside = r"(?:([0-9]{1,5})x)?([^:]+):([^:]+?)"
+        match = re.fullmatch(rf"{inside}(?:\s+x\s+(?:([0-9]{{1,5}}):)?([^:]+))?", text.strip())
+        if match is None or (match[5] and not match[1]):
             raise InvalidText(
                 site=site,
-                expected="a device and a link, then the link between nodes, such as"
-                " '8xh100:nvlink4 x 8:ib400'",
+                expected="a device and a link, then perhaps a number of nodes and the link between"
+                " them, such as '8xh100:nvlink4 x 8:ib400'",
                 got=shortened(text),
                 remedy=f"use devices {', '.join(DEVICES)}, and links {', '.join(LINKS)}",
             )
-        count, device, link = match.groups()
-        levels = [replace(_parse(link, LINKS, site), ranks=int(count or 0))]
-        for other in others:
-            count, colon, link = other.rpartition(":")
-            if colon and not re.fullmatch("[0-9]{1,5}", count):
-                raise InvalidText(
-                    site=site,
-                    expected="a number of nodes before ':'",
-                    got=shortened(other),
-                    remedy="write '8:ib400' for 8 nodes",
-                )
-            levels.append(replace(_parse(link, LINKS, site), ranks=int(count or 0)))
+        ranks, device, link, nodes, outer = match.groups()
+        links = [(ranks, link), (nodes, outer)][: 2 if outer else 1]
+        levels = [replace(_parse(name, LINKS, site), ranks=int(n or 0)) for n, name in links]
         return Machine(tuple(levels), _parse(device, DEVICES, site))
 
 
-# What text may change of a known device or link: its numbers.
-_NUMBERS = {
-    Level: ("bytes_per_s", "latency_s"),
-    Device: (
-        *("flops_per_s", "launch_s", "causal_keys", "bytes_per_s"),
-        *("hidden", "at_once", "matmul_flops_per_s"),
-    ),
-}
 _Part = TypeVar("_Part", Level, Device)
+
+
+def _numbers(part: Level | Device) -> list[str]:
+    """Return what text may change of a known device or link; its data sheet stays as it is."""
+    return [f.name for f in fields(part) if f.type == "float" and f.name != "peak_flops"]
 
 
 def _format(part: _Part, known: Mapping[str, _Part]) -> str:
     usual = known.get(part.name) or next(iter(known.values()))
     changed = [
         f"{name}={getattr(part, name)!r}"
-        for name in _NUMBERS[type(part)]
+        for name in _numbers(part)
         if getattr(part, name) != getattr(usual, name)
     ]
     return usual.name + (f"[{','.join(changed)}]" if changed else "")
@@ -246,7 +230,7 @@ def _parse(text: str, known: Mapping[str, _Part], site: str) -> _Part:
             f" '{next(iter(known))}[bytes_per_s=1e9]'",
         )
     usual = known[match[1]]
-    names = _NUMBERS[type(usual)]
+    names = _numbers(usual)
     numbers: dict[str, Any] = {}
     for change in filter(None, (match[2] or "").split(",")):
         name, _, number = change.partition("=")

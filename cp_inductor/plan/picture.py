@@ -8,14 +8,14 @@ pairs are computed by the same ranks share a panel. matplotlib draws; `pip insta
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise, product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cp_inductor.errors import InvalidArgument
-from cp_inductor.plan.grid import Grid, tokens_before
+from cp_inductor.plan.grid import Grid, Span, tokens_before
 from cp_inductor.plan.ir import Mask, PlanData, Tile
 
 MAX_PANELS = 16
@@ -62,30 +62,24 @@ class Panel(NamedTuple):
 def draw_plan(plan: PlanData, path: str | Path) -> None:
     """Write a picture of a plan; see `Plan.draw`."""
     grid = plan.grid
-    pairs = [plan.num_pairs_of(rank) for rank in range(grid.world_size)]
     ends = [
         tokens_before(grid, of_keys=of_keys)[grid.chunks_per_rank :: grid.chunks_per_rank]
         for of_keys in (False, True)
     ]
-    draw_panels(path, [*panels_of(plan)], ends, pairs, "pairs", f"strategy {plan.strategy}")
+    draw_panels(
+        path, [*panels_of(plan)], ends, plan.head_pairs, "pairs", f"strategy {plan.strategy}"
+    )
 
 
 def panels_of(plan: PlanData) -> Iterator[Panel]:
     """Yield the heads that the same ranks compute alike, and their areas."""
-    tiles = [tile for stage in plan.stages for tile in stage.tiles]
-    edges = sorted({edge for tile in tiles for edge in (tile.heads.start, tile.heads.stop)})
-    # Which tiles each run of heads has; neighbours that have the same are drawn together.
-    runs = [
-        (start, stop, [t for t in tiles if t.heads.start <= start < t.heads.stop])
-        for start, stop in pairwise(edges)
-    ]
 
-    def who(run: tuple[int, int, list[Tile]]) -> list[Any]:
-        return [(tile.rank, tile.queries, tile.keys) for tile in run[2]]
+    def who(run: tuple[Span, list[Tile]]) -> list[Any]:
+        return [(tile.rank, tile.queries, tile.keys) for tile in run[1]]
 
-    for _, group in groupby(runs, who):
-        (start, stop, own), *more = group
-        stop = more[-1][1] if more else stop
+    for _, group in groupby(plan.tiles_of_heads, who):
+        runs = [*group]
+        start, stop, own = runs[0][0].start, runs[-1][0].stop, runs[0][1]
         what = f"head {start}" if stop - start == 1 else f"heads {start} to {stop - 1}"
         is_all = (start, stop) == (0, plan.shape.num_heads)
         yield Panel("all heads" if is_all else what, [a for t in own for a in _areas(plan.grid, t)])
@@ -131,6 +125,13 @@ def draw_panels(
             got="an installation without it",
             remedy="pip install 'cp-inductor[draw]'",
         ) from None
+    if Path(path).suffix not in (".svg", ".png"):
+        raise InvalidArgument(
+            site="draw",
+            expected="a path that ends in .png or .svg",
+            got=str(path),
+            remedy="name the file plan.png or plan.svg",
+        )
     shown, colors = panels[:MAX_PANELS], colors_of(len(loads))
     (*query_borders, num_queries), (*key_borders, num_keys) = ends
     # Ticks, since lines would lie over the cells.
@@ -173,18 +174,8 @@ def draw_panels(
     figure.suptitle(title, fontsize=10)
     # The same plan gives the same file: no date, and no random names of elements.
     with matplotlib.rc_context({"svg.hashsalt": "cp_inductor", "svg.fonttype": "none"}):
-        figure.savefig(path, dpi=150, metadata={"Date": None} if _is_svg(path) else None)
-
-
-def _is_svg(path: str | Path) -> bool:
-    if Path(path).suffix not in (".svg", ".png"):
-        raise InvalidArgument(
-            site="draw",
-            expected="a path that ends in .png or .svg",
-            got=str(path),
-            remedy="name the file plan.png or plan.svg",
-        )
-    return Path(path).suffix == ".svg"
+        metadata = {"Date": None} if Path(path).suffix == ".svg" else None
+        figure.savefig(path, dpi=150, metadata=metadata)
 
 
 def colors_of(world_size: int) -> list[str]:

@@ -10,38 +10,23 @@ and plans are cached by it.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from cp_inductor.errors import InvalidArgument, InvalidText, UnsupportedStrategy
+from cp_inductor.errors import InvalidText, UnsupportedStrategy
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.canonical import normal
 from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, shortened
 from cp_inductor.mask.rule import Rule
-from cp_inductor.plan.assign_cells import Assignment, Tiles, halve_own_tiles, pairs_of
-from cp_inductor.plan.checks import (
-    MAX_CHUNKS,
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_ITEMSIZE,
-    MAX_LENGTH,
-    MAX_WORLD_SIZE,
-    check_count,
-    check_type,
-)
+from cp_inductor.plan.assign_cells import Strategy, Tiles, has_tokens, work_of
+from cp_inductor.plan.checks import LIMITS, MAX_LENGTH, check_count, check_type, refuse
 from cp_inductor.plan.facade import Plan
-from cp_inductor.plan.grid import Grid
+from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Direction, Mask, Payload, Shape
 from cp_inductor.plan.machine import Machine
-from cp_inductor.plan.strategies import (
-    TABLE,
-    Strategy,
-    can_split,
-    in_groups,
-    in_nodes,
-    own_in_groups,
-    parse_strategy,
-)
+from cp_inductor.plan.strategies import TABLE, parse_strategy
+from cp_inductor.plan.strategies.heads import can_split, in_groups, in_nodes, own_in_groups
 from cp_inductor.plan.timeline import loads_of
 from cp_inductor.plan.transfers import fetch_directly, homes_of, plan_backward, stages_of
 
@@ -76,6 +61,9 @@ MAX_SLOWER = 1.1
 # the largest groups that are possible.
 MAX_OWN_WORLD = 64
 MAX_GROUP_SIZES = 3
+
+# The tiles of all ranks, for each stage: of the forward; of the backward, if they are others.
+Assigned = tuple[Tiles, Tiles]
 
 _MASKS = {"full": Mask.FULL, "causal": Mask.CAUSAL}
 
@@ -117,27 +105,11 @@ class Recipe:
     late: int = 0
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("world_size", 1, MAX_WORLD_SIZE),
-            ("query_length", 1, MAX_LENGTH),
-            ("key_length", 1, MAX_LENGTH),
-            ("num_heads", 1, MAX_HEADS),
-            ("num_kv_heads", 1, MAX_HEADS),
-            ("head_dim", 1, MAX_HEAD_DIM),
-            ("itemsize", 1, MAX_ITEMSIZE),
-            ("stages", 0, MAX_WORLD_SIZE),  # the ring has one for each other rank
-            ("keep", 0, MAX_WORLD_SIZE),
-            ("chunks", 0, MAX_CHUNKS),
-            ("late", 0, 1),
-        ):
+        for name, (least, most) in LIMITS.items():
             check_count(name, getattr(self, name), least, most, site=SITE)
         if self.num_heads % self.num_kv_heads:
-            raise InvalidArgument(
-                site=SITE,
-                expected=f"a num_kv_heads that divides num_heads={self.num_heads}",
-                got=str(self.num_kv_heads),
-                remedy="choose a num_kv_heads that divides num_heads",
-            )
+            expected = f"a divisor of num_heads={self.num_heads}"
+            refuse("num_kv_heads", expected, self.num_kv_heads, SITE)
 
     def format(self) -> str:
         """Return the recipe as text that `parse` reads."""
@@ -157,26 +129,20 @@ class Recipe:
     @staticmethod
     @lru_cache(maxsize=256)
     def _parse(text: str) -> Recipe:
-        words = [word.partition("=") for word in text.split()]
-        given = {name: value for name, _, value in words}
-        kinds = {field.name: field.type for field in fields(Recipe)}
-        expected = ""
-        if len(given) < len(words) or given.keys() != kinds.keys():
-            expected = f"each of {', '.join(kinds)} once"
-        for name in (name for name, kind in kinds.items() if kind == "int" and not expected):
-            # isdigit accepts characters that int refuses, such as superscripts.
-            is_number = given[name].isascii() and given[name].isdigit()
-            if not is_number or len(given[name]) > MAX_DIGITS:
-                expected = f"{name} in at most {MAX_DIGITS} digits"
-        if expected:
+        kinds = {field.name: str(field.type) for field in fields(Recipe)}
+        pattern = {"int": f"([0-9]{{1,{MAX_DIGITS}}})", "str": r"(\S+)"}
+        words = " ".join(f"{name}={pattern[kind]}" for name, kind in kinds.items())
+        match = re.fullmatch(words, text)
+        if match is None:
             raise InvalidText(
                 site="a recipe",
-                expected=expected,
+                expected=f"each of {', '.join(kinds)} once, numbers in {MAX_DIGITS} digits at most",
                 got=shortened(text),
                 remedy="pass what Recipe.format wrote",
             )
         values: dict[str, Any] = {
-            name: int(given[name]) if kind == "int" else given[name] for name, kind in kinds.items()
+            name: int(word) if kind == "int" else word
+            for (name, kind), word in zip(kinds.items(), match.groups(), strict=True)
         }
         return Recipe(**values)
 
@@ -241,9 +207,9 @@ def plan_attention(
         InvalidText: the mask is not an expression.
     """
     site = "plan_attention"
-    check_count("seq_len", seq_len, 1, MAX_LENGTH, site=site)
-    if kv_len is not None:
-        check_count("kv_len", kv_len, 1, MAX_LENGTH, site=site)
+    kv_len = seq_len if kv_len is None else kv_len
+    for name, length in (("seq_len", seq_len), ("kv_len", kv_len)):
+        check_count(name, length, 1, MAX_LENGTH, site=site)
     check_type("mask", mask, str, site=site)
     if isinstance(machine, str):
         machine = Machine.parse(machine, site=site)
@@ -253,7 +219,7 @@ def plan_attention(
     recipe = Recipe(
         world_size=world_size,
         query_length=seq_len,
-        key_length=seq_len if kv_len is None else kv_len,
+        key_length=kv_len,
         num_heads=num_heads,
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
         head_dim=head_dim,
@@ -327,7 +293,7 @@ def weigh(recipe: Recipe, machine: Machine | None = None) -> list[Trial]:
         staged += [
             (replace(candidate, late=1), halved)
             for candidate, tiles in staged
-            if (halved := _halved(candidate, tiles))
+            if (halved := _halved(candidate, *tiles))
         ]
     return [known.get(tried) or _try(tried, tiles, machine) for tried, tiles in staged]
 
@@ -355,9 +321,10 @@ class Trial:
     balance: float
 
 
-def _try(recipe: Recipe, tiles: Assignment, machine: Machine) -> Trial:
+def _try(recipe: Recipe, tiles: Assigned, machine: Machine) -> Trial:
     forward = plan_tiles(recipe, tiles)
-    both = [loads_of(plan, machine) for plan in (forward, plan_backward(forward))]
+    plans = forward, plan_backward(forward)
+    both = [loads_of(plan, machine) for plan in plans]
     timelines = [loads.timeline(machine) for loads in both]
     return Trial(
         recipe,
@@ -366,7 +333,7 @@ def _try(recipe: Recipe, tiles: Assignment, machine: Machine) -> Trial:
         exposed_s=sum(timeline.exposed_s for timeline in timelines),
         num_bytes=float((both[0].received + both[1].received).max()),
         num_calls=int((both[0].calls.sum(0) + both[1].calls.sum(0)).max()),
-        balance=max(loads.balance for loads in both),
+        balance=max(plan.balance for plan in plans),
     )
 
 
@@ -384,10 +351,10 @@ def _strategies(recipe: Recipe, machine: Machine) -> list[Strategy]:
     rows = [*TABLE.values()]
     if world_size > MAX_OWN_WORLD:
         # Own tiles are too small a part to matter, and so are groups of few ranks.
-        rows += [in_groups(n, TABLE["blocks"]) for n in sizes[-MAX_GROUP_SIZES:]]
+        grouped = [in_groups(n, TABLE["blocks"]) for n in sizes[-MAX_GROUP_SIZES:]]
         # Under a window, what a rank needs is near, and rows move least.
         near = [TABLE["rows"]] if recipe.mask is Mask.PARTIAL else []
-        rows = near + [row for row in rows if row.is_grouped] or rows
+        rows = near + grouped or rows
     else:
         rows += [in_groups(n, TABLE["blocks"]) for n in sizes]
         rows += [own_in_groups(n) for n in sizes]
@@ -400,7 +367,7 @@ def _strategies(recipe: Recipe, machine: Machine) -> list[Strategy]:
         if row.is_of_auto
         and row.splits(shape, world_size)
         # Under a rule, rows in one stage are an all-gather.
-        and not (recipe.mask is Mask.PARTIAL and row.num_stages(world_size, recipe.mask))
+        and not (recipe.mask is Mask.PARTIAL and row.num_stages(world_size))
     ]
 
 
@@ -408,22 +375,35 @@ def _stagings(recipe: Recipe, strategy: Strategy) -> list[Recipe]:
     """Return the recipe with this strategy, for each number of stages to choose from."""
     recipe = replace(recipe, strategy=strategy.name)
     recipe = recipe if recipe.chunks else replace(recipe, chunks=_num_chunks(recipe))
-    fixed = strategy.num_stages(recipe.world_size, recipe.mask)
+    fixed = strategy.num_stages(recipe.world_size)
     choices = (recipe.stages,) if recipe.stages else STAGES
     if fixed is not None or recipe.world_size == 1:
         choices = (fixed or 1,)
+    return [
+        replace(recipe, stages=n, keep=max(recipe.keep, strategy.free_keep(recipe.shape, n)))
+        for n in choices
+    ]
 
-    def kept(stages: int) -> int:
-        return max(recipe.keep, strategy.free_keep(recipe.shape, stages))
 
-    return [replace(recipe, stages=stages, keep=kept(stages)) for stages in choices]
+def _halved(recipe: Recipe, tiles: Tiles, later: Tiles) -> Assigned | None:
+    """Move half of the heads of stage 0 behind all other stages, where they hide the last results.
 
-
-def _halved(recipe: Recipe, tiles: Assignment) -> Assignment | None:
-    """Return the tiles with half of the own ones last, if that can be."""
-    if parse_strategy(recipe.strategy).fetch is not fetch_directly:
+    Returns:
+        One stage more. None if stage 0 is not of own tiles, or is all there is, or has one KV head.
+    """
+    shape, (first, *others) = recipe.shape, tiles
+    is_passed_on = parse_strategy(recipe.strategy).fetch is not fetch_directly
+    if is_passed_on or not any(others) or shape.num_kv_heads < 2:
         return None
-    return halve_own_tiles(recipe.grid, recipe.shape, tiles)
+    for tile in first:
+        own = recipe.grid.own(tile.rank)
+        spans = [*tile.queries, *tile.keys]
+        if tile.heads != shape.all_heads or any(span.intersect(own) != span for span in spans):
+            return None
+    middle = (shape.num_kv_heads + 1) // 2 * (shape.num_heads // shape.num_kv_heads)
+    halves = Span(0, middle), Span(middle, shape.num_heads)
+    early, late = ([tile.at(tile.rank, half) for tile in first] for half in halves)
+    return [early, *others, late], [*later, []]
 
 
 def _num_chunks(recipe: Recipe) -> int:
@@ -470,30 +450,31 @@ def _check(recipe: Recipe, site: str) -> None:
         )
 
 
-def tiles_of(recipe: Recipe) -> Assignment:
+def tiles_of(recipe: Recipe) -> Assigned:
     """Return the tiles of a resolved recipe, for each stage."""
     grid, shape, strategy = recipe.grid, recipe.shape, parse_strategy(recipe.strategy)
-    sizes = grid, shape, pairs_of(grid, recipe.mask, recipe.rule), recipe.stages
-    tiles = strategy.assign(*sizes)
+    work = work_of(grid, shape, recipe.mask, recipe.rule)
+    tiles = strategy.assign(work, recipe.stages)
     later: Tiles = [[] for _ in tiles]
     if strategy.assign_backward is not None and recipe.keep:  # else for inference
-        later = strategy.assign_backward(*sizes)
-    assigned = Assignment(tiles, later)
-    halved = _halved(recipe, assigned) if recipe.late else None
-    return halved or assigned
+        later = strategy.assign_backward(work, recipe.stages)
+    halved = _halved(recipe, tiles, later) if recipe.late else None
+    return halved or (tiles, later)
 
 
-def plan_tiles(recipe: Recipe, assigned: Assignment) -> Plan:
+def plan_tiles(recipe: Recipe, assigned: Assigned) -> Plan:
     """Return the forward plan of a resolved recipe, given its tiles."""
     grid, shape, mask = recipe.grid, recipe.shape, recipe.mask
     strategy = parse_strategy(recipe.strategy)
     # A rank without tokens may still hand on what passes it.
-    fetches = strategy.fetch(grid, shape, assigned.reads)
-    tiles, later = assigned.with_tokens(grid)
-    stages = enumerate(zip(fetches, tiles, later, strict=True))
+    fetches = strategy.fetch(grid, shape, [now + then for now, then in zip(*assigned, strict=True)])
+    with_tokens = (
+        [[tile for tile in stage if has_tokens(grid, tile)] for stage in tiles]
+        for tiles in assigned
+    )
+    stages = enumerate(zip(fetches, *with_tokens, strict=True))
     used = [stage for index, stage in stages if any(stage) or not index]
-    fetches, tiles = [fetch for fetch, _, _ in used], [now for _, now, _ in used]
-    later = [then for _, _, then in used]
+    fetches, tiles, later = map(list, zip(*used, strict=True))
     way = fetches if strategy.returns else None
     homes = homes_of(grid, shape, tiles, (Payload.PARTIAL,), way)
     return Plan(

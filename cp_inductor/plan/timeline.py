@@ -58,15 +58,14 @@ class Loads:
     Attributes:
         fetch, home: (levels, stages, 2, P), bytes that each rank sends and receives over each
             level of links.
-        flops: (stages, P), of the tiles.
-        wasted: (stages, P), what kernels compute beyond that, in whole blocks of causal tiles.
+        flops: (stages, P), of the tiles, and what kernels compute beyond them, in whole blocks of
+            causal tiles.
         calls: (stages, P), the number of tiles.
     """
 
     fetch: np.ndarray
     home: np.ndarray
     flops: np.ndarray
-    wasted: np.ndarray
     calls: np.ndarray
 
     def events(self, machine: Machine) -> list[Event]:
@@ -79,7 +78,7 @@ class Loads:
             for exchanges in (self.fetch, self.home)
         )
         device = machine.device
-        compute = (self.flops + self.wasted) / device.flops_per_s + self.calls * device.launch_s
+        compute = self.flops / device.flops_per_s + self.calls * device.launch_s
         if device.at_once:
             compute = _shared_s(compute, machine)
         events = [Event("fetch 0", True, 0.0, fetch[0])]
@@ -114,12 +113,6 @@ class Loads:
             for kind in (True, False)
         )
         return Timeline(total, compute, exchange, total - compute)
-
-    @property
-    def balance(self) -> float:
-        """Flops of the busiest rank over the mean of all ranks; 1.0 is perfect."""
-        flops = self.flops.sum(0)
-        return float(flops.max() * len(flops) / flops.sum()) if flops.any() else 1.0
 
     @property
     def received(self) -> np.ndarray:
@@ -162,14 +155,14 @@ def loads_of(plan: PlanData, machine: Machine | None = None) -> Loads:
     fetch, home = np.array(moved, dtype=float).transpose(2, 0, 1, 3, 4)
     tiles = TileColumns.of(stage.tiles for stage in plan.stages)
     queries, keys = (tiles.tokens(plan.grid, of_keys=of_keys) for of_keys in (False, True))
-    pairs = np.where(tiles.is_causal, queries * (queries + 1) / 2, queries * keys)
     more = np.minimum(queries * machine.device.causal_keys, queries * (queries - 1)) / 2
+    pairs = np.where(tiles.is_causal, queries * (queries + 1) / 2 + more, queries * keys)
     of_heads = tiles.last_head - tiles.first_head
-    of_heads = of_heads * flops_per_pair(plan.direction, plan.shape)
+    tile_flops = pairs * of_heads * flops_per_pair(plan.direction, plan.shape)
     size = len(plan.stages), plan.grid.world_size
     at = np.ravel_multi_index((tiles.stage, tiles.rank), size)
-    flops, wasted, calls = (
+    flops, calls = (
         np.bincount(at, weights, size[0] * size[1]).reshape(size)
-        for weights in (pairs * of_heads, more * of_heads * tiles.is_causal, np.ones(len(at)))
+        for weights in (tile_flops, np.ones(len(at)))
     )
-    return Loads(fetch, home, flops, wasted, calls)
+    return Loads(fetch, home, flops, calls)

@@ -13,7 +13,7 @@ gradients of both are sent home.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import TypeVar
@@ -36,14 +36,13 @@ from cp_inductor.plan.ir import (
     Shape,
     Stage,
     Tile,
-    Transfer,
     Transfers,
     message_order,
 )
 from cp_inductor.plan.tile_columns import TileColumns, Uses, line_of
 
 # What each stage fetches, or sends home.
-Fetches = Sequence[Sequence[Transfer]]
+Fetches = Sequence[Transfers]
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
@@ -80,14 +79,14 @@ def stages_of(
     """
     parts = zip_longest(fetches, tiles, homes, later, fillvalue=())
     return tuple(
-        Stage(fetch, tuple(own), home, tuple(of_backward))
+        Stage(Transfers.of(fetch), tuple(own), Transfers.of(home), tuple(of_backward))
         for fetch, own, home, of_backward in parts
     )
 
 
-def _refetch(fetch: Iterable[Transfer], *, is_kept: bool) -> Transfers:
+def _refetch(fetch: Transfers, *, is_kept: bool) -> Transfers:
     """Return what the backward fetches for a fetch of the forward."""
-    columns = Transfers.of(fetch).columns.copy()
+    columns = fetch.columns.copy()
     is_query = columns[:, PAYLOAD] == Payload.QUERY.order
     columns[is_query, PAYLOAD] = (Payload.GRAD_OUT if is_kept else Payload.QUERY_GRAD_OUT).order
     return Transfers(columns[is_query] if is_kept else columns).sorted()

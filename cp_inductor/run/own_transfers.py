@@ -11,7 +11,7 @@ belongs together arrive together: a tile's keys, or the results of all ranks tha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cp_inductor.plan import Payload, Plan, Span, Transfer, backward_plan, forward_plan
 from cp_inductor.plan.grid import join_spans
@@ -75,7 +75,7 @@ def home_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
     return tuple(Transfers.joined((home, itself)).sorted()) if itself else tuple(home)
 
 
-def _heads_leaving(home: Sequence[Transfer], rank: int, payload: Payload) -> set[Span]:
+def _heads_leaving(home: Iterable[Transfer], rank: int, payload: Payload) -> set[Span]:
     return {t.heads for t in home if t.payload is payload and t.source == rank}
 
 

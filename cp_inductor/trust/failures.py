@@ -56,7 +56,7 @@ def named_steps(attention: Attention, direction: str, site: str) -> Iterator[Non
             yield
     except StepFailed as error:
         plan = (forward_plan if direction == "forward" else backward_plan)(attention.recipe)
-        step = f"exchange {error.number} of {len(plan.exchanges)} of its {direction}"
+        step = f"exchange {error.number} of {len(plan.exchange_bytes)} of its {direction}"
         reason, waited_s = error.__cause__ or error, time.monotonic() - started
         raise failure(attention.group_name, site, step, reason, waited_s) from reason
 

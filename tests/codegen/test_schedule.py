@@ -82,13 +82,18 @@ def test_keys_leave_before_queries_are_projected() -> None:
 
 def test_gradients_travel_home_behind_matrix_multiplications() -> None:
     wrapper = read(1, GPU, "backward", "global")
-    exchanges = PLAN.backward().exchanges * LAYERS
+    stages = PLAN.backward().stages
+    # The fetch of a stage starts before the results of the stage before it go home.
+    exchanges = [stages[0].fetch]
+    for stage, following in zip(stages, [*stages[1:], None], strict=True):
+        exchanges += [following.fetch, stage.home] if following else [stage.home]
+    payloads = [next(iter(exchange)).payload for exchange in exchanges if exchange] * LAYERS
     all_flights = flights(wrapper)
-    assert len(all_flights) == len(exchanges)
+    assert len(all_flights) == len(payloads)
     homeward = [
         flight
-        for flight, exchange in zip(all_flights, exchanges, strict=True)
-        if exchange[0].payload is Payload.KEY_VALUE_GRAD
+        for flight, payload in zip(all_flights, payloads, strict=True)
+        if payload is Payload.KEY_VALUE_GRAD
     ]
     assert len(homeward) == LAYERS * (WORLD - 1)
     for start, wait in homeward:
@@ -102,7 +107,7 @@ def test_gradients_travel_home_behind_matrix_multiplications() -> None:
 def test_keys_are_fetched_again_behind_the_layers_above() -> None:
     """In the backward they are at hand long before a layer's turn has come."""
     wrapper = read(1, GPU, "backward", "global")
-    per_layer = len(PLAN.backward().exchanges)
+    per_layer = len(PLAN.backward().exchange_bytes)
     over = []
     for start, wait in flights(wrapper)[::per_layer]:
         first_tile = next(c for c in wrapper.of("tile") if c.line > start.line)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 import cp_inductor
 from cp_inductor.dtensor.recipe import _keep
 from cp_inductor.plan import Recipe, forward_plan, resolve
+from cp_inductor.plan.ir import Transfers
 from cp_inductor.tiles.kernel_table import choose_kernel
 from tests.support.graphs import (
     attend_causal,
@@ -226,7 +227,8 @@ def test_stages_are_kept_as_far_as_the_budget_goes() -> None:
     plan, batch = forward_plan(recipe), 2
     received = [
         max(
-            batch * sum(plan.num_bytes(t) for t in stage.fetch if t.destination == rank)
+            batch
+            * plan.bytes_of(Transfers.of(t for t in stage.fetch if t.destination == rank)).sum()
             for rank in range(4)
         )
         for stage in plan.stages

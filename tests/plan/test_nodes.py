@@ -61,14 +61,15 @@ def test_wrong_ways_are_found() -> None:
     good = plan(2, 2, num_heads=2, num_kv_heads=2, stages=1)
     *before, last = good.stages
     assert last.home and not last.tiles
-    lost = replace(good, stages=(*before, replace(last, home=last.home[1:])))
+    some = Transfers(last.home.columns[1:])
+    lost = replace(good, stages=(*before, replace(last, home=some)))
     with pytest.raises(InvalidPlan, match="stay away from home"):
         lost.simulate()
     at_once = replace(
         before[0], fetch=Transfers.joined((before[0].fetch, before[1].fetch)).sorted()
     )
     with pytest.raises(InvalidPlan, match="sends what is not there"):
-        replace(good, stages=(at_once, replace(before[1], fetch=()), last)).simulate()
+        replace(good, stages=(at_once, replace(before[1], fetch=Transfers()), last)).simulate()
     with pytest.raises(InvalidPlan, match="does not go home"):
         replace(good, returns=False).simulate()
 
@@ -115,7 +116,7 @@ def test_levels_are_counted_apart() -> None:
     assert (both.received == loads_of(one).received).all()
     outer = [
         sum(
-            one.num_bytes(t)
+            one.bytes_of(Transfers.of([t])).sum()
             for stage in one.program(rank)
             for t in (*stage.fetch, *stage.home)
             if t.destination == rank and t.source // 2 != rank // 2

@@ -154,7 +154,7 @@ def test_no_plan_receives_less(mask: str) -> None:
                 world_size,
                 plan.grid.query_length,
                 plan.rule or plan.mask.value,
-                most_pairs=max(map(plan.num_pairs_of, range(world_size))),
+                most_pairs=max(plan.head_pairs) / plan.shape.num_heads,
                 is_kept=plan.num_kept > 0,
                 splits_heads=splits_heads,
             )
@@ -212,7 +212,7 @@ def test_what_is_kept_is_not_fetched_again(keep: int) -> None:
         if t.payload is Payload.KEY_VALUE
     }
     assert not keys & kept
-    saved = sum(plan.num_bytes(t) for s in plan.stages[:keep] for t in s.fetch)
+    saved = sum(plan.bytes_of(stage.fetch).sum() for stage in plan.stages[:keep])
     nothing_kept = mha(8, "blocks", stages=3)
     assert sum(received_bytes(nothing_kept)) - sum(received_bytes(plan)) == saved
 
@@ -230,17 +230,29 @@ def broken_plans() -> dict[str, tuple[Plan, str]]:
     plan = mha(4, "blocks", stages=2)
     stage = plan.stages[1]
     tile, *tiles = stage.tiles
+    first, *others = stage.fetch
     future = replace(tile, queries=(Span(0, 1),), keys=(Span(200, 201),))
-    to_itself = replace(stage.fetch[0], destination=stage.fetch[0].source)
+    fetches = {
+        "data is missing": others,
+        "sent to itself": [replace(first, destination=first.source), *others],
+        "another order": [*others, first],
+        "sent twice": [first, first, *others],
+    }
+    wrong = {what: first_stage(plan, fetch=Transfers.of(t)) for what, t in fetches.items()}
     homes = [index for index, s in enumerate(plan.stages) if s.home]
     without_home = list(plan.stages)
-    without_home[homes[0]] = replace(without_home[homes[0]], home=())
+    without_home[homes[0]] = replace(without_home[homes[0]], home=Transfers())
     early, last = list(plan.stages), homes[-1]
     homeward = Transfers.joined((early[last - 1].home, early[last].home)).sorted()
     early[last - 1] = replace(early[last - 1], home=homeward)
-    early[last] = replace(early[last], home=())
+    early[last] = replace(early[last], home=Transfers())
     ring = mha(4, "ring")
-    passed = [ring.stages[0], Stage((), (), ()), replace(ring.stages[2], tiles=()), ring.stages[3]]
+    passed = [
+        ring.stages[0],
+        Stage(Transfers(), (), Transfers()),
+        replace(ring.stages[2], tiles=()),
+        ring.stages[3],
+    ]
     return {
         "a tile is missing": (first_stage(plan, tiles=tuple(tiles)), "not computed once"),
         "a tile is there twice": (
@@ -251,10 +263,10 @@ def broken_plans() -> dict[str, tuple[Plan, str]]:
             first_stage(plan, tiles=(*tiles, future)),
             "sees pairs that do not exist",
         ),
-        "data is missing": (first_stage(plan, fetch=stage.fetch[1:]), "misses"),
-        "sent to itself": (first_stage(plan, fetch=(to_itself, *stage.fetch[1:])), "goes nowhere"),
-        "another order": (first_stage(plan, fetch=stage.fetch[::-1]), "out of order"),
-        "sent twice": (first_stage(plan, fetch=(stage.fetch[0], *stage.fetch)), "out of order"),
+        "data is missing": (wrong["data is missing"], "misses"),
+        "sent to itself": (wrong["sent to itself"], "goes nowhere"),
+        "another order": (wrong["another order"], "out of order"),
+        "sent twice": (wrong["sent twice"], "out of order"),
         "not brought home": (replace(plan, stages=tuple(without_home)), "stay away from home"),
         "brought home early": (replace(plan, stages=tuple(early)), "are early or twice"),
         "sent on, but not received": (
@@ -290,7 +302,7 @@ def test_loads_are_those_of_tiles_and_transfers(strategy: str) -> None:
                 for moved, transfers in ((loads.fetch, stage.fetch), (loads.home, stage.home)):
                     for end in (0, 1):
                         ours = [t for t in transfers if (t.source, t.destination)[end] == rank]
-                        assert moved[0, index, end, rank] == sum(map(one.num_bytes, ours))
+                        assert moved[0, index, end, rank] == one.bytes_of(Transfers.of(ours)).sum()
 
 
 @pytest.mark.parametrize("rule", ["causal", "full", "(k-q<=0)&(q-k-700<=0)"])

@@ -18,29 +18,17 @@ import re
 from cp_inductor.errors import UnsupportedStrategy
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.grammar import shortened
+from cp_inductor.plan.assign_cells import Strategy
 from cp_inductor.plan.strategies.blocks import BLOCKS
 from cp_inductor.plan.strategies.heads import (
     HEADS,
     HEADS_OWN,
     HEADS_OWN_FORWARD,
-    can_split,
     in_groups,
+    in_nodes,
     own_in_groups,
 )
-from cp_inductor.plan.strategies.nodes import in_nodes
 from cp_inductor.plan.strategies.rows import ALLGATHER, RING, ROWS
-from cp_inductor.plan.strategies.strategy import Strategy
-
-__all__ = [
-    "STRATEGIES",
-    "TABLE",
-    "Strategy",
-    "can_split",
-    "in_groups",
-    "in_nodes",
-    "own_in_groups",
-    "parse_strategy",
-]
 
 TABLE = {
     strategy.name: strategy

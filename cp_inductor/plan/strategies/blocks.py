@@ -24,7 +24,7 @@ Communication-avoiding attention: Attention2D (arXiv 2503.15758), Mesh-Attention
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -33,10 +33,8 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell
-from cp_inductor.plan.assign_cells import Area, Pairs, Tiles, chunks_before, stage_areas
-from cp_inductor.plan.grid import Grid, owners_of
-from cp_inductor.plan.ir import Prices, Shape
-from cp_inductor.plan.strategies.strategy import Strategy
+from cp_inductor.plan.assign_cells import Area, Strategy, Tiles, Work, stage_areas
+from cp_inductor.plan.ir import Prices
 
 # How much longer than high a block is made. Each is tried, and the one that moves least is taken.
 # Without a rule this multiplies the aspect at which both sides cost as many bytes. The last two are
@@ -53,63 +51,57 @@ STEEPNESS = 8
 NUM_STEPS = 256
 
 
-def blocks(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+def blocks(work: Work, num_stages: int) -> Tiles:
     """Every rank computes a block of the grid of tiles, and the tile of its own chunks."""
-    if pairs.cells.all():
-        return _full_blocks(grid, shape, pairs, num_stages)
-    prices = Prices.of(shape)
-    areas = _search(grid, prices, pairs)
+    if work.cells.all():
+        return _full_blocks(work, num_stages)
+    prices = Prices.of(work.shape)
     # The cheaper side comes whole with the first stage, the dearer one bit by bit.
     by_keys = prices.key_in >= prices.query_in
-    return stage_areas(grid, shape, pairs, areas, num_stages, by_keys=by_keys)
+    return stage_areas(work, _search(work), num_stages, by_keys=by_keys)
 
 
-def _full_blocks(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+def _full_blocks(work: Work, num_stages: int) -> Tiles:
     """Without a mask: rank (i, j) computes the queries of ranks (i, *) and the keys of (*, j)."""
-    world_size, prices = grid.world_size, Prices.of(shape)
+    world_size, prices = work.grid.world_size, Prices.of(work.shape)
     query, key = prices.query_in + prices.query_home, prices.key_in + prices.key_home
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     # n ranks share their queries, world_size / n their keys.
     num_rows = min(divisors, key=lambda n: (n - 1) * query + (world_size // n - 1) * key)
-    owners = owners_of(grid)
+    owners, together = work.owners, work.grid.chunks_per_rank
     areas = []
     for rank in range(world_size):
         order = np.argsort(owners != rank, kind="stable")  # its own chunks come first
         is_row, is_column = owners // num_rows == rank // num_rows, (owners - rank) % num_rows == 0
         areas.append((order[is_row[order]], order[is_column[order]]))
     by_keys = (world_size // num_rows - 1) * prices.key_in >= (num_rows - 1) * prices.query_in
-    return stage_areas(
-        *(grid, shape, pairs, areas, num_stages), by_keys=by_keys, together=grid.chunks_per_rank
-    )
+    return stage_areas(work, areas, num_stages, by_keys=by_keys, together=together)
 
 
 @lru_cache(maxsize=16)
-def _search(grid: Grid, prices: Prices, pairs: Pairs) -> list[Area]:
+def _search(work: Work) -> list[Area]:
     """Cut what is not on the diagonal into blocks with equally many pairs, one for each rank."""
-    world_size, num_chunks = grid.world_size, grid.num_chunks
-    owners = owners_of(grid)
-    is_far = (pairs.cells != Cell.EMPTY) & (owners[:, None] != owners)
+    world_size, num_chunks, owners = work.grid.world_size, work.grid.num_chunks, work.owners
+    is_far, prices = work.far != Cell.EMPTY, Prices.of(work.shape)
     before = np.zeros((num_chunks + 1, num_chunks + 1), dtype=np.int32)
     is_far.cumsum(0, dtype=np.int32).cumsum(1, out=before[1:, 1:])
     ratio = (prices.query_in + prices.query_home) / (prices.key_in + prices.key_home)
-    aspects = tuple(aspect * ratio for aspect in ASPECTS)
-    under_rule = bool((pairs.cells == Cell.PARTIAL).any())
-    if under_rule:
-        aspects = ASPECTS_UNDER_RULES
+    under_rule = bool((work.cells == Cell.PARTIAL).any())
+    aspects = ASPECTS_UNDER_RULES if under_rule else [aspect * ratio for aspect in ASPECTS]
     num_tried = len(aspects) if world_size <= MAX_ASPECTS_WORLD else 1
-    candidates = [cut_blocks(before, world_size, aspect) for aspect in aspects[:num_tried]]
-    assigned = [(*assign_blocks(b, owners, world_size, prices), b) for b in candidates]
+    whole = Block(0, num_chunks, 0, num_chunks)
+    candidates = [cut_blocks(whole, before, world_size, aspect) for aspect in aspects[:num_tried]]
+    assigned = [(*assign_blocks(b, owners, prices), b) for b in candidates]
     ranks, _, chosen = min(assigned, key=lambda one: one[1])
     areas: list[Area] = [(owners[:0], owners[:0])] * world_size
     for rank, block in zip(ranks, chosen, strict=True):
-        keys = chunks_before(grid, rank) if under_rule else np.arange(num_chunks)
+        keys = work.chunks_before(rank) if under_rule else np.arange(num_chunks)
         keys = keys[(keys >= block.left) & (keys < block.right)]
         areas[rank] = np.arange(block.top, block.bottom), keys
     return areas
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """Queries [top, bottom) against those keys in [left, right) that are in their past."""
 
     top: int
@@ -118,65 +110,48 @@ class Block:
     right: int
 
 
-def cut_blocks(before: np.ndarray, num_blocks: int, aspect: float) -> list[Block]:
-    """Cut any pairs into blocks with equally many pairs.
+def cut_blocks(block: Block, before: np.ndarray, num_blocks: int, aspect: float) -> list[Block]:
+    """Cut the pairs of a block into blocks with equally many pairs.
 
     Args:
         before: (rows + 1, columns + 1), the number of pairs before each row and column.
         num_blocks: how many to make, at least 1; some are empty where there are few pairs.
         aspect: how much longer than high a block is to be, 1.0 for squares.
     """
-    whole = Block(0, before.shape[0] - 1, 0, before.shape[1] - 1)
-    return _cut(whole, before, num_blocks, aspect)
-
-
-def _cut(block: Block, before: np.ndarray, num_blocks: int, aspect: float) -> list[Block]:
     part = before[block.top : block.bottom + 1, block.left : block.right + 1]
     rows, columns = np.diff(part[:, -1] - part[:, 0]), np.diff(part[-1] - part[0])
     if not rows.any():
         return [Block(0, 0, 0, 0)] * num_blocks
-    block = _shrink(block, rows, columns)
+    # Rows and columns at the borders that hold no pairs are dropped.
+    (top, bottom), (left, right) = (np.flatnonzero(n)[[0, -1]].tolist() for n in (rows, columns))
+    block = Block(
+        block.top + top, block.top + bottom + 1, block.left + left, block.left + right + 1
+    )
     if num_blocks == 1:
         return [block]
     first = num_blocks // 2
     height, width = block.bottom - block.top, block.right - block.left
     is_tall = height * aspect >= width
-    counts = np.trim_zeros(rows if is_tall else columns)
     # Where the first part has the share of its blocks, as well as may be.
-    pairs = np.cumsum(counts)
+    pairs = np.cumsum(np.trim_zeros(rows if is_tall else columns))
     at = int(np.argmin(np.abs(pairs * num_blocks - pairs[-1] * first))) + 1
     if is_tall:
-        middle = block.top + at
-        one, other = replace(block, bottom=middle), replace(block, top=middle)
+        halves = block._replace(bottom=block.top + at), block._replace(top=block.top + at)
     else:
-        middle = block.left + at
-        one, other = replace(block, right=middle), replace(block, left=middle)
+        halves = block._replace(right=block.left + at), block._replace(left=block.left + at)
     return [
-        *_cut(one, before, first, aspect),
-        *_cut(other, before, num_blocks - first, aspect),
+        *cut_blocks(halves[0], before, first, aspect),
+        *cut_blocks(halves[1], before, num_blocks - first, aspect),
     ]
 
 
-def _shrink(block: Block, rows: np.ndarray, columns: np.ndarray) -> Block:
-    """Drop rows and columns at the borders that hold no pairs."""
-    full_rows, full_columns = np.flatnonzero(rows), np.flatnonzero(columns)
-    return Block(
-        block.top + int(full_rows[0]),
-        block.top + int(full_rows[-1]) + 1,
-        block.left + int(full_columns[0]),
-        block.left + int(full_columns[-1]) + 1,
-    )
-
-
-def assign_blocks(
-    blocks: list[Block], owners: np.ndarray, world_size: int, prices: Prices
-) -> tuple[list[int], int]:
+def assign_blocks(blocks: list[Block], owners: np.ndarray, prices: Prices) -> tuple[list[int], int]:
     """Assign a block to every rank so that the most that any rank receives is least.
 
     Returns:
         The rank of each block, and what the rank that receives most receives.
     """
-    cost = _received(blocks, owners, world_size, prices)
+    cost, world_size = _received(blocks, owners, prices), len(blocks)
     if world_size <= MAX_EXACT_ASSIGNMENT:
         cost_bound = _smallest_maximum(cost)
         # The assignment within the bound that moves least in all.
@@ -189,16 +164,13 @@ def assign_blocks(
     return [int(rank) for rank in ranks], int(chosen.max())
 
 
-def _received(
-    blocks: list[Block], owners: np.ndarray, world_size: int, prices: Prices
-) -> np.ndarray:
+def _received(blocks: list[Block], owners: np.ndarray, prices: Prices) -> np.ndarray:
     """Return what a rank (column) receives if it computes a block (row)."""
-    counts = np.zeros((owners.size + 1, world_size), dtype=np.int64)
+    counts = np.zeros((owners.size + 1, len(blocks)), dtype=np.int64)
     counts[np.arange(owners.size) + 1, owners] = 1
     before = counts.cumsum(0)
-    bounds = np.array([(b.top, b.bottom, b.left, b.right) for b in blocks])
-    queries = before[bounds[:, 1]] - before[bounds[:, 0]]
-    keys = before[bounds[:, 3]] - before[bounds[:, 2]]
+    top, bottom, left, right = np.array(blocks).T
+    queries, keys = before[bottom] - before[top], before[right] - before[left]
     fetched = queries.sum(1) * prices.query_in + keys.sum(1) * prices.key_in
     home = queries.sum(0) * prices.query_home + keys.sum(0) * prices.key_home
     saved = queries * (prices.query_in + prices.query_home)

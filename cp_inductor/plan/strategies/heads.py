@@ -1,4 +1,4 @@
-"""Every rank, or every rank of a group, computes all queries and keys of some heads.
+"""Ranks, groups of ranks or nodes split the heads.
 
 heads                every rank has H / P heads                      (Ulysses)
 heads4+blocks        groups of 4 ranks split the heads, and the groups split the rest as `blocks`
@@ -6,6 +6,7 @@ heads4+blocks        groups of 4 ranks split the heads, and the groups split the
 heads_own            as `heads`, but each rank computes the tile of its own chunks for all heads
 heads_own_forward    so in the forward; the backward is that of `heads`
 heads4_own+blocks    groups of 4 ranks split the heads; the groups split the rest as `blocks` does
+nodes4+blocks        4 nodes split the heads, and the ranks of each the rest
 
     rank 1 of 4     keys ->  0 1 2 3        o  its own tile, for all heads: needs no exchange, and
                   queries 0  .                 so hides the first one
@@ -16,65 +17,72 @@ heads4_own+blocks    groups of 4 ranks split the heads; the groups split the res
 With own tiles, work is exactly balanced under a causal mask. The first rank's queries and the last
 rank's keys never travel. Heads that do not divide are split among smaller groups, as `shares_of`
 says.
+
+    nodes4+blocks on 8 ranks, 2 in each node: node n has a quarter of the heads
+
+        inputs of piece c    their owner  ->  rank c of node n, where they enter  ->  who reads them
+        results              back the same way, those of the ranks of a node as one
+
+What moves crosses to a node once. The sequence is cut into as many pieces as a node has ranks. Of
+its heads, all of a piece enters a node at the rank of that number, which computes the piece's own
+tile with it. So as much crosses to each rank as its own shard, and the first ranks and the last
+have as much to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
+from itertools import chain, product, zip_longest
 
 import numpy as np
 
 from cp_inductor.kept import lru_cache
-from cp_inductor.mask.rule import Cell
 from cp_inductor.plan.assign_cells import (
-    Pairs,
+    Strategy,
     Tiles,
+    Work,
     is_head_split,
-    own_chunks,
     parts_of_equal_weight,
-    tiles_of_cells,
-    tiles_of_owners,
 )
-from cp_inductor.plan.grid import Grid, Span, owners_of
-from cp_inductor.plan.ir import Shape, Tile
+from cp_inductor.plan.grid import Grid, Span
+from cp_inductor.plan.ir import Shape, Tile, Transfers
 from cp_inductor.plan.strategies.blocks import BLOCKS
-from cp_inductor.plan.strategies.strategy import Strategy
+from cp_inductor.plan.transfers import fetch_by_way
 
 
-def heads(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+def heads(work: Work, num_stages: int) -> Tiles:
     """Every rank computes the whole sequence for its heads, some heads in each stage."""
-    tiles = _tiles_of_all(grid, shape, pairs)
-    return [
-        [tile.at(rank, own) for rank, own in enumerate(part) for tile in tiles]
-        for part in parts_of(shape, grid.world_size, num_stages)
-    ]
+    tiles, world_size = _tiles_of_all(work), work.grid.world_size
+    num_parts = num_parts_of(work.shape, world_size, num_stages)
+    return [_copies(tiles, part) for part in parts_of(work.shape.all_heads, world_size, num_parts)]
 
 
 @lru_cache(maxsize=4)
-def _tiles_of_all(grid: Grid, shape: Shape, pairs: Pairs) -> list[Tile]:
-    chunks = np.arange(grid.num_chunks)
-    return tiles_of_cells(grid, 0, shape.all_heads, chunks, chunks, pairs.cells)
-
-
-def parts_of(shape: Shape, num_ranks: int, num_stages: int) -> list[list[Span]]:
-    """Return the heads of each rank in each stage; in fewer stages if they do not divide."""
-    num_own, num_parts = shape.num_heads // num_ranks, num_parts_of(shape, num_ranks, num_stages)
-    size = num_own // num_parts
-    return [
-        [
-            Span(start, start + size)
-            for rank in range(num_ranks)
-            for start in [rank * num_own + part * size]
-        ]
-        for part in range(num_parts)
-    ]
+def _tiles_of_all(work: Work) -> list[Tile]:
+    chunks = np.arange(work.grid.num_chunks)
+    return work.tiles(0, chunks, chunks)
 
 
 def num_parts_of(shape: Shape, num_ranks: int, num_stages: int) -> int:
     """Return in how many parts the heads of a rank, or node, come, so that one hides the next."""
     return max(n for n in range(1, num_stages + 1) if is_head_split(shape, num_ranks * n))
+
+
+def parts_of(heads: Span, num_ranks: int, num_parts: int = 1) -> list[list[Span]]:
+    """Split heads among ranks, or nodes; return those of each rank in each part."""
+    size = len(heads) // (num_ranks * num_parts)
+    spans = [Span(start, start + size) for start in range(heads.start, heads.stop, size)]
+    return [spans[part::num_parts] for part in range(num_parts)]
+
+
+def _copies(tiles: Iterable[Tile], heads: Sequence[Span], num_ranks: int = 1) -> list[Tile]:
+    """Return tiles of `num_ranks` ranks for these and as many behind them, each with its heads."""
+    return [
+        tile.at(number * num_ranks + tile.rank, own)
+        for number, own in enumerate(heads)
+        for tile in tiles
+    ]
 
 
 HEADS = Strategy(
@@ -89,29 +97,18 @@ HEADS = Strategy(
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Query heads that groups of ranks split evenly.
-
-    Attributes:
-        heads: the query heads.
-        num_groups: into how many parts they are split, which is the number of ranks of a group.
-    """
+    """Query heads that groups of `num_groups` ranks split evenly."""
 
     heads: Span
     num_groups: int
 
-    def shape_within(self, shape: Shape) -> Shape:
-        """Return the shape of an attention that has these heads only."""
-        num_kv_heads = len(shape.kv_heads(self.heads))
-        return replace(shape, num_heads=len(self.heads), num_kv_heads=num_kv_heads)
-
     def split(self, tiles: Iterable[Tile]) -> list[Tile]:
         """Split the tiles of groups, which have these heads only, among the ranks of each group."""
-        size = len(self.heads) // self.num_groups
-        starts = range(self.heads.start, self.heads.stop, size)
+        (parts,) = parts_of(self.heads, self.num_groups)
         return [
-            tile.at(tile.rank * self.num_groups + part, Span(start, start + size))
+            tile.at(tile.rank * self.num_groups + number, part)
             for tile in tiles
-            for part, start in enumerate(starts)
+            for number, part in enumerate(parts)
         ]
 
 
@@ -137,15 +134,17 @@ def shares_of(shape: Shape, world_size: int, num_groups: int) -> list[Share]:
 
 def can_split(shape: Shape, world_size: int, num_groups: int) -> bool:
     """Whether each rank of a group gets whole KV heads, or all of them an even part of one."""
-    if world_size % num_groups:
-        return False
-    return is_head_split(shape, num_groups) or shape.num_kv_heads >= num_groups
+    is_split = is_head_split(shape, num_groups) or shape.num_kv_heads >= num_groups
+    return is_split and world_size % num_groups == 0
 
 
-def groups_of(grid: Grid, num_ranks: int) -> Grid:
-    """Return the grid in which each group of so many ranks is one rank; it has the same chunks."""
-    num_chunks = grid.chunks_per_rank * num_ranks
-    return replace(grid, world_size=grid.world_size // num_ranks, chunks_per_rank=num_chunks)
+@lru_cache(maxsize=64)
+def groups_of(work: Work, num_ranks: int, heads: Span) -> Work:
+    """Return the work of some heads in which each group of so many ranks is one rank."""
+    grid, shape, num_chunks = work.grid, work.shape, work.grid.chunks_per_rank * num_ranks
+    grid = replace(grid, world_size=grid.world_size // num_ranks, chunks_per_rank=num_chunks)
+    shape = replace(shape, num_heads=len(heads), num_kv_heads=len(shape.kv_heads(heads)))
+    return Work(grid, shape, work.cells)
 
 
 def in_groups(num_groups: int, rest: Strategy) -> Strategy:
@@ -154,113 +153,131 @@ def in_groups(num_groups: int, rest: Strategy) -> Strategy:
     A group has `num_groups` ranks, which divides the world size, and acts as one rank of `rest`.
     """
 
-    def assign(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+    def assign(work: Work, num_stages: int) -> Tiles:
         of_shares = []
-        for share in shares_of(shape, grid.world_size, num_groups):
-            groups, within = groups_of(grid, share.num_groups), share.shape_within(shape)
-            of_shares.append(map(share.split, rest.assign(groups, within, pairs, num_stages)))
+        for share in shares_of(work.shape, work.grid.world_size, num_groups):
+            groups = groups_of(work, share.num_groups, share.heads)
+            of_shares.append(map(share.split, rest.assign(groups, num_stages)))
         return [[*chain(*stages)] for stages in zip_longest(*of_shares, fillvalue=())]
 
-    return Strategy(
+    return replace(
+        rest,
         name=f"heads{num_groups}+{rest.name}",
         assign=assign,
         splits=lambda shape, world_size: can_split(shape, world_size, num_groups),
-        num_stages=rest.num_stages,
-        is_grouped=True,
+        is_groupable=False,
         fine=num_groups * rest.fine,
-        min_chunks=rest.min_chunks,
         moves_queries=True,
     )
-
-
-def heads_own(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int, num_groups: int) -> Tiles:
-    """Every rank computes its own tile, and other ranks' rows for its heads.
-
-    There are at most `num_stages` after the first. The largest groups have `num_groups` ranks.
-    """
-    owners = range(grid.world_size)
-    tiles: Tiles = [[*tiles_of_owners(grid, shape, pairs)], *([] for _ in range(num_stages))]
-    for share in shares_of(shape, grid.world_size, num_groups):
-        within = share.shape_within(shape)
-        size = share.num_groups
-        groups = groups_of(grid, size)
-        if groups.world_size > 1:
-            between = BLOCKS.assign(groups, within, pairs, num_stages)
-            tiles = [
-                [*done, *share.split(more)]
-                for done, more in zip(tiles, [[], *between[1:]], strict=True)
-            ]
-            parts, slices = parts_of(within, size, 1), [[*owners]]
-        else:
-            parts = parts_of(within, size, num_stages)
-            num_slices = num_stages // len(parts)
-            slice_of = parts_of_equal_weight(_weights(grid, pairs), num_slices)
-            slices = [np.flatnonzero(slice_of == index).tolist() for index in range(num_slices)]
-        stages = [(some, part) for some in slices for part in parts]
-        for stage, (some, part) in enumerate(stages, 1):
-            for owner in some:
-                first = owner // size * size
-                row = _row(grid, shape, pairs, owner, size)
-                tiles[stage] += [
-                    tile.at(rank, Span(start + span.start, start + span.stop))
-                    for start in [share.heads.start]
-                    for rank, span in enumerate(part, first)
-                    for tile in row
-                ]
-    return tiles
-
-
-def _weights(grid: Grid, pairs: Pairs) -> np.ndarray:
-    """Return the cells of each rank's row that are not its own, by which rows go to stages."""
-    ranks = owners_of(grid)
-    is_far = (pairs.cells != Cell.EMPTY) & (ranks[:, None] != ranks)
-    return is_far.sum(1).reshape(grid.world_size, -1).sum(1)
-
-
-@lru_cache(maxsize=1024)
-def _row(grid: Grid, shape: Shape, pairs: Pairs, owner: int, size: int) -> list[Tile]:
-    """Return the tiles of an owner's queries and the keys of the others of its group."""
-    rows, owners = own_chunks(grid, owner), owners_of(grid)
-    columns = np.flatnonzero((owners // size == owner // size) & (owners != owner))
-    part = pairs.cells[np.ix_(rows, columns)]
-    return tiles_of_cells(grid, owner, shape.all_heads, rows, columns, part)
 
 
 def own_in_groups(num_groups: int) -> Strategy:
-    """Split the heads within each group of ranks, and what is left among the groups by blocks."""
-    return _strategy(f"heads{num_groups}_own+blocks", lambda world_size: num_groups, num_groups)
+    """Split the heads within each group of ranks, and what is left among the groups by blocks.
 
-
-def _strategy(name: str, groups: Callable[[int], int], fine: int) -> Strategy:
+    Every rank computes its own tile for all heads. With 0, all ranks are one group.
+    """
     return Strategy(
-        name=name,
-        assign=lambda grid, shape, pairs, num_stages: heads_own(
-            grid, shape, pairs, num_stages, groups(grid.world_size)
-        ),
-        splits=lambda shape, world_size: can_split(shape, world_size, groups(world_size)),
-        fine=fine,
+        name=f"heads{num_groups}_own+blocks" if num_groups else "heads_own",
+        assign=lambda work, num_stages: heads_own(work, num_stages, num_groups),
+        splits=lambda shape, ranks: can_split(shape, ranks, num_groups or ranks),
+        fine=num_groups or 1,
         moves_queries=True,
     )
 
 
-HEADS_OWN = _strategy("heads_own", lambda world_size: world_size, 1)
+def heads_own(work: Work, num_stages: int, num_groups: int = 0) -> Tiles:
+    """Every rank computes its own tile, and other ranks' rows for its heads.
 
+    There are at most `num_stages` after the first. The largest groups have `num_groups` ranks; 0
+    for all.
+    """
+    tiles: Tiles = [[*work.own_tiles], *([] for _ in range(num_stages))]
+    world_size = work.grid.world_size
+    weights = np.count_nonzero(work.far, axis=1).reshape(world_size, -1).sum(1)
+    for share in shares_of(work.shape, world_size, num_groups or world_size):
+        size, num_within = share.num_groups, num_stages
+        groups = groups_of(work, size, share.heads)
+        if size < world_size:
+            for stage, more in zip(tiles[1:], BLOCKS.assign(groups, num_stages)[1:], strict=True):
+                stage += share.split(more)
+            num_within = 1
+        parts = parts_of(share.heads, size, num_parts_of(groups.shape, size, num_within))
+        num_slices = num_within // len(parts)
+        slice_of = parts_of_equal_weight(weights, num_slices)
+        # There may be fewer stages than there could be.
+        for stage, (number, part) in zip(
+            tiles[1:], product(range(num_slices), parts), strict=False
+        ):
+            for owner in np.flatnonzero(slice_of == number).tolist():
+                stage += _copies(_row(work, owner, size), part)
+    return tiles
+
+
+@lru_cache(maxsize=1024)
+def _row(work: Work, owner: int, size: int) -> list[Tile]:
+    """Return the tiles of an owner's queries and the keys of the others of its group."""
+    owners, group = work.owners, owner // size
+    columns = np.flatnonzero((owners // size == group) & (owners != owner))
+    return work.tiles(group * size, work.own_chunks(owner), columns)
+
+
+HEADS_OWN = own_in_groups(0)
 
 # The backward computes own tiles by heads, too: so it reads nothing but what the forward fetched,
 # which therefore takes the place of the shard's q, k and v.
 HEADS_OWN_FORWARD = replace(
     HEADS_OWN,
     name="heads_own_forward",
-    assign=lambda grid, shape, pairs, num_stages: heads_own(
-        *(grid, shape, pairs),
-        num_stages=len(parts_of(shape, grid.world_size, num_stages)),
-        num_groups=grid.world_size,
+    assign=lambda work, num_stages: heads_own(
+        work, num_parts_of(work.shape, work.grid.world_size, num_stages)
     ),
     # That of `heads`, whose first stage is fed by the forward's second one.
-    assign_backward=lambda grid, shape, pairs, num_stages: [
-        [],
-        *heads(grid, shape, pairs, num_stages),
-    ],
+    assign_backward=lambda work, num_stages: [[], *heads(work, num_stages)],
     splits=is_head_split,
     free_keep=lambda shape, num_stages: num_stages + 2,  # and own tiles, first and last
 )
+
+
+def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
+    """Split the heads among nodes, and everything else among the ranks of each.
+
+    To the strategy of the rest, the ranks of a node hold the whole sequence for its heads.
+    """
+
+    def assign(work: Work, num_stages: int) -> Tiles:
+        size, num_parts = (
+            work.grid.world_size // num_nodes,
+            num_parts_of(work.shape, num_nodes, num_stages),
+        )
+        parts = parts_of(work.shape.all_heads, num_nodes, num_parts)
+        node = groups_of(work, num_nodes, parts[0][0])
+        own, *others = rest.assign(node, max(1, num_stages // num_parts))
+        stages = [(own, part) for part in parts]
+        stages += [(stage, part) for part in parts for stage in others]
+        return [_copies(stage, part, size) for stage, part in stages]
+
+    def fetch(grid: Grid, shape: Shape, tiles: Tiles) -> list[Transfers]:
+        size = grid.world_size // num_nodes
+
+        def entries(rank: np.ndarray, owner: np.ndarray) -> np.ndarray:
+            """Return the rank of the node of a rank at which what an owner holds enters it."""
+            return np.asarray(rank // size * size + owner // num_nodes)
+
+        return fetch_by_way(grid, shape, tiles, entries)
+
+    return replace(
+        rest,
+        name=f"nodes{num_nodes}+{rest.name}",
+        assign=assign,
+        fetch=fetch,
+        returns=True,
+        free_keep=lambda shape, num_stages: num_parts_of(shape, num_nodes, num_stages),
+        splits=lambda shape, world_size: (
+            world_size % num_nodes == 0
+            and 1 < num_nodes < world_size
+            and is_head_split(shape, num_nodes)
+        ),
+        is_groupable=False,
+        fine=num_nodes * rest.fine,
+        moves_queries=True,
+    )

@@ -8,60 +8,53 @@ rows         rows of queries move
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from cp_inductor.mask.rule import Cell
-from cp_inductor.plan.assign_cells import Pairs, Tiles, chunks_before, own_chunks, stage_areas
+from cp_inductor.plan.assign_cells import Strategy, Tiles, Work, causal_cells, stage_areas
 from cp_inductor.plan.grid import Grid
 from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, Transfer, Transfers
-from cp_inductor.plan.strategies.strategy import Strategy
 
 # A cell of which all pairs exist, or half of them, is a tile of that mask.
 _MASKS = {Cell.FULL: Mask.FULL, Cell.CAUSAL: Mask.CAUSAL}
 
 
-def own_rows(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+def own_rows(work: Work, num_stages: int) -> Tiles:
     """Every rank computes its own queries, which is unbalanced if the mask is causal."""
-    ranks = range(grid.world_size)
-    areas = [(own_chunks(grid, rank), chunks_before(grid, rank)) for rank in ranks]
-    return stage_areas(grid, shape, pairs, areas, num_stages, by_keys=True)
+    ranks = range(work.grid.world_size)
+    areas = [(work.own_chunks(rank), work.chunks_before(rank)) for rank in ranks]
+    return stage_areas(work, areas, num_stages, by_keys=True)
 
 
-def rows(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+def rows(work: Work, num_stages: int) -> Tiles:
     """Under a causal mask, every rank computes a row near the start and a row near the end.
 
-    These balance each other. One is its own, and the queries of the other are fetched.
+    These balance each other. One is its own, and the queries of the other, which is as far from
+    the end as that is from the start, are fetched.
     """
-    if grid.chunks_per_rank % 2 or not _is_causal(pairs.cells):
-        return own_rows(grid, shape, pairs, num_stages)
-    world_size = grid.world_size
-    pieces = np.arange(grid.num_chunks).reshape(2 * world_size, -1)
-    both = [(piece, 2 * world_size - 1 - piece) for piece in range(world_size)]
-    foreign = [[sum(p // 2 != r for p in pair) for r in range(world_size)] for pair in both]
-    of_rank = np.argsort(linear_sum_assignment(np.array(foreign))[1])
+    world_size, num_chunks = work.grid.world_size, work.grid.num_chunks
+    is_causal = np.array_equal(work.cells, causal_cells(num_chunks))
+    if work.grid.chunks_per_rank % 2 or not is_causal:
+        return own_rows(work, num_stages)
+    pieces = np.arange(num_chunks).reshape(2 * world_size, -1)
     areas = [
-        (pieces[[*both[pair]]].ravel(), chunks_before(grid, rank))
-        for rank, pair in enumerate(of_rank)
+        (pieces[[2 * rank, -1 - 2 * rank]].ravel(), work.chunks_before(rank))
+        for rank in range(world_size)
     ]
-    return stage_areas(grid, shape, pairs, areas, num_stages, by_keys=True)
-
-
-def _is_causal(cells: np.ndarray) -> bool:
-    is_below = not np.triu(cells, 1).any() and bool((cells.diagonal() == Cell.CAUSAL).all())
-    return is_below and np.count_nonzero(cells == Cell.FULL) == len(cells) * (len(cells) - 1) // 2
+    return stage_areas(work, areas, num_stages, by_keys=True)
 
 
 ROWS = Strategy("rows", rows, is_groupable=True)
 
 
-def ring(grid: Grid, shape: Shape, pairs: Pairs, num_stages: int) -> Tiles:
+def ring(work: Work, num_stages: int) -> Tiles:
     """The neighbour ring: stage i has the tile of own queries and the keys of rank - i."""
+    grid, heads = work.grid, work.shape.all_heads
     own = [(grid.own(rank),) for rank in range(grid.world_size)]
     first = [spans[0].start for spans in own]
-    of_ranks = pairs.cells[np.ix_(first, first)].tolist()
+    of_ranks = work.cells[np.ix_(first, first)].tolist()
     return [
         [
-            Tile(rank, own[rank], own[rank - step], shape.all_heads, _MASKS[row[rank - step]])
+            Tile(rank, own[rank], own[rank - step], heads, _MASKS[row[rank - step]])
             for rank, row in enumerate(of_ranks)
             if row[rank - step]
         ]
@@ -88,11 +81,9 @@ RING = Strategy(
     assign=ring,
     fetch=fetch_from_neighbours,
     under_rules=ROWS,
-    num_stages=lambda world_size, mask: max(1, world_size - 1),
+    num_stages=lambda world_size: max(1, world_size - 1),
     is_of_auto=False,
     min_chunks=1,
 )
 
-ALLGATHER = Strategy(
-    "allgather", own_rows, num_stages=lambda world_size, mask: 1, is_groupable=True
-)
+ALLGATHER = Strategy("allgather", own_rows, num_stages=lambda world_size: 1, is_groupable=True)

@@ -8,7 +8,7 @@ Each fetch is in flight over the tiles of the stage before, each home over those
       =>
     query, key, value = rows.read(tile, ...)
     out, lse = kernel.forward(TileCall(query, key, value))
-    rows.add(PARTIAL, tile, (out, lse))
+    rows.add(Payload.PARTIAL, tile, (out, lse))
 
 A rank has a pool of rows: its own, and those that arrived. A tile reads parts of it and adds to
 parts of the results. What a part is, is all that plans differ in: constant slices, which are views,
@@ -25,8 +25,9 @@ from typing import Any
 
 from torch import Tensor
 
+from cp_inductor.plan import Payload
 from cp_inductor.run.attention import Attention
-from cp_inductor.run.merge import KEY_VALUE_GRAD, PARTIAL, QUERY_GRAD, concatenate_all
+from cp_inductor.run.merge import concatenate_all
 from cp_inductor.run.store import concatenate
 from cp_inductor.run.tables import Tables
 from cp_inductor.run.views import Views
@@ -56,7 +57,7 @@ def run_forward(
     """
     rows = _kind_of(attention)(attention, (query, key, value), extras, is_backward=False)
     _run(rows, _attend)
-    return [*rows.result(PARTIAL), *rows.kept]
+    return [*rows.result(Payload.PARTIAL), *rows.kept]
 
 
 def run_backward(
@@ -87,7 +88,7 @@ def run_backward(
     rows = _kind_of(attention)(attention, (query, key, value), extras, is_backward=True)
     rows.begin_backward(grad_out, out, lse, kept)
     _run(rows, _differentiate)
-    grads = [*rows.result(QUERY_GRAD), *rows.result(KEY_VALUE_GRAD)]
+    grads = [*rows.result(Payload.QUERY_GRAD), *rows.result(Payload.KEY_VALUE_GRAD)]
     return [*grads, rows.bias_grad()] if isinstance(rows, Views) and attention.has_bias else grads
 
 
@@ -115,7 +116,7 @@ def _attend(rows: Rows, tile: Any) -> None:
     """Compute the partial result of a tile."""
     query, key, value = rows.read(tile, ("query", "key", "value"))
     partials = [kernel.forward(call) for _, kernel, call in rows.calls(tile, query, key, value)]
-    rows.add(PARTIAL, tile, concatenate_all(partials, SEQUENCE_DIM))
+    rows.add(Payload.PARTIAL, tile, concatenate_all(partials, SEQUENCE_DIM))
 
 
 def _differentiate(rows: Rows, tile: Any) -> None:
@@ -129,7 +130,8 @@ def _differentiate(rows: Rows, tile: Any) -> None:
             of_part = [tensor[:, :, part] for tensor in of_part]
         grads.append(kernel.backward(call, of_part[0], Partial(*of_part[1:])))
     dq, dk, dv = (list(of_parts) for of_parts in zip(*grads, strict=True))
-    rows.add(QUERY_GRAD, tile, [concatenate(dq, SEQUENCE_DIM)])
+    rows.add(Payload.QUERY_GRAD, tile, [concatenate(dq, SEQUENCE_DIM)])
     # A sum of parts is rounded when it is added to what other tiles computed, and not before.
     dtype = accumulation_dtype(dk[0]) if len(dk) > 1 else None
-    rows.add(KEY_VALUE_GRAD, tile, [sum_grads(of_parts, dtype=dtype) for of_parts in (dk, dv)])
+    sums = [sum_grads(of_parts, dtype=dtype) for of_parts in (dk, dv)]
+    rows.add(Payload.KEY_VALUE_GRAD, tile, sums)

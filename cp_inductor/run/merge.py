@@ -19,9 +19,11 @@ Shapes: B batch, h heads, t tokens, D head dim; with groups of heads (B, count, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import replace
 from itertools import pairwise
+from operator import methodcaller
 
 import torch
 from torch import Tensor
@@ -38,46 +40,30 @@ from cp_inductor.torch_private.sizes import is_known
 Tensors = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ResultKind:
-    """One of the results that tiles contribute to.
-
-    Attributes:
-        payload: in which contributions to other ranks' chunks go home.
-        merge: several contributions to the same chunks and heads into one, in the dtype given.
-        merge_stack: several that are one tensor, not rounded.
-        nothing: what it is, given zeros (B, h, t, D), of tokens that no tile is about.
-    """
-
-    payload: Payload
-    merge: Callable[[list[Tensors], torch.dtype], Tensors]
-    merge_stack: Callable[..., Tensors]
-    nothing: Callable[[Tensor], Tensors]
+# What tiles contribute to; contributions to other ranks' chunks go home.
+RESULTS = (Payload.PARTIAL, Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD)
 
 
-def _combine(partials: list[Tensors], dtype: torch.dtype) -> Tensors:
-    return combine([Partial(*partial) for partial in partials], dtype=dtype)
+def merge(result: Payload, parts: Sequence[Tensors], dtype: torch.dtype) -> Tensors:
+    """Merge several contributions to the same chunks and heads into one, in the dtype given."""
+    if result is Payload.PARTIAL:
+        return combine([Partial(*part) for part in parts], dtype=dtype)
+    return tuple(sum_grads(grads, dtype=dtype) for grads in zip(*parts, strict=True))
 
 
-def _sum(grads: list[Tensors], dtype: torch.dtype) -> Tensors:
-    return tuple(sum_grads(of_one, dtype=dtype) for of_one in zip(*grads, strict=True))
-
-
-def _sum_stacks(*stacks: Tensor) -> Tensors:
+def merge_stack(result: Payload, stacks: Iterable[Tensor]) -> Tensors:
+    """Merge several that are one tensor; they are not rounded."""
+    if result is Payload.PARTIAL:
+        return combine_stack(*stacks)
     return tuple(grads.sum(0, dtype=accumulation_dtype(grads)) for grads in stacks)
 
 
-def _blind(zeros: Tensor) -> Tensors:
-    lse = zeros.new_full(zeros.shape[:-1], -float("inf"), dtype=accumulation_dtype(zeros))
-    return zeros, lse
-
-
-PARTIAL = ResultKind(Payload.PARTIAL, _combine, combine_stack, _blind)
-QUERY_GRAD = ResultKind(Payload.QUERY_GRAD, _sum, _sum_stacks, lambda zeros: (zeros,))
-KEY_VALUE_GRAD = ResultKind(
-    Payload.KEY_VALUE_GRAD, _sum, _sum_stacks, lambda zeros: (zeros, torch.zeros_like(zeros))
-)
-RESULT_KINDS = (PARTIAL, QUERY_GRAD, KEY_VALUE_GRAD)
+def _nothing(result: Payload, zeros: Tensor) -> Tensors:
+    """Return a result, given zeros (B, h, t, D), of tokens that no tile is about."""
+    tensors = (zeros, *(torch.zeros_like(zeros) for _ in result.tensors[1:]))
+    shape, dtype = zeros.shape[:-1], accumulation_dtype(zeros)
+    blind = (zeros.new_full(shape, -float("inf"), dtype=dtype) for _ in result.statistics)
+    return (*tensors, *blind)
 
 
 class Results:
@@ -85,58 +71,58 @@ class Results:
 
     def __init__(self, plan: Plan, rank: int, store: Store) -> None:
         self.plan, self.own, self.store = plan, plan.grid.own(rank), store
-        self.contributions: dict[Payload, list[Piece]] = {kind.payload: [] for kind in RESULT_KINDS}
+        self.contributions = defaultdict[Payload, list[Piece]](list)
 
-    def add(self, kind: ResultKind, tile: Tile, tensors: Sequence[Tensor]) -> None:
+    def add(self, result: Payload, tile: Tile, tensors: Sequence[Tensor]) -> None:
         """Note what a tile computed, over its spans, concatenated."""
-        payload = kind.payload
-        spans, heads = tile.side(self.plan.shape, of_keys=payload.is_of_keys)
-        lengths = [self.store.tokens.of(span, of_keys=payload.is_of_keys) for span in spans]
+        spans, heads = tile.side(self.plan.shape, of_keys=result.is_of_keys)
+        lengths = [self.store.tokens.of(span, of_keys=result.is_of_keys) for span in spans]
         parts = [t.split(lengths, SEQUENCE_DIM) if len(spans) > 1 else [t] for t in tensors]
-        self.contributions[payload] += [
-            Piece.of(payload, (span,), heads, of_span)
+        self.contributions[result] += [
+            Piece.of(result, (span,), heads, of_span)
             for span, *of_span in zip(spans, *parts, strict=True)
         ]
 
-    def add_arrived(self, payload: Payload, arrived: Piece) -> None:
+    def add_arrived(
+        self, result: Payload, span: Span, heads: Groups, stacks: Sequence[Tensor]
+    ) -> None:
         """Note what other ranks sent home; see `cp_inductor.run.messages.Messages.arrive`."""
-        kind = next(kind for kind in RESULT_KINDS if kind.payload is payload)
-        stacks = [*arrived.tensors.values()]
         is_single = stacks[0].shape[0] == 1
-        tensors = [t.squeeze(0) for t in stacks] if is_single else kind.merge_stack(*stacks)
-        named = dict(zip(arrived.tensors, tensors, strict=True))
-        heads = replace(arrived.heads, repeat=1)
-        self.contributions[payload].append(replace(arrived, heads=heads, tensors=named))
+        tensors = [t.squeeze(0) for t in stacks] if is_single else merge_stack(result, stacks)
+        heads = replace(heads, repeat=1)
+        self.contributions[result].append(
+            Piece.of(result, (span,), heads, tensors, has_arrived=True)
+        )
 
-    def withdraw(self, payload: Payload, gone: Set[Span]) -> None:
+    def withdraw(self, result: Payload, gone: Set[Span]) -> None:
         """Let go of what this rank computed of its own chunks and sends itself, of such heads."""
         around = Span(0, self.own.start), Span(self.own.stop, self.plan.grid.num_chunks)
         left = []
-        for one in self.contributions[payload]:
+        for one in self.contributions[result]:
             if one.has_arrived or one.heads.whole not in gone:
                 left.append(one)
                 continue
             for part in filter(None, map(one.span.intersect, around)):
                 left.append(self._cut(one, part, one.heads.whole))
-        self.contributions[payload] = left
+        self.contributions[result] = left
 
-    def of_shard(self, kind: ResultKind) -> Tensors:
+    def of_shard(self, result: Payload) -> Tensors:
         """Return this rank's own part of a result."""
-        shape, is_of_keys = self.plan.shape, kind.payload.is_of_keys
-        heads = shape.kv_heads(shape.all_heads) if is_of_keys else shape.all_heads
-        if self.store.tokens.of(self.own, of_keys=is_of_keys) == 0:
+        shape = self.plan.shape
+        heads = shape.kv_heads(shape.all_heads) if result.is_of_keys else shape.all_heads
+        if self.store.tokens.of(self.own, of_keys=result.is_of_keys) == 0:
             like = self.store.like
-            return kind.nothing(like.new_empty((like.shape[0], len(heads), 0, like.shape[-1])))
-        return self.over(kind, self.own, heads)
+            return _nothing(result, like.new_empty((like.shape[0], len(heads), 0, like.shape[-1])))
+        return self.over(result, self.own, heads)
 
-    def over(self, kind: ResultKind, span: Span, heads: Span, *, of_tiles: bool = False) -> Tensors:
+    def over(self, result: Payload, span: Span, heads: Span, *, of_tiles: bool = False) -> Tensors:
         """Merge contributions to a span and heads, wherever their borders are.
 
         If it is of tiles, only what this rank computed with exactly these heads: what arrived, or
         was computed with others, is not to leave with it; unless results return the way their
         inputs came, and this rank is on it.
         """
-        near = [one for one in self.contributions[kind.payload] if one.span.intersect(span)]
+        near = [one for one in self.contributions[result] if one.span.intersect(span)]
         near = [one for one in near if one.heads.meet(heads)]
         if of_tiles:
             near = [one for one in near if one.heads.whole == heads]
@@ -147,7 +133,7 @@ class Results:
         for some_heads in _cut_at_borders([one.heads.first for one in grouped], all_heads):
             row = [one for one in grouped if one.heads.first.intersect(some_heads)]
             parts = _cut_at_borders([one.span for one in row], span)
-            patches = [self._merge_patch(kind, part, some_heads, row, count) for part in parts]
+            patches = [self._merge_patch(result, part, some_heads, row, count) for part in parts]
             with_tokens = [patch for patch in patches if patch]
             by_heads.append(_put_together(with_tokens, SEQUENCE_DIM, is_grouped=count > 1))
         merged = _put_together(by_heads, HEADS_DIM, is_grouped=count > 1)
@@ -157,34 +143,32 @@ class Results:
         return tuple(t.flatten(1, 2) for t in merged) if count > 1 else merged
 
     def _merge_patch(
-        self, kind: ResultKind, span: Span, heads: Span, contributions: Sequence[Piece], count: int
+        self, result: Payload, span: Span, heads: Span, contributions: Sequence[Piece], count: int
     ) -> Tensors:
         """Merge what contributes to a span, of contributions to heads; () if it has no tokens."""
-        near = [one for one in contributions if one.span.intersect(span)]
+        like, near = self.store.like, [one for one in contributions if one.span.intersect(span)]
         if near:
-            cuts = [self._cut(one, span, heads).tensors for one in near]
-            return kind.merge([tuple(cut.values()) for cut in cuts], self.store.like.dtype)
-        like = self.store.like
-        length = self.store.tokens.of(span, of_keys=kind.payload.is_of_keys)
+            cuts = [tuple(self._cut(one, span, heads).tensors.values()) for one in near]
+            return merge(result, cuts, like.dtype)
+        length = self.store.tokens.of(span, of_keys=result.is_of_keys)
         if is_known(length == 0):
             return ()
         groups = (count, len(heads)) if count > 1 else (len(heads),)
-        return kind.nothing(like.new_zeros((like.shape[0], *groups, length, like.shape[-1])))
+        return _nothing(result, like.new_zeros((like.shape[0], *groups, length, like.shape[-1])))
 
     def _cut(self, one: Piece, span: Span, heads: Span) -> Piece:
         """Return a contribution to a part of its span, and of the heads of each of its groups."""
-        before = self.store.tokens.of(Span(one.span.start, span.start), of_keys=one.of_keys)
-        length = self.store.tokens.of(span, of_keys=one.of_keys)
-        of, tensors = one.heads, one.tensors
-        is_grouped = int(of.count > 1)
+        of, is_grouped = one.heads, int(one.heads.count > 1)
         if span != one.span:
+            before = self.store.tokens.of(Span(one.span.start, span.start), of_keys=one.of_keys)
+            length = self.store.tokens.of(span, of_keys=one.of_keys)
             dim = SEQUENCE_DIM + is_grouped
-            tensors = {name: t.narrow(dim, before, length) for name, t in tensors.items()}
+            one = one.map(lambda t: t.narrow(dim, before, length), spans=(span,))
         if heads != of.first:
-            start, dim = heads.start - of.start, HEADS_DIM + is_grouped
-            tensors = {name: t.narrow(dim, start, len(heads)) for name, t in tensors.items()}
-            of = replace(of, start=heads.start, size=len(heads))
-        return replace(one, spans=(span,), heads=of, tensors=tensors)
+            start, dim_of_heads = heads.start - of.start, HEADS_DIM + is_grouped
+            groups = replace(of, start=heads.start, size=len(heads))
+            one = one.map(lambda t: t.narrow(dim_of_heads, start, len(heads)), heads=groups)
+        return one
 
 
 # --- Heads and borders ------------------------------------------------------------------------
@@ -206,8 +190,8 @@ def _write_in_groups(contributions: Sequence[Piece], heads: Span) -> tuple[int, 
         grouped.append(written)
     else:
         return first.count, grouped, Span(0, first.step)
-    apart = [part for one in contributions for part in _apart(one)]
-    return 1, [one for one in apart if one.heads.meet(heads)], heads
+    apart = [part for one in contributions for part in _apart(one) if part.heads.meet(heads)]
+    return 1, apart, heads
 
 
 def _in_groups(one: Piece, heads: Span, count: int, step: int) -> Piece | None:
@@ -216,18 +200,18 @@ def _in_groups(one: Piece, heads: Span, count: int, step: int) -> Piece | None:
     if (of.count, of.step, of.whole) == (count, step, heads):
         return replace(one, heads=replace(of, start=of.start - heads.start))
     if of.count == 1 and of.whole == heads and len(heads) == count * step:
-        tensors = {n: t.unflatten(HEADS_DIM, (count, step)) for n, t in one.tensors.items()}
-        return replace(one, heads=Groups(0, step, step, count), tensors=tensors)
+        groups = Groups(0, step, step, count)
+        return one.map(lambda tensor: tensor.unflatten(HEADS_DIM, (count, step)), heads=groups)
     return None
 
 
 def _apart(one: Piece) -> Iterator[Piece]:
     """Yield a contribution group by group."""
+    if one.heads.count == 1:
+        yield one
+        return
     for i, heads in enumerate(one.heads.spans):
-        tensors = one.tensors
-        if one.heads.count > 1:
-            tensors = {name: tensor.select(1, i) for name, tensor in tensors.items()}
-        yield replace(one, heads=Groups.single(heads), tensors=tensors)
+        yield one.map(methodcaller("select", 1, i), heads=Groups.single(heads))
 
 
 def _join_heads(contributions: Sequence[Piece], heads: Span, *, is_grouped: bool) -> list[Piece]:

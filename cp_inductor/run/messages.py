@@ -53,6 +53,14 @@ class Arriving:
     records: tuple[Record, ...]
     number: int
 
+    def wait(self) -> Tensor:
+        """Wait for it, and return the buffer that arrived."""
+        try:
+            buffer: Tensor = torch.ops._c10d_functional.wait_tensor(self.started)
+        except RuntimeError as error:
+            raise StepFailed(self.number) from error
+        return buffer
+
 
 class StepFailed(RuntimeError):
     """The backend could not start an exchange, or wait for it; see `failures`."""
@@ -236,17 +244,12 @@ class Messages:
 
     # --- Receiving --------------------------------------------------------------------------------
 
-    def wait(self, arriving: Arriving) -> tuple[Tensor, list[Piece]]:
-        """Wait for an exchange, put at hand what it brought; return the buffer and its pieces."""
-        buffer = _wait(arriving)
-        return buffer, self.unpack(buffer, arriving.records)
-
-    def arrive(self, arriving: Arriving) -> list[tuple[Payload, Piece]]:
+    def arrive(self, arriving: Arriving) -> list[tuple[Payload, Span, Groups, list[Tensor]]]:
         """Wait for an exchange and return what it brought, without keeping it.
 
         Tensors have a dim more, the first, for the ranks that sent the same groups of heads.
         """
-        buffer, records = _wait(arriving), arriving.records
+        buffer, records = arriving.wait(), arriving.records
         units, together, shapes = [], [], []
         for at, count in find_repetitions(
             [(record.contents, record.span) for record in records],
@@ -257,14 +260,12 @@ class Messages:
             units.append(unit)
             together.append(records[at.start : at.start + count * len(unit)])
             shapes.append((count, len(unit), self.store.length(unit[0]), self.store.like.shape[0]))
-        taken, arrived = self._take_apart(buffer, together, shapes), []
-        for unit, (_, parts) in zip(units, taken, strict=True):
+        arrived = []
+        for unit, (_, parts) in zip(units, self._take_apart(buffer, together, shapes), strict=True):
             groups = groups_of(unit)
             assert groups is not None
             for (payload, _), part, of in zip(unit[0].contents, parts, groups, strict=True):
-                tensors = [_by_groups(tensor, of) for tensor in part]
-                piece = Piece.of(payload, (unit[0].span,), of, tensors, has_arrived=True)
-                arrived.append((payload, piece))
+                arrived.append((payload, unit[0].span, of, [_by_groups(t, of) for t in part]))
         return arrived
 
     def unpack(self, buffer: Tensor, records: Sequence[Record]) -> list[Piece]:
@@ -301,52 +302,36 @@ class Messages:
             together: its records, those together that make one tensor.
             shapes: of these tensors, (..., t, B).
         """
-        words, ratio = buffer, 1
+        like, ratio, words = self.store.like, self.store.words_per_statistic, buffer
         if any(num_statistics(records[0].contents) for records in together):
             # Bits are cast for all at once, in one dim.
-            words = bitcast(buffer, accumulation_dtype(self.store.like))
-            ratio = self.store.words_per_statistic
+            words = bitcast(buffer, accumulation_dtype(like))
         flat, flat_words = [buffer] * len(together), [words] * len(together)
         if len(together) > 1:
             sizes = [sum(map(self.store.numel, records)) for records in together]
             flat = flat_words = list(buffer.split(sizes))
             if words is not buffer:
                 flat_words = list(words.split([size // ratio for size in sizes]))
-        for at, records in enumerate(together):
-            yield self._unpack(records[0].contents, flat[at], flat_words[at], shapes[at])
-
-    def _unpack(
-        self, contents: Contents, flat: Tensor, flat_words: Tensor, shape: tuple[int | SymInt, ...]
-    ) -> tuple[Tensor, list[list[Tensor]]]:
-        """Return what `_take_apart` yields; the words are the same records as statistics."""
-        num_heads, head_dim = num_rows(contents), self.store.like.shape[-1]
-        layout, ratio = self.store.layout(contents), self.store.words_per_statistic
-        packed = flat.view(*shape, layout.width)
-        rows = narrow(packed, -1, 0, num_heads * head_dim)
-        rows = rows.unflatten(-1, (num_heads, head_dim)).movedim(-4, -2)
-        has_statistics = num_statistics(contents) > 0
-        words = flat_words.view(*shape, layout.width // ratio) if has_statistics else None
-        row, statistic = 0, layout.starts[-1] // ratio
-        parts = []
-        for payload, heads in contents:
-            part = []
-            for _ in payload.tensors:
-                part.append(rows.narrow(-3, row, len(heads)))
-                row += len(heads)
-            for _ in payload.statistics:
-                assert words is not None
-                part.append(words.narrow(-1, statistic, len(heads)).movedim(-3, -1))
-                statistic += len(heads)
-            parts.append(part)
-        return packed, parts
-
-
-def _wait(arriving: Arriving) -> Tensor:
-    try:
-        buffer: Tensor = torch.ops._c10d_functional.wait_tensor(arriving.started)
-    except RuntimeError as error:
-        raise StepFailed(arriving.number) from error
-    return buffer
+        for at, (records, shape) in enumerate(zip(together, shapes, strict=True)):
+            contents = records[0].contents
+            num_heads, layout = num_rows(contents), self.store.layout(contents)
+            packed = flat[at].view(*shape, layout.width)
+            rows = narrow(packed, -1, 0, num_heads * like.shape[-1])
+            rows = rows.unflatten(-1, (num_heads, like.shape[-1])).movedim(-4, -2)
+            statistics = rows  # read only where there are some
+            if num_statistics(contents):
+                statistics = flat_words[at].view(*shape, layout.width // ratio)
+            row, statistic, parts = 0, layout.starts[-1] // ratio, []
+            for payload, heads in contents:
+                part = []
+                for _ in payload.tensors:
+                    part.append(rows.narrow(-3, row, len(heads)))
+                    row += len(heads)
+                for _ in payload.statistics:
+                    part.append(statistics.narrow(-1, statistic, len(heads)).movedim(-3, -1))
+                    statistic += len(heads)
+                parts.append(part)
+            yield packed, parts
 
 
 def _by_groups(tensor: Tensor, of: Groups) -> Tensor:

@@ -14,8 +14,9 @@ Shapes: B batch, h heads, t tokens, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import SymInt, Tensor
@@ -61,6 +62,11 @@ class Piece:
         groups = Groups.single(heads) if isinstance(heads, Span) else heads
         named = dict[str | Contents, Tensor](zip(payload.parts, tensors, strict=True))
         return Piece(spans, groups, payload.is_of_keys, named, has_arrived)
+
+    def map(self, change: Callable[[Tensor], Tensor], **fields: Any) -> Piece:
+        """Return it with all of its tensors changed, and with other fields."""
+        tensors = {name: change(tensor) for name, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors, **fields)
 
     @property
     def span(self) -> Span:

@@ -34,12 +34,13 @@ from cp_inductor.graph.collectives import WAIT
 from cp_inductor.graph.exchange_rows import EXCHANGE_ROWS, read_part, unpack
 from cp_inductor.mask.language import BATCH, HEAD
 from cp_inductor.mask.rows import Column, rule_of_rows
+from cp_inductor.plan import Payload
 from cp_inductor.plan.batch import groups_of_heads
 from cp_inductor.plan.batch_cells import BLOCK
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.plan.batch_tables import COLUMNS, ROW_COLUMNS, Kind, Layout, Part, Side
 from cp_inductor.run.attention import Attention
-from cp_inductor.run.merge import ResultKind, Tensors
+from cp_inductor.run.merge import Tensors, merge_stack
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.tiles.kernels import AnyScale, Kernel, TileCall
 from cp_inductor.tiles.stand_in import delta_of, make_stand_in, make_words
@@ -93,17 +94,14 @@ class RowTile:
     is_computed: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class ArrivingRows:
-    """Rows that are arriving, and what was sent."""
+# Rows that are arriving, and what was sent, by side.
+Arriving = Mapping[Side, tuple[Tensor, Named]]
 
-    message: Tensor
-    like: Named
 
-    def wait(self) -> Named:
-        """Wait, and return the rows of each tensor."""
-        rows = unpack(WAIT(self.message), [*self.like.values()])
-        return dict(zip(self.like, rows, strict=True))
+def wait_for(message: Tensor, like: Named) -> Named:
+    """Wait for a message, and return the rows of each tensor that was sent."""
+    rows = unpack(WAIT(message), [*like.values()])
+    return dict(zip(like, rows, strict=True))
 
 
 class Tables:
@@ -154,31 +152,29 @@ class Tables:
 
     # --- Exchanges --------------------------------------------------------------------------
 
-    def start_fetch(self, stage: int) -> dict[Side, ArrivingRows]:
+    def start_fetch(self, stage: int) -> Arriving:
         """Start what a stage fetches."""
         return self._start(Kind.SEND, stage, self.sent)
 
-    def end_fetch(self, stage: int, fetching: dict[Side, ArrivingRows]) -> None:
+    def end_fetch(self, stage: int, fetching: Arriving) -> None:
         """Wait for it, and add it to the pools."""
         for side, arriving in fetching.items():
-            rows = arriving.wait()
+            rows = wait_for(*arriving)
             if "out" in rows and not self.kernel.takes_delta:
                 # The kernel wants out. For the rows of other ranks, something stands in for it.
                 rows["out"] = make_stand_in(rows["out"], rows["grad_out"])
             self.pools[side].add(rows)
 
-    def start_home(self, stage: int) -> dict[Side, ArrivingRows]:
+    def start_home(self, stage: int) -> Arriving:
         """Start to send home what the tile of a stage computed for other ranks."""
         return self._start(Kind.HOME, stage, {side: of[-1] for side, of in self.computed.items()})
 
-    def end_home(self, homeward: dict[Side, ArrivingRows] | None) -> None:
+    def end_home(self, homeward: Arriving | None) -> None:
         """Wait for results of own rows that others computed."""
         for side, arriving in (homeward or {}).items():
-            self.came_home[side].append(arriving.wait())
+            self.came_home[side].append(wait_for(*arriving))
 
-    def _start(
-        self, kind: Kind, stage: int, sent: Mapping[Side, Named]
-    ) -> dict[Side, ArrivingRows]:
+    def _start(self, kind: Kind, stage: int, sent: Mapping[Side, Named]) -> Arriving:
         """Start the exchanges of a stage, if it has any."""
         if not 1 <= stage <= self.layout.stages:
             return {}
@@ -193,7 +189,7 @@ class Tables:
             outgoing = [*tensors.values()]
             message = EXCHANGE_ROWS(outgoing, self.numbers, self.sizes, *places, *ranks)
             self._expect(message, part)
-            started[side] = ArrivingRows(message, tensors)
+            started[side] = message, tensors
         return started
 
     def _expect(self, found: Tensor, part: Part) -> None:
@@ -270,16 +266,16 @@ class Tables:
 
     # --- Results ----------------------------------------------------------------------------
 
-    def add(self, kind: ResultKind, tile: RowTile, tensors: Sequence[Tensor]) -> None:
+    def add(self, result: Payload, tile: RowTile, tensors: Sequence[Tensor]) -> None:
         """Note what a tile computed, as rows, of which statistics are first in messages."""
-        named = zip(kind.payload.parts, tensors, strict=True)
+        named = zip(result.parts, tensors, strict=True)
         rows = {name: tensor.transpose(1, 2).flatten(0, 1) for name, tensor in named}
-        wide_first = sorted(rows, key=lambda name: name not in kind.payload.statistics)
-        self.computed[_side_of(kind)].append({name: rows[name] for name in wide_first})
+        wide_first = (*result.statistics, *result.tensors)
+        self.computed[_side_of(result)].append({name: rows[name] for name in wide_first})
 
-    def result(self, kind: ResultKind) -> Tensors:
+    def result(self, result: Payload) -> Tensors:
         """Combine, or sum up, what was computed of own rows, by whichever rank."""
-        side = _side_of(kind)
+        side = _side_of(result)
         (batch, _, length, _), part = self.shapes[side], Part(Kind.SUM, side)
         own, place = batch * length * self.num_groups, self.layout.place(part)
         which: Tensor = rows_of_results(self.numbers, self.sizes, place, own)
@@ -287,20 +283,20 @@ class Tables:
         computed = [*self.computed[side], *self.came_home[side]]
 
         stacks = []
-        for name in kind.payload.parts:
+        for name in result.parts:
             # In a row that no tile computed, nothing was seen.
-            nothing = -float("inf") if name in kind.payload.statistics else 0.0
+            nothing = -float("inf") if name in result.statistics else 0.0
             stacks.append(cat_behind([rows[name] for rows in computed], nothing)[which])
-        merged = dict(zip(kind.payload.parts, kind.merge_stack(*stacks), strict=True))
-        merged |= {name: merged[name].to(self.dtype) for name in kind.payload.tensors}
+        merged = dict(zip(result.parts, merge_stack(result, stacks), strict=True))
+        merged |= {name: merged[name].to(self.dtype) for name in result.tensors}
         # (B S groups, H / groups, ...) -> (B, H, S, ...).
         groups = (batch, length, self.num_groups)
         by_group = (rows.unflatten(0, groups) for rows in merged.values())
         return tuple(rows.flatten(2, 3).transpose(1, 2) for rows in by_group)
 
 
-def _side_of(kind: ResultKind) -> Side:
-    return Side.KEY if kind.payload.is_of_keys else Side.QUERY
+def _side_of(result: Payload) -> Side:
+    return Side.KEY if result.is_of_keys else Side.QUERY
 
 
 # --- A plan's numbers, part by part ------------------------------------------------------------

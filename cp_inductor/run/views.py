@@ -28,7 +28,7 @@ from torch import Tensor
 from cp_inductor.mask.language import SCORE
 from cp_inductor.plan import Mask, Payload, Span, Tile, backward_plan, forward_plan
 from cp_inductor.run.attention import Attention
-from cp_inductor.run.merge import RESULT_KINDS, Results, Tensors
+from cp_inductor.run.merge import RESULTS, Results, Tensors
 from cp_inductor.run.messages import Arriving, Messages
 from cp_inductor.run.own_transfers import fetch_of, home_of, reads_shard, runs_leaving
 from cp_inductor.run.records import Contents, Groups, records_received
@@ -113,7 +113,8 @@ class Views:
             self.store.forget(self._spans_needed_from(stage))
         if fetching is None:
             return
-        buffer, arrived = self.messages.wait(fetching)
+        buffer = fetching.wait()
+        arrived = self.messages.unpack(buffer, fetching.records)
         if stage < self.plan.num_kept:
             self.kept.append(buffer)
         with_delta = [piece for piece in arrived if "delta" in piece.tensors]
@@ -152,13 +153,13 @@ class Views:
         home = self.homes[stage]
         at_hand = [*self.store.pieces]
         leaving = [transfer for transfer in home if transfer.source == self.rank]
-        for kind in RESULT_KINDS:
-            for span, heads in runs_leaving(leaving, kind.payload):
-                merged = self.results.over(kind, span, heads, of_tiles=True)
-                self.store.put(Piece.of(kind.payload, (span,), heads, merged))
+        for result in RESULTS:
+            for span, heads in runs_leaving(leaving, result):
+                merged = self.results.over(result, span, heads, of_tiles=True)
+                self.store.put(Piece.of(result, (span,), heads, merged))
             to_itself = [transfer for transfer in leaving if transfer.destination == self.rank]
-            gone = {transfer.heads for transfer in to_itself if transfer.payload is kind.payload}
-            self.results.withdraw(kind.payload, gone)
+            gone = {transfer.heads for transfer in to_itself if transfer.payload is result}
+            self.results.withdraw(result, gone)
         started = self.messages.start(home)
         self.store.pieces = at_hand
         return started

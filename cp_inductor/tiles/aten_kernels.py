@@ -52,25 +52,16 @@ class FlashCPU(PlainKernel):
 
     def forward(self, call: TileCall) -> Partial:
         """See `Kernel.forward`."""
-        out, lse = self.attend(call)
+        inputs = with_whole_rows(*call.tensors)
+        out, lse = self.forward_op(
+            *inputs, 0.0, call.is_causal, attn_mask=call.bias, scale=call.scale
+        )
         return Partial(out, _lse_of_rows(lse, call.bias))
 
     def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         """See `Kernel.backward`."""
         lse = _lse_for_backward(whole.lse, call.bias)
-        return self.differentiate(call, grad_out, Partial(whole.out, lse))
-
-    def attend(self, call: TileCall) -> Partial:
-        """Attend; the lse of rows that see nothing is any number."""
-        inputs = with_whole_rows(*call.tensors)
-        out, lse = self.forward_op(
-            *inputs, 0.0, call.is_causal, attn_mask=call.bias, scale=call.scale
-        )
-        return Partial(out, lse)
-
-    def differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """Differentiate; the lse of rows that see nothing is +inf."""
-        inputs = (grad_out, *with_whole_rows(*call.tensors, whole.out), whole.lse)
+        inputs = (grad_out, *with_whole_rows(*call.tensors, whole.out), lse)
         dq, dk, dv = self.backward_op(
             *inputs, 0.0, call.is_causal, attn_mask=call.bias, scale=call.scale
         )

@@ -27,9 +27,11 @@ Shapes: B batch, H query heads, G key-value heads (G divides H), S queries, T ke
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -152,44 +154,20 @@ def _at_blocks(geometry: Geometry, of_blocks: Tensor, *, has_heads: bool) -> Pla
 # --- Strips -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Strip:
+class Strip(NamedTuple):
     """Neighbouring rows of blocks that see the same blocks of keys.
 
     Attributes:
-        entry, head: of the batch, and of the tile's; None is all of them.
-        rows: blocks of queries, [start, stop).
-        columns: blocks of keys, in order.
+        entry, head: of the batch, and of the tile's; 0 if it is of all of them.
+        rows, columns: blocks of queries, and of keys, in order.
         is_full: all of the blocks are FULL.
     """
 
-    entry: int | None
-    head: int | None
-    rows: tuple[int, int]
+    entry: int
+    head: int
+    rows: range
     columns: tuple[int, ...]
     is_full: bool
-
-    def queries(self, length: int) -> slice:
-        """Return its queries, of so many."""
-        return slice(self.rows[0] * BLOCK, min(self.rows[1] * BLOCK, length))
-
-    def keys(self, length: int) -> list[slice]:
-        """Return its keys, of so many, in runs.
-
-        If the last block is too short for the kernel, some keys before it are among them.
-        """
-        if self.num_hidden(length):
-            return [slice(length - MIN_KEYS, length)]
-        runs = [
-            [column for _, column in run]
-            for _, run in groupby(enumerate(self.columns), lambda pair: pair[1] - pair[0])
-        ]
-        return [slice(run[0] * BLOCK, min((run[-1] + 1) * BLOCK, length)) for run in runs]
-
-    def num_hidden(self, length: int) -> int:
-        """Return how many of the keys are not of its blocks."""
-        own = length - self.columns[0] * BLOCK
-        return MIN_KEYS - own if own < MIN_KEYS <= length else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,99 +192,90 @@ class Call:
     numbers: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes of a tile."""
-
-    num_queries: int
-    num_keys: int
-    num_heads: int
-    num_kv_heads: int
-
-
-def arrange_calls(cells: Tensor, sizes: Sizes, entries: int | None = None) -> tuple[Call, ...]:
-    """Put the blocks of a tile that hold pairs into calls of flash attention.
-
-    Cells are exact, (B | 1, H | 1, ceil(S / 128), ceil(T / 128)). So many batch entries, if they
-    are given, are computed by themselves, although the cells do not depend on them.
-    """
-    array = cells.numpy()
-    return _arrange(array.tobytes(), array.shape, entries or array.shape[0], sizes)
-
-
 @lru_cache(maxsize=64)
 def _arrange(
-    cells: bytes, shape: tuple[int, ...], num_entries: int, sizes: Sizes
+    of_cells: bytes,
+    shape: tuple[int, ...],
+    num_entries: int,
+    lengths: tuple[int, int],
+    num_heads: tuple[int, int],
 ) -> tuple[Call, ...]:
-    array = np.frombuffer(cells, dtype=np.int8).reshape(shape)
-    array = np.broadcast_to(array, (num_entries, *shape[1:]))
-    by_shape: dict[tuple[int, int, bool, int], list[Strip]] = {}
-    for strip in _strips(array):
-        queries, keys = strip.queries(sizes.num_queries), strip.keys(sizes.num_keys)
-        lengths = (queries.stop - queries.start, sum(run.stop - run.start for run in keys))
-        alike = (*lengths, strip.is_full, strip.num_hidden(sizes.num_keys))
-        by_shape.setdefault(alike, []).append(strip)
+    """Put the blocks of a tile that hold pairs into calls of flash attention.
+
+    Args:
+        of_cells, shape: exact cells, (B | 1, H | 1, ceil(S / 128), ceil(T / 128)).
+        num_entries: so many batch entries are computed by themselves, be the cells of all or not.
+        lengths, num_heads: S and T, H and G.
+    """
+    cells = np.frombuffer(of_cells, dtype=np.int8).reshape(shape)
+    cells = np.broadcast_to(cells, (num_entries, *shape[1:]))
+    has_heads = shape[1] > 1
+
+    def join(strips: Sequence[tuple[Any, ...]], side: int) -> slice | Tensor:
+        """Return which tokens of queries or keys strips hold: see `Call`."""
+        parts = []
+        for strip, *tokens in strips:
+            part = tokens[side] + strip.entry * lengths[side]
+            if has_heads:
+                part = part * num_heads[side] + strip.head * num_heads[side] // num_heads[0]
+            parts.append(part)
+        together = np.concatenate(parts)
+        if (np.diff(together) == 1).all():
+            return slice(int(together[0]), int(together[-1]) + 1)
+        return torch.from_numpy(together)
+
+    by_shape = defaultdict[tuple[int, ...], list[tuple[Any, ...]]](list)
+    for strip in _strips(cells):
+        queries, keys = map(_tokens_of, (strip.rows, strip.columns), lengths)
+        if lengths[1] - keys[0] < MIN_KEYS <= lengths[1]:
+            # The last block is too short for the kernel: some keys before it are hidden.
+            keys = np.arange(lengths[1] - MIN_KEYS, lengths[1])
+        num_hidden = strip.columns[0] * BLOCK - int(keys[0])
+        alike = len(queries), len(keys), strip.is_full, num_hidden
+        by_shape[alike].append((strip, queries, keys))
     calls = []
     for (rows, columns, _, num_hidden), strips in sorted(by_shape.items()):
-        heads = sizes.num_heads if shape[1] == 1 else 1
-        at_once = max(1, MAX_PAIRS // (rows * columns * heads))
+        at_once = max(1, MAX_PAIRS // (rows * columns * (1 if has_heads else num_heads[0])))
         for start in range(0, len(strips), at_once):
             some = strips[start : start + at_once]
-            tokens = [_tokens(some, sizes, of_keys=of_keys) for of_keys in (False, True)]
-            of_blocks, numbers = _number_blocks(array, some)
-            calls.append(Call(tokens[0], tokens[1], rows, columns, num_hidden, of_blocks, numbers))
+            blocks = [
+                (strip.entry, strip.head, *block)
+                for strip, *_ in some
+                for block in product(strip.rows, strip.columns)
+            ]
+            places = np.array(blocks)
+            is_partial = cells[tuple(places.T)] == Cell.PARTIAL
+            numbers = np.where(is_partial, np.cumsum(is_partial) - 1, is_partial.sum())
+            numbers = numbers.reshape(len(some), -1, len(some[0][0].columns))
+            of_blocks = torch.from_numpy(places[is_partial]), torch.from_numpy(numbers)
+            tokens = join(some, 0), join(some, 1)
+            calls.append(Call(*tokens, rows, columns, num_hidden, *of_blocks))
     return tuple(calls)
 
 
 def _strips(cells: np.ndarray) -> Iterator[Strip]:
     for entry, head in np.ndindex(*cells.shape[:2]):
-        of = (entry if cells.shape[0] > 1 else None, head if cells.shape[1] > 1 else None)
         last: Strip | None = None
         for row, of_row in enumerate(cells[entry, head]):
             columns = tuple(np.flatnonzero(of_row).tolist())
             is_full = not (of_row == Cell.PARTIAL).any()
             first = row
             if last and (last.columns, last.is_full) == (columns, is_full):
-                num_pairs = (row + 1 - last.rows[0]) * len(columns) * BLOCK**2
+                num_pairs = (row + 1 - last.rows.start) * len(columns) * BLOCK**2
                 if is_full or num_pairs <= MAX_BIAS:
-                    first, last = last.rows[0], None
+                    first, last = last.rows.start, None
             if last:
                 yield last
-            last = Strip(*of, (first, row + 1), columns, is_full) if columns else None
+            rows = range(first, row + 1)
+            last = Strip(entry, head, rows, columns, is_full) if columns else None
         if last:
             yield last
 
 
-def _number_blocks(cells: np.ndarray, strips: Sequence[Strip]) -> tuple[Tensor, Tensor]:
-    """Return the PARTIAL blocks of strips, and the numbers of all of their blocks: see `Call`."""
-    of_blocks: list[tuple[int, int, int, int]] = []
-    numbers = []
-    for strip in strips:
-        for row, column in product(range(*strip.rows), strip.columns):
-            at = (strip.entry or 0, strip.head or 0, row, column)
-            is_partial = cells[at] == Cell.PARTIAL
-            numbers.append(len(of_blocks) if is_partial else -1)
-            of_blocks += [at] if is_partial else []
-    places = torch.tensor(numbers).view(len(strips), -1, len(strips[0].columns))
-    places = places.masked_fill(places < 0, len(of_blocks))
-    return torch.tensor(of_blocks, dtype=torch.int64).view(-1, 4), places
-
-
-def _tokens(strips: Sequence[Strip], sizes: Sizes, *, of_keys: bool) -> slice | Tensor:
-    """Return which tokens strips hold: see `Call`."""
-    length = sizes.num_keys if of_keys else sizes.num_queries
-    repeats = sizes.num_heads // sizes.num_kv_heads if of_keys else 1
-    heads = sizes.num_heads // repeats
-    parts = []
-    for strip in strips:
-        runs = strip.keys(length) if of_keys else [strip.queries(length)]
-        tokens = np.concatenate([np.arange(run.start, run.stop) for run in runs])
-        tokens = tokens + (strip.entry or 0) * length
-        parts.append(tokens if strip.head is None else tokens * heads + strip.head // repeats)
-    together = np.concatenate(parts)
-    if (np.diff(together) == 1).all():
-        return slice(int(together[0]), int(together[-1]) + 1)
-    return torch.from_numpy(together)
+def _tokens_of(blocks: Sequence[int], length: int) -> np.ndarray:
+    """Return the tokens of blocks, of so many in all."""
+    tokens = np.add.outer(np.array(blocks) * BLOCK, np.arange(BLOCK)).ravel()
+    return tokens[tokens < length]
 
 
 # --- The tile ---------------------------------------------------------------------------------
@@ -336,11 +305,14 @@ class _Work:
             of_batch = self.batch if BATCH in self.rule.allowed.free_symbols else 1
             cells = _cells_without_tables(rule, tuple(geometry), of_batch, query.dtype)
         self.has_heads = cells.shape[1] > 1
-        sizes = Sizes(query.shape[2], key.shape[2], query.shape[1], key.shape[1])
         is_by_entry = self.has_heads or BATCH in self.rule.bias.free_symbols
-        entries = self.batch if is_by_entry else None
-        self.calls = arrange_calls(cells, sizes, entries) if self.batch else ()
         self.has_entries = is_by_entry or cells.shape[0] > 1
+        self.calls: tuple[Call, ...] = ()
+        if self.batch:
+            entries = self.batch if is_by_entry else cells.shape[0]
+            sides = (query.shape[2], key.shape[2]), (query.shape[1], key.shape[1])
+            of_cells = cells.numpy().tobytes(), tuple(cells.shape)
+            self.calls = _arrange(*of_cells, entries, *sides)
 
     def tokens_of(self, tensor: Tensor) -> Tensor:
         """(B, H, S, ...) -> (entries, tokens, heads, ...); a copy if strides make it one."""
@@ -370,8 +342,8 @@ class _Work:
         else:
             tokens.index_add_(1, call.keys, part.to(tokens.dtype))
 
-    def with_biases(self) -> Iterator[tuple[Call, Tensor | None, Tensor | None]]:
-        """Yield calls, what is added to their scores, and which of their rows see nothing.
+    def with_biases(self) -> Iterator[tuple[Call, Tensor | None]]:
+        """Yield calls, and what is added to their scores.
 
         The rule is evaluated once for several calls: what takes little time takes longer to start
         on several threads.
@@ -382,25 +354,20 @@ class _Work:
                 yield from self._biases(some)
                 some = []
             some.append(call)
-        yield from self._biases(some)
+        if some:
+            yield from self._biases(some)
 
-    def _biases(self, calls: Sequence[Call]) -> Iterator[tuple[Call, Tensor | None, Tensor | None]]:
-        of_blocks = torch.cat([call.of_blocks for call in calls]) if calls else torch.empty(0, 4)
-        blocks = self._bias_of_blocks(of_blocks)
-        is_blind = blocks.amax(-1) == -float("inf")
-        has_blind, start, num_full = bool(is_blind.any()), 0, len(of_blocks)
+    def _biases(self, calls: Sequence[Call]) -> Iterator[tuple[Call, Tensor | None]]:
+        of_blocks = torch.cat([call.of_blocks for call in calls])
+        blocks, start = self._bias_of_blocks(of_blocks), 0
         for call in calls:
             number = len(call.of_blocks)
             if not number and not call.num_hidden:
-                yield call, None, None
+                yield call, None
                 continue
-            where = torch.where(call.numbers == number, num_full, call.numbers + start)
+            where = torch.where(call.numbers == number, len(of_blocks), call.numbers + start)
             start += number
-            blind = None
-            if has_blind:
-                of_rows = is_blind[where].all(2).movedim(2, 1).flatten(2, 3)
-                blind = self._of_entries(of_rows[:, :, : call.num_queries])
-            yield call, self._bias_of_call(blocks, where, call), blind
+            yield call, self._bias_of_call(blocks, where, call)
 
     def _bias_of_call(self, blocks: Tensor, where: Tensor, call: Call) -> Tensor:
         """Return what is added, (entries x strips | 1, H | 1, s, t), from blocks' rows."""
@@ -413,13 +380,9 @@ class _Work:
         bias = bias[:, :, : call.num_queries, : call.num_keys - call.num_hidden]
         if call.num_hidden:
             bias = torch.nn.functional.pad(bias, (call.num_hidden, 0), value=-float("inf"))
-        return self._of_entries(bias)
-
-    def _of_entries(self, of_strips: Tensor) -> Tensor:
-        """Repeat what is of strips for all batch entries, if these are not told apart."""
-        if self.has_entries or self.batch == 1 or len(of_strips) == 1:
-            return of_strips
-        return of_strips.repeat(self.batch, *[1] * (of_strips.ndim - 1))
+        # Of all batch entries, if strips do not tell them apart.
+        is_of_all = not self.has_entries and len(bias) > 1
+        return bias.repeat(self.batch, 1, 1, 1) if is_of_all else bias
 
     def _bias_of_blocks(self, of_blocks: Tensor) -> Tensor:
         """Return what is added to the scores of blocks, (n + 1, H | 1, 128, 128).
@@ -481,14 +444,12 @@ def masked_tile(
     out, lse = _empty_partial(query)
     whole_out, whole_lse = work.tokens_of(out.zero_()), work.tokens_of(lse.fill_(-float("inf")))
     of_tile = [work.tokens_of(tensor) for tensor in (query, key, value)]
-    for call, bias, blind in work.with_biases():
+    for call, bias in work.with_biases():
         which = (call.queries, call.keys, call.keys)
         q, k, v = (work.read(t, w, call) for t, w in zip(of_tile, which, strict=True))
-        out_of_call, lse_of_call = FlashCPU().attend(TileCall(q, k, v, False, scale, bias))
-        work.write(whole_out, out_of_call, call)
-        if blind is not None:
-            lse_of_call = lse_of_call.masked_fill(blind, -float("inf"))
-        work.write(whole_lse, lse_of_call, call)
+        of_call = FlashCPU().forward(TileCall(q, k, v, False, scale, bias))
+        work.write(whole_out, of_call.out, call)
+        work.write(whole_lse, of_call.lse, call)
         counters["cp_inductor"]["blocks_computed"] += call.numbers.numel()
     return out, lse
 
@@ -522,11 +483,11 @@ def masked_tile_backward(
     dq, dk, dv = grads = _empty_grads(query, key)
     wholes = [work.tokens_of(grad.zero_()) for grad in grads]
     of_tile = [work.tokens_of(t) for t in (query, key, value, grad_out, out, hide_blind_rows(lse))]
-    for call, bias, _ in work.with_biases():
+    for call, bias in work.with_biases():
         which = (call.queries, call.keys, call.keys, *[call.queries] * 3)
         q, k, v, grad, *whole = (work.read(t, w, call) for t, w in zip(of_tile, which, strict=True))
         tile_call = TileCall(q, k, v, False, scale, bias)
-        of_call = FlashCPU().differentiate(tile_call, grad, Partial(*whole))
+        of_call = FlashCPU().backward(tile_call, grad, Partial(*whole))
         work.write(wholes[0], of_call[0], call)
         work.add(wholes[1], of_call[1], call)
         work.add(wholes[2], of_call[2], call)

@@ -38,7 +38,6 @@ from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.along_sequence import (
     SharedSequence,
     has_asked,
-    questions,
     sharing,
     tokens_before,
 )
@@ -77,18 +76,18 @@ class OnOwnTokens(OnWhole):
         places = shared_out(given)
         tokens = given.redistribute(given.device_mesh, places)
         axes = tuple(axis for axis, place in enumerate(places) if place == Shard(TOKENS))
-        sequence = SharedSequence(tokens.device_mesh, axes, tokens.shape[TOKENS])
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        sequence = SharedSequence(tokens.device_mesh, axes, tokens.shape[TOKENS], name)
         args, kwargs = map_parts(
             lambda _, leaf: _own(tokens if leaf is given else leaf, tokens),
             "",
             begun,
             is_ours=False,
         )
-        asked = questions()
         alike = nullcontext() if torch.compiler.is_compiling() else drawing_alike(self, tokens)
         with sharing(sequence), alike:
             result = locally(self.compute, *args, **kwargs)
-        if not has_asked(asked, f"{type(self).__module__}.{type(self).__qualname__}"):
+        if not has_asked(name):
             raise UnsupportedPlacement(
                 site=type(self).__name__,
                 expected="a module that passes states or tokens along the sequence",

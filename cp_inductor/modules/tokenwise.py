@@ -35,6 +35,7 @@ from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.reading import (
     ReadsLocally,
     computing,
+    computing_with,
     locally,
     read_locally,
     reading_once,
@@ -85,11 +86,10 @@ class _Routing(ReadsLocally):
         given = tokens.placements
         tokens = tokens.redistribute(placements=shared_out(tokens))
         local = tokens.to_local()
-        here = computing()
-        outer = here.tokens
-        if any(isinstance(inner, _Router) for inner in self.modules()) and _is_recording_logits():
-            here.tokens = tokens  # Dynamo (2.13) refuses it within a checkpoint of activations
-        try:
+        # Dynamo (2.13) refuses it within a checkpoint of activations.
+        has_routers = any(isinstance(inner, _Router) for inner in self.modules())
+        recorded = {"tokens": tokens} if has_routers and _is_recording_logits() else {}
+        with computing_with(**recorded):
             if torch.compiler.is_compiling():  # one graph of all ranks
                 result = locally(method, local, *args, **kwargs)
             else:
@@ -98,8 +98,6 @@ class _Routing(ReadsLocally):
                     parts = [part for _, part in leaves_of("", (local, args, kwargs))]
                     first = locally(_with_all_gradients, self, parts, result)
                     result = (first, *result[1:]) if isinstance(result, tuple) else first
-        finally:
-            here.tokens = outer
         first, *rest = result if isinstance(result, tuple) else (result,)
         outs = [_flat(first, local, tokens), *rest]
         for place, out in enumerate(outs):

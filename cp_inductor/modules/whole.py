@@ -40,11 +40,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.wrap import wrap_parts, wrap_whole
 from cp_inductor.errors import UnsupportedPlacement
-from cp_inductor.modules.along_sequence import sharing
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.reading import (
     ReadsLocally,
     computing,
+    computing_with,
     locally,
     read_locally,
     reading_of,
@@ -113,13 +113,9 @@ class OnWhole(ReadsLocally):
         placements = _placements_of_result(given, mesh, type(self).__name__)
         args, kwargs = map_parts(lambda _, leaf: gathered(leaf), "", (args, kwargs), is_ours=False)
         # A checkpoint may recompute this together with modules that share the sequence.
-        here = computing()
-        outer, here.left = here.left, []
-        try:
-            with sharing(None):
-                result = locally(super().forward, *args, **kwargs)
-        finally:
-            left, here.left = here.left, outer
+        left: list[tuple[nn.Module, str]] = []
+        with computing_with(sequence=None, left=left):
+            result = locally(super().forward, *args, **kwargs)
         _share_what_is_left(left, mesh, placements)
         of_batch = (tensor for tensor in given if Shard(0) in tensor.placements)
         batch = next(((one.to_local().shape[0], one.shape[0]) for one in of_batch), None)

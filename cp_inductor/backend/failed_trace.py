@@ -36,7 +36,7 @@ from cp_inductor.dtensor.limits import (
 )
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedPlacement
 from cp_inductor.graph.nodes import source_line
-from cp_inductor.modules.parallelize import BATCHES
+from cp_inductor.modules.parallelize import options_of
 from cp_inductor.passes.attentions import SDPA
 from cp_inductor.region.regions import groups_of_program
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -98,8 +98,7 @@ def errors_unwrapped(gm: fx.GraphModule | None = None) -> Iterator[None]:
 
 def _tell(error: Exception, frame: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Let the ranks that share a sequence know that this one has no graph for what they may run."""
-    batches = getattr(type(frame.get("self")), BATCHES, None)
-    given = options.get("mesh"), getattr(batches, "mesh", None)
+    given = options.get("mesh"), getattr(options_of(frame.get("self")), "mesh", None)
     meshes = [mesh for mesh in given if isinstance(mesh, DeviceMesh) and mesh.get_coordinate()]
     with suppress(RuntimeError, KeyError, ValueError):  # a group is gone
         names = set(groups_of_program())

@@ -25,8 +25,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor.integrations.transformers_recurrences import find_recurrence
-from cp_inductor.modules.libraries import ModelLibrary, Recurrence
-from cp_inductor.modules.whole import gathered, own_part
+from cp_inductor.modules.libraries import Local, ModelLibrary
+from cp_inductor.modules.tokenwise import OnShards, ProjectsOnShards
+from cp_inductor.modules.whole import OnWhole, gathered, own_part
 
 # A mixture of experts holds a child "experts" and one of these.
 ROUTERS = ("gate", "router")
@@ -57,28 +58,25 @@ class TransformersModels(ModelLibrary):
                 setattr(module, _HAS_HOOK, True)
                 module.register_forward_pre_hook(_add_decoder_inputs, with_kwargs=True)
 
-    def is_tokenwise(self, module: nn.Module) -> bool:
-        """Whether a module is a mixture of experts: experts, and a router."""
+    def find_local(self, module: nn.Module) -> Local | None:
+        """Return how a recurrence or a mixture of experts computes.
+
+        State-space layers, linear attentions and the like convolve each channel along the sequence,
+        or are known by name. A mixture has experts and a router, or is known by name.
+        """
+        name = type(module).__name__
+        if not _is_one(module):
+            return None
+        recurrence = find_recurrence(module)
+        if recurrence is not None:
+            return recurrence
+        if name in RECURRENT or any(map(_convolves_channels, module.children())):
+            return Local(OnWhole)
+        if name == PROJECTING:
+            return Local(ProjectsOnShards)
         has_experts = isinstance(getattr(module, "experts", None), nn.Module)
         has_router = any(isinstance(getattr(module, name, None), nn.Module) for name in ROUTERS)
-        is_known = (has_experts and has_router) or type(module).__name__ in MIXTURES
-        return is_known and _is_one(module)
-
-    def maps_and_reduces(self, module: nn.Module) -> bool:
-        """Whether experts project to queries and back in a module (JetMoE)."""
-        return type(module).__name__ == PROJECTING and _is_one(module)
-
-    def mixes_tokens(self, module: nn.Module) -> bool:
-        """Whether a module is a state-space layer, a linear attention or the like.
-
-        Such modules convolve each channel along the sequence, or are known by name.
-        """
-        is_known = type(module).__name__ in RECURRENT
-        return _is_one(module) and (is_known or any(map(_convolves_channels, module.children())))
-
-    def find_recurrence(self, module: nn.Module) -> Recurrence | None:
-        """Return how ranks share the recurrence of a module, each computing its own tokens."""
-        return find_recurrence(module) if _is_one(module) else None
+        return Local(OnShards) if (has_experts and has_router) or name in MIXTURES else None
 
     def find_routers(self, model: nn.Module) -> Mapping[type, int]:
         """Return the classes of routers, and let transformers install its hooks now.

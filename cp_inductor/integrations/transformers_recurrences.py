@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from cp_inductor.modules.along_sequence import last_tokens, pass_states
-from cp_inductor.modules.libraries import Recurrence
-from cp_inductor.modules.own_tokens import OnOwnTokens
+from cp_inductor.modules.libraries import Local
+from cp_inductor.modules.own_tokens import CONVOLUTIONS, OnOwnTokens
 from cp_inductor.modules.reading import ReadsLocally, computing
 from cp_inductor.modules.recurrences import (
     Form,
@@ -66,7 +66,7 @@ GATED, LIGHTNING = "RecurrentGemmaRecurrentBlock", "MiniMaxLightningAttention"
 LIGHTNING_SOURCE = "69bc3f622840097cfc6810b4640b50455db872e89ee2a49d8bb326b65a9f88c5"
 
 
-def find_recurrence(module: nn.Module) -> Recurrence | None:
+def find_recurrence(module: nn.Module) -> Local | None:
     """Return how ranks share the recurrence of a module of transformers."""
     name = type(module).__name__
     if name in MIXERS:
@@ -74,14 +74,10 @@ def find_recurrence(module: nn.Module) -> Recurrence | None:
         called = _globals_of(type(module)) & functions.keys()
         # Other versions call attributes of the module, or write the recurrence into the forward.
         is_known = CONVOLUTION in called and (name in CONVOLVING or bool(called & SCANS))
-        return Recurrence(functions, {type(module): _Mixer}) if is_known else None
+        return Local(_Mixer, CONVOLUTIONS, functions) if is_known else None
     if name == GATED:
-        return Recurrence(
-            {}, {type(module): _Gated, type(module.get_submodule("rg_lru")): _GatedScan}
-        )
-    if name == LIGHTNING and _digest(type(module)) == LIGHTNING_SOURCE:
-        return Recurrence({}, {type(module): _Lightning})
-    return None
+        return Local(_Gated, {**CONVOLUTIONS, type(module.get_submodule("rg_lru")): _GatedScan})
+    return Local(_Lightning) if name == LIGHTNING and _digest(module) == LIGHTNING_SOURCE else None
 
 
 def _globals_of(cls: type) -> frozenset[str]:
@@ -91,8 +87,8 @@ def _globals_of(cls: type) -> frozenset[str]:
     return frozenset(one.argval for one in read if one.opname == "LOAD_GLOBAL")
 
 
-def _digest(cls: type) -> str:
-    return hashlib.sha256(inspect.getsource(cls.forward).encode()).hexdigest()  # type: ignore[attr-defined]
+def _digest(module: nn.Module) -> str:
+    return hashlib.sha256(inspect.getsource(type(module).forward).encode()).hexdigest()
 
 
 def _functions() -> Mapping[str, Form]:

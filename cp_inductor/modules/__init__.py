@@ -1,8 +1,11 @@
 """Whole modules over a mesh: models that take whole batches, and modules that run in another way.
 
 parallelize, whole_batches  models that take whole batches, of which each rank takes its part
+options                     what ranks check and compare before
 reading, sharded_weights    plain weights, or shards, that are read as DTensors
-same_model, ties            ranks compare their models; weights that are tied
-tokenwise, whole            modules that run on this rank's tokens, and on those of all ranks
-libraries                   what libraries of models tell about their modules
+ties                        weights that are tied
+local, libraries            which modules run in another way, by name or as a library says
+whole, own_tokens           modules that mix tokens: on those of all ranks, or on a rank's own
+tokenwise, tensor_parallel  modules that treat every token alone
+along_sequence, recurrences states that are passed along the sequence
 """

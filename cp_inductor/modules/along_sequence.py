@@ -25,9 +25,8 @@ several, each of which shards the parts of those before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.fx.traceback import annotate
 
 from cp_inductor.errors import UnsupportedPlacement
-from cp_inductor.modules.reading import computing
+from cp_inductor.modules.reading import ComputingAgain, computing, computing_with
 from cp_inductor.torch_private.checkpoint import rerun_within
 from cp_inductor.torch_private.groups import exchange_rows
 
@@ -59,11 +58,13 @@ class SharedSequence:
     Attributes:
         mesh, axes: whose ranks share it.
         length: how many tokens all ranks have.
+        site: of the module that computes on its own tokens.
     """
 
     mesh: DeviceMesh
     axes: tuple[int, ...]
     length: int | SymInt
+    site: str = ""
 
     @property
     def world_size(self) -> int:
@@ -124,64 +125,35 @@ def _parts(length: Any, count: int) -> list[Any]:
     ]
 
 
-@contextmanager
-def sharing(sequence: SharedSequence | None) -> Iterator[None]:
-    """Within this context, tensors of tokens are this rank's part of a sequence."""
-    here = computing()
-    before, here.sequence = here.sequence, sequence
-    try:
-        yield
-    finally:
-        here.sequence = before
-
-
-@dataclass
-class _Again:
-    """Enters `sharing` again, when a checkpoint within a module recomputes."""
-
-    sequence: SharedSequence
-    entered: list[Any] = field(default_factory=list, compare=False)
-
-    def __enter__(self) -> None:
-        self.entered.append(sharing(self.sequence))
-        self.entered[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.entered.pop().__exit__(*error)
+def sharing(sequence: SharedSequence | None) -> AbstractContextManager[Any]:
+    """Return a context in which tensors of tokens are this rank's part of a sequence."""
+    return computing_with(sequence=sequence)
 
 
 def shared_sequence() -> SharedSequence | None:
     """Return the sequence of which tensors are this rank's part; None if they are whole."""
-    _count_question()
     sequence: SharedSequence | None = computing().sequence
-    if sequence is not None and not torch.compiler.is_compiling():
-        rerun_within(_Again(sequence))
+    if sequence is not None:
+        _note_question(sequence.site)
+        if not torch.compiler.is_compiling():
+            rerun_within(ComputingAgain({"sequence": sequence}))
     return sequence
 
 
 # Dynamo calls these functions while it traces, within a checkpoint, too, where it refuses to change
 # an object.
 @torch.compiler.assume_constant_result
-def questions() -> int:
-    """Return how often this thread has asked for the sequence."""
-    count: int = computing().questions
-    return count
-
-
-@torch.compiler.assume_constant_result
-def has_asked(since: int, site: str) -> bool:
-    """Return whether it has asked since then, or had asked at this site in an earlier call.
+def has_asked(site: str) -> bool:
+    """Return whether anybody has asked for the sequence at this site, now or in an earlier call.
 
     A part of a module that is compiled on its own asks while it is traced, and not again.
     """
-    if computing().questions > since:
-        _asking.add(site)
     return site in _asking
 
 
 @torch.compiler.assume_constant_result
-def _count_question() -> None:
-    computing().questions += 1
+def _note_question(site: str) -> None:
+    _asking.add(site)
 
 
 def pass_states(

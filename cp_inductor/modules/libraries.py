@@ -1,6 +1,6 @@
 """What libraries of models tell `parallelize` about their modules.
 
-    for library in libraries(): library.mixes_tokens(module)     =>  run the module on all tokens
+    for library in libraries(): library.find_local(module)     =>  how it computes on plain tensors
 
 No module of this room knows a library by name. A file of `integrations/` describes one library,
 without importing it, and `import cp_inductor` registers the description.
@@ -18,16 +18,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Recurrence:
-    """How ranks share the recurrence of a module, beside what `recurrences` knows.
+class Local:
+    """How a module computes on plain tensors, in a model that computes on DTensors.
 
     Attributes:
-        functions: forms of functions, by the names under which the module calls them.
-        mixins: what `read_locally` adds to the module and to modules inside it, by their class.
+        mixin: what `read_locally` adds to the module: `OnWhole` computes on all tokens,
+            `OnOwnTokens` and `OnShards` on a rank's own.
+        inner: what it adds to modules inside it, by their class, if not `ReadsLocally`.
+        functions: forms of functions that pass states, by the names under which the module calls
+            them, beside what `recurrences` knows.
     """
 
+    mixin: type[nn.Module]
+    inner: Mapping[type, type[nn.Module]] = field(default_factory=dict)
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    mixins: Mapping[type[nn.Module], type] = field(default_factory=dict)
 
 
 class ModelLibrary:
@@ -36,20 +40,8 @@ class ModelLibrary:
     def adapt(self, model: nn.Module) -> None:
         """Change a model that reads DTensors from now on, before it runs."""
 
-    def is_tokenwise(self, module: nn.Module) -> bool:
-        """Whether a module treats every token alone, such as a mixture of experts."""
-        return False
-
-    def maps_and_reduces(self, module: nn.Module) -> bool:
-        """Whether a module is called by its methods `map` and `reduce`, which are token-wise."""
-        return False
-
-    def mixes_tokens(self, module: nn.Module) -> bool:
-        """Whether a module mixes tokens in another way than by attention."""
-        return False
-
-    def find_recurrence(self, module: nn.Module) -> Recurrence | None:
-        """Return how ranks share the recurrence of a module, each computing its own tokens."""
+    def find_local(self, module: nn.Module) -> Local | None:
+        """Return how a module computes that treats every token alone, or mixes tokens itself."""
         return None
 
     def find_routers(self, model: nn.Module) -> Mapping[type, int]:

@@ -24,7 +24,6 @@ every rank.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -35,25 +34,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.dtensor.wrap import is_whole, wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
-from cp_inductor.modules.along_sequence import (
-    SharedSequence,
-    has_asked,
-    questions,
-    sharing,
-    tokens_before,
+from cp_inductor.modules.along_sequence import SharedSequence, has_asked, sharing, tokens_before
+from cp_inductor.modules.reading import ReadsLocally, computing, locally, scale_gradient
+from cp_inductor.modules.whole import (
+    OnWhole,
+    drawing_alike,
+    gathered,
+    part_beside,
+    shared_out,
+    wrap_tokens,
 )
-from cp_inductor.modules.libraries import Recurrence, libraries
-from cp_inductor.modules.reading import (
-    ReadsLocally,
-    computing,
-    locally,
-    read_locally,
-    reads_locally,
-    scale_gradient,
-)
-from cp_inductor.modules.recurrences import namespaces_of, share_functions, share_wherever_known
-from cp_inductor.modules.whole import OnWhole, drawing_alike, gathered, part_beside, shared_out
-from cp_inductor.modules.whole_batches import leaves_of, map_parts
+from cp_inductor.modules.whole_batches import map_parts, tensors_of
 
 # The dim of the sequence.
 TOKENS = 1
@@ -65,7 +56,7 @@ class OnOwnTokens(OnWhole):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute this rank's tokens, or those of all ranks."""
         begun = self.begin(args, kwargs)
-        leaves = [leaf for _, leaf in leaves_of("", begun)]
+        leaves = tensors_of(begun)
         tokens = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
         if tokens is None or tokens.ndim != 3 or Shard(TOKENS) not in tokens.placements:
             return super().forward(*args, **kwargs)
@@ -73,22 +64,21 @@ class OnOwnTokens(OnWhole):
         if other is not None:
             _warn_of_whole(type(self).__name__, other.ndim)
             return super().forward(*args, **kwargs)
-        given = tokens
-        places = shared_out(given)
-        tokens = given.redistribute(given.device_mesh, places)
+        given, places = tokens, shared_out(tokens)
+        tokens = given.redistribute(placements=places)
         axes = tuple(axis for axis, place in enumerate(places) if place == Shard(TOKENS))
-        sequence = SharedSequence(tokens.device_mesh, axes, tokens.shape[TOKENS])
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        sequence = SharedSequence(tokens.device_mesh, axes, tokens.shape[TOKENS], name)
         args, kwargs = map_parts(
             lambda _, leaf: _own(tokens if leaf is given else leaf, tokens),
             "",
             begun,
             is_ours=False,
         )
-        asked = questions()
         alike = nullcontext() if torch.compiler.is_compiling() else drawing_alike(self, tokens)
         with sharing(sequence), alike:
             result = locally(self.compute, *args, **kwargs)
-        if not has_asked(asked, f"{type(self).__module__}.{type(self).__qualname__}"):
+        if not has_asked(name):
             raise UnsupportedPlacement(
                 site=type(self).__name__,
                 expected="a module that passes states or tokens along the sequence",
@@ -136,32 +126,8 @@ class ShortConvolution(ReadsLocally):
         return F.pad(out[..., count : count + tokens.shape[-1]], (0, count), value=float("nan"))
 
 
-def run_on_own_tokens(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> None:
-    """Make modules that pass states along the sequence compute on their own tokens, in place.
-
-    Args:
-        model: whose parameters are DTensors.
-        more: classes of such modules, besides those that `libraries` know.
-    """
-    for module in list(model.modules()):
-        if reads_locally(module):
-            continue
-        found = (library.find_recurrence(module) for library in libraries())
-        recurrence = next((one for one in found if one is not None), None)
-        if recurrence is None:
-            if not isinstance(module, tuple(more)):
-                continue
-            recurrence = Recurrence()
-            share_wherever_known(module.modules())
-        for inner in dict.fromkeys(module.modules()):
-            for namespace in namespaces_of(type(inner)):
-                share_functions(namespace, recurrence.functions)
-            if reads_locally(inner):
-                continue
-            mixin: Any = OnOwnTokens if inner is module else ReadsLocally
-            if isinstance(inner, nn.Conv1d):
-                mixin = ShortConvolution
-            read_locally(inner, recurrence.mixins.get(type(inner), mixin))
+# In modules that compute on their own tokens.
+CONVOLUTIONS: dict[type, type[nn.Module]] = {nn.Conv1d: ShortConvolution}
 
 
 # Dynamo (2.13) does not trace warnings.
@@ -223,8 +189,7 @@ def _wrapped(out: Any, tokens: DTensor, given: DTensor, site: str) -> Any:
             got=f"{tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__,
             remedy="name a module around it that returns tokens",
         )
-    shape = (*tokens.shape[:2], *out.shape[2:])
-    parts = wrap_parts(out[:, :length], tokens.device_mesh, tokens.placements, shape)
+    parts = wrap_tokens(out[:, :length], tokens)
     # What was a sum over ranks, or sharded by features, is neither after the last projection.
     places = [p if type(p) is Shard and p.dim < 2 else Replicate() for p in given.placements]
     return parts.redistribute(tokens.device_mesh, places)

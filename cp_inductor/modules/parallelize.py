@@ -15,9 +15,8 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -27,11 +26,9 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.nn.parameter import is_lazy
 
 from cp_inductor.dtensor.axis import hold_sequences_along
 from cp_inductor.dtensor.rules import register_rules
@@ -42,7 +39,8 @@ from cp_inductor.errors import (
     UnsupportedWrite,
 )
 from cp_inductor.modules.libraries import libraries
-from cp_inductor.modules.own_tokens import run_on_own_tokens
+from cp_inductor.modules.local import check_model, compute_locally
+from cp_inductor.modules.options import SITE, Options, agree_on_model, check_arguments
 from cp_inductor.modules.reading import (
     READING,
     Reading,
@@ -55,15 +53,8 @@ from cp_inductor.modules.reading import (
     reading_of,
     reads_locally,
 )
-from cp_inductor.modules.same_model import agree_on_model
 from cp_inductor.modules.sharded_weights import ShardedWeights
-from cp_inductor.modules.tensor_parallel import (
-    check_styles,
-    is_tensor_parallel,
-    run_beside_tensor_parallelism,
-)
-from cp_inductor.modules.tokenwise import run_on_shards
-from cp_inductor.modules.whole import run_known_on_whole, run_on_whole
+from cp_inductor.modules.tensor_parallel import run_beside_tensor_parallelism
 from cp_inductor.modules.whole_batches import WholeBatches, contents_of, names_of
 from cp_inductor.torch_private.dtensor import are_plain_tensors_replicated, checks_of_given_data
 from cp_inductor.torch_private.modes import is_transforming, run_uncompiled
@@ -72,9 +63,8 @@ from cp_inductor.trust.unreduced import watch_gradients
 
 Module = TypeVar("Module", bound=nn.Module)
 
-SITE = "parallelize"
-# Of a parallelized model: the options of its class, and the forward that the object had of its own.
-OPTIONS, OWN_FORWARD, BATCHES = "_cp_options", "_cp_forward", "_cp_batches"
+# Of a parallelized model: how its class takes batches, and the forward that the object had itself.
+BATCHES, OWN_FORWARD = "_cp_batches", "_cp_forward"
 _numbers = itertools.count()
 
 
@@ -144,22 +134,12 @@ def parallelize(
         UnsupportedPlacement: a parameter is a DTensor on a mesh over the same ranks.
         RanksDisagree: the model of another rank has other modules or tensors. Nothing is changed.
     """
-    _check_arguments(model, mesh, seq_dims, outputs, gradients)
+    classes = {"tokenwise": tokenwise, "recurrent": recurrent, "whole": whole}
+    check_arguments(model, mesh, classes, seq_dims=seq_dims, outputs=outputs, gradients=gradients)
     mesh = _first_equal(mesh)
     stored = ShardedWeights(weights) if isinstance(weights, DeviceMesh) else weights
-    named = {"tokenwise": tokenwise, "recurrent": recurrent, "whole": whole}
-    for argument, classes in named.items():
-        _check_classes(argument, classes)
-    options = Options(
-        mesh,
-        tuple(tokenwise),
-        tuple(recurrent),
-        tuple(whole),
-        tuple((seq_dims or {}).items()),
-        outputs,
-        stored,
-        gradients,
-    )
+    named = tuple(tokenwise), tuple(recurrent), tuple(whole)
+    options = Options(mesh, *named, dict(seq_dims or {}), outputs, stored, gradients)
     before = options_of(model)
     if before is not None:
         if before != options:
@@ -170,12 +150,10 @@ def parallelize(
                 remedy="parallelize a model once, or build it anew",
             )
         return model
-    check = partial(_check, model, options)
-    everybody = mesh if stored is None else stored.mesh
-    agree_on_model(model, everybody, site=SITE, with_meta=stored is None, check=check)
+    agree_on_model(model, options, partial(check_model, model, options))
     if stored is not None:
         stored.shard(model)
-    _take_values_of_first(model, everybody)
+    _take_values_of_first(model, options.everybody)
     _change_classes(model, options)
     return model
 
@@ -190,24 +168,10 @@ class ParallelizeSequence(ParallelStyle):
         return parallelize(module, device_mesh, **self.options)
 
 
-@dataclass(frozen=True)
-class Options:
-    """How a model was parallelized: the arguments of `parallelize`."""
-
-    mesh: DeviceMesh
-    tokenwise: tuple[type[nn.Module], ...] = ()
-    recurrent: tuple[type[nn.Module], ...] = ()
-    whole: tuple[type[nn.Module], ...] = ()
-    seq_dims: tuple[tuple[str, int | None], ...] = ()
-    outputs: str = "sharded"
-    weights: ShardedWeights | None = None
-    gradients: str = "sum"
-
-
 def options_of(model: object) -> Options | None:
     """Return how a model was parallelized; None if it was not."""
-    options: Options | None = getattr(type(model), OPTIONS, None)
-    return options
+    batches: WholeBatches | None = getattr(type(model), BATCHES, None)
+    return None if batches is None else batches.options
 
 
 def parallelize_copy(model: nn.Module, options: Options) -> None:
@@ -222,19 +186,13 @@ def parallelize_copy(model: nn.Module, options: Options) -> None:
 def _change_classes(model: nn.Module, options: Options) -> None:
     mesh, weights = options.mesh, options.weights
     gather = None if weights is None else partial(weights.gather, sequence=mesh)
-    reading = Reading(mesh, sums_gradients=options.gradients == "sum", gather=gather)
+    reading = Reading(mesh, sums_gradients=options.sums_gradients, gather=gather)
     for module in list(model.modules()):
         read_as_dtensors(module, reading)
     adapt(model, options)
     run_beside_tensor_parallelism(model, mesh)
-    batches = WholeBatches(
-        site=type(model).__name__,
-        mesh=mesh,
-        names=names_of(type(model).forward),
-        seq_dims=dict(options.seq_dims),
-        are_outputs_whole=options.outputs == "whole",
-    )
-    model.__class__ = _entrance(type(model), batches, options)
+    batches = WholeBatches(type(model).__name__, names_of(type(model).forward), options)
+    model.__class__ = _entrance(type(model), batches)
     if "forward" in vars(model):  # replaced on the object, which would go past the class
         setattr(model, OWN_FORWARD, vars(model).pop("forward"))
 
@@ -247,10 +205,7 @@ def adapt(model: nn.Module, options: Options) -> None:
         hold_sequences_along(mesh, str(mesh.get_group(axis).group_name))
     for library in libraries():
         library.adapt(model)
-    run_on_whole(model, options.whole)
-    run_on_own_tokens(model, options.recurrent)
-    run_known_on_whole(model, mesh)
-    run_on_shards(model, options.tokenwise)
+    compute_locally(model, options)
 
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
@@ -262,7 +217,7 @@ def _first_equal(mesh: DeviceMesh) -> DeviceMesh:
     return first if first == mesh else mesh
 
 
-def _entrance(cls: Any, batches: WholeBatches, options: Options) -> type[nn.Module]:
+def _entrance(cls: Any, batches: WholeBatches) -> type[nn.Module]:
     """Return a subclass whose forward takes whole batches."""
 
     def compute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -301,7 +256,7 @@ def _entrance(cls: Any, batches: WholeBatches, options: Options) -> type[nn.Modu
     code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")  # type: ignore[attr-defined]
     forward.__code__ = code  # type: ignore[attr-defined]
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    names |= {OPTIONS: options, BATCHES: batches, READING: getattr(cls, READING)}
+    names |= {BATCHES: batches, READING: getattr(cls, READING)}
     made: type[nn.Module] = type(cls.__name__, (cls,), {**names, **methods})
     return made
 
@@ -457,137 +412,3 @@ def _take_values_of_first(model: nn.Module, mesh: DeviceMesh) -> None:
                 dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
             if sent.data_ptr() != own.data_ptr():
                 own.copy_(sent)
-
-
-def _check_arguments(
-    model: object, mesh: object, seq_dims: object, outputs: object, gradients: object
-) -> None:
-    def refuse(expected: str, got: str, remedy: str) -> None:
-        raise InvalidArgument(site=SITE, expected=expected, got=got, remedy=remedy)
-
-    if not isinstance(model, nn.Module) or not isinstance(mesh, DeviceMesh):
-        refuse(
-            "an nn.Module and a DeviceMesh",
-            f"a {type(model).__name__} and a {type(mesh).__name__}",
-            'call parallelize(model, mesh["cp"])',
-        )
-    assert isinstance(mesh, DeviceMesh)
-    if mesh.ndim > 1 and not mesh.mesh_dim_names:
-        refuse(
-            "a mesh of one axis, or of axes that have names",
-            f"{mesh.ndim} axes without names",
-            'init_device_mesh(..., mesh_dim_names=("cp", "tp")), and of it mesh["cp"]',
-        )
-    for name, value, known in (
-        ("outputs", outputs, ("sharded", "whole")),
-        ("gradients", gradients, ("sum", "partial")),
-    ):
-        if value not in known:
-            refuse(
-                f"{name}={known[0]!r} or {known[1]!r}", f"{name}={value!r}", f"name one of {known}"
-            )
-    is_table = isinstance(seq_dims, Mapping) and all(
-        isinstance(name, str) and (dim is None or type(dim) is int)
-        for name, dim in seq_dims.items()
-    )
-    if seq_dims is not None and not is_table:
-        refuse(
-            "seq_dims as a dict of dims by names",
-            f"{seq_dims!r:.80}",
-            'seq_dims={"pixel_values": 2, "lengths": None}',
-        )
-
-
-def _check(model: nn.Module, options: Options) -> None:
-    mesh = options.mesh
-    if options.weights is not None:
-        options.weights.check(model)
-    for argument in ("tokenwise", "recurrent", "whole"):
-        _check_found(model, argument, getattr(options, argument))
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if is_lazy(tensor):
-            raise UnsupportedPlacement(
-                site=name,
-                expected="a tensor with a shape",
-                got=f"a {type(tensor).__name__}, which has none yet",
-                remedy="call the model once before, on every rank",
-            )
-    _check_nesting(model, options)
-    check_styles(model, mesh)
-    ranks = set(mesh.mesh.flatten().tolist())
-    # fully_shard hands out plain weights while the model runs.
-    are_handed_out = any(isinstance(module, FSDPModule) for module in model.modules())
-    for prefix, module in model.named_modules():
-        reading = reading_of(module)
-        sums_gradients = options.gradients == "sum"
-        if reading and (reading.mesh, reading.sums_gradients) != (mesh, sums_gradients):
-            raise InvalidArgument(
-                site=f"{SITE}, {prefix}",
-                expected="modules of no other model, or of one with the same mesh and gradients=",
-                got=f"one on {reading.mesh}, whose gradients are"
-                f" {'sums' if reading.sums_gradients else 'partial'}",
-                remedy="parallelize the whole model, once, or all models that share it alike",
-            )
-        is_known = are_handed_out or is_tensor_parallel(module, mesh)
-        for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
-            if not isinstance(tensor, DTensor) or tensor.device_mesh == mesh:
-                continue
-            others = tensor.device_mesh.mesh.flatten().tolist()
-            if not is_known or len(ranks.intersection(others)) > 1:
-                raise UnsupportedPlacement(
-                    site=f"{prefix}.{name}".lstrip("."),
-                    expected=f"a plain tensor, or a DTensor on {mesh.mesh_dim_names}; or"
-                    " fully_shard, or a style of tensor parallelism, over other ranks",
-                    got=f"a DTensor on {tensor.device_mesh.mesh_dim_names}",
-                    remedy='pass fully_shard a mesh of other ranks, as in mesh["dp"]; or'
-                    ' parallelize(..., gradients="partial") first, and then fully_shard; beside'
-                    " other DTensors use context_parallel (docs/fsdp.md)",
-                )
-
-
-def _check_nesting(model: nn.Module, options: Options) -> None:
-    """Refuse modules that mix tokens within those that have a rank's own alone."""
-    for outer in model.modules():
-        is_tokenwise = isinstance(outer, options.tokenwise)
-        if not is_tokenwise and not isinstance(outer, options.recurrent):
-            continue
-        for name, inner in outer.named_modules():
-            mixes = isinstance(inner, options.whole) or (
-                is_tokenwise
-                and (
-                    isinstance(inner, options.recurrent)
-                    or any(one.mixes_tokens(inner) for one in libraries())
-                    or any(one.find_recurrence(inner) for one in libraries())
-                )
-            )
-            if mixes and inner is not outer:
-                raise InvalidArgument(
-                    site=f"{SITE}, {type(outer).__name__}.{name}",
-                    expected="no module that mixes tokens within one that has a rank's own alone",
-                    got=f"a {type(inner).__name__}",
-                    remedy="name the outer class in whole=, or neither of the two",
-                )
-
-
-def _check_classes(argument: str, classes: object) -> None:
-    given = tuple(classes) if isinstance(classes, Iterable) else (classes,)
-    if isinstance(classes, (str, type)) or not all(isinstance(one, type) for one in given):
-        raise InvalidArgument(
-            site=f"{SITE}(..., {argument}=)",
-            expected="a list of classes of modules",
-            got=f"{classes!r:.80}",
-            remedy=f"pass the classes themselves, as in {argument}=[type(model.layers[0].mixer)]",
-        )
-
-
-def _check_found(model: nn.Module, argument: str, classes: Iterable[type[nn.Module]]) -> None:
-    """Refuse names that nothing would follow, as the module would mix tokens of one rank alone."""
-    for named in classes:
-        if not any(isinstance(module, named) for module in model.modules()):
-            kinds = {type(module).__name__ for module in model.modules()}
-            raise InvalidArgument(
-                site=f"{SITE}(..., {argument}=)",
-                expected="classes of modules that the model has",
-                got=f"{named.__module__}.{named.__qualname__}, of which it has none",
-                remedy="leave it out, or name one of " + ", ".join(sorted(kinds)),
-            )

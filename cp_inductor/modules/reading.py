@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -116,9 +116,8 @@ class Computing:
         tokens: the input of a mixture of experts, if the logits of its routers are recorded.
         sequence: of which such a module has this rank's tokens, if it passes states between ranks:
             a `SharedSequence`.
-        questions: how often anybody has asked for it.
         is_in_form: whether a function runs that a form calls to compute this rank's tokens.
-        num_alone: how many checkpoints recompute here whose forward was outside of a run.
+        is_alone: whether a checkpoint recomputes here whose forward was outside of a run.
         left: attributes that were set to tensors in a module that computes on the whole sequence.
         weights: the parameters that modules have read since `reading_once`, by module and name.
     """
@@ -127,9 +126,8 @@ class Computing:
     is_local: bool | None = None
     tokens: DTensor | None = None
     sequence: Any = None
-    questions: int = 0
     is_in_form: bool = False
-    num_alone: int = 0
+    is_alone: bool = False
     left: list[tuple[nn.Module, str]] | None = None
     weights: dict[tuple[int, str], Tensor] | None = None
 
@@ -149,37 +147,44 @@ def computing() -> Computing:
 
 
 @contextmanager
-def as_on_one_process() -> Iterator[None]:
-    """Within this context parallelized models run on their plain weights, each rank by itself."""
+def computing_with(**values: Any) -> Iterator[Computing]:
+    """Within this context, attributes of what this thread is computing have other values."""
     here = computing()
-    before, here.is_running = here.is_running, False
+    before = {name: getattr(here, name) for name in values}
+    for name, value in values.items():
+        setattr(here, name, value)
     try:
-        yield
+        yield here
     finally:
-        here.is_running = before
+        for name, value in before.items():
+            setattr(here, name, value)
+
+
+@dataclass
+class ComputingAgain:
+    """A `computing_with` for checkpoints that recompute, which may be entered several times."""
+
+    values: dict[str, Any]
+    entered: list[Any] = field(default_factory=list, compare=False)
+
+    def __enter__(self) -> None:
+        self.entered.append(computing_with(**self.values))
+        self.entered[-1].__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.entered.pop().__exit__(*error)
+
+
+def as_on_one_process() -> AbstractContextManager[Any]:
+    """Return a context in which parallelized models run on plain weights, each rank by itself."""
+    return computing_with(is_running=False)
 
 
 def locally(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a method for a DTensor's tokens; modules that run inside read local tensors."""
-    here = computing()
-    before = here.is_running
-    if before is None:  # called by itself, not by its model
-        here.is_running = True
-    try:
-        return _reading(True, method, args, kwargs)
-    finally:
-        here.is_running = before
-
-
-def _reading(
-    is_local: bool, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    here = computing()
-    before, here.is_local = here.is_local, is_local
-    try:
+    is_running = computing().is_running is not False  # None: called by itself, not by its model
+    with computing_with(is_running=is_running, is_local=True):
         return method(*args, **kwargs)
-    finally:
-        here.is_local = before
 
 
 @contextmanager
@@ -189,19 +194,16 @@ def reading_once(block: nn.Module) -> Iterator[None]:
     A weight may be gathered where it is read, and its gradient is summed there. So all ranks do so
     for all weights, in the same order. What `fully_shard` gathers by itself is whole only later.
     """
-    here = computing()
-    before = here.weights
-    if before is None and reading_of(block) is not None:
-        here.weights = {}
+    if computing().weights is not None or reading_of(block) is None:
+        yield
+        return
+    with computing_with(weights={}):
         apart = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
         later = {inner for outer in apart for inner in outer.modules()}
         for module in block.modules():
             for name in () if module in later else module._parameters:
                 locally(getattr, module, name)
-    try:
         yield
-    finally:
-        here.weights = before
 
 
 class ReadsLocally(nn.Module):
@@ -215,7 +217,8 @@ class ReadsLocally(nn.Module):
         if computing().is_local is not None:
             return super().forward(*args, **kwargs)
         is_local = not any(isinstance(value, DTensor) for value in (*args, *kwargs.values()))
-        return _reading(is_local, super().forward, args, kwargs)
+        with computing_with(is_local=is_local):
+            return super().forward(*args, **kwargs)
 
 
 def read_as_dtensors(module: nn.Module, reading: Reading) -> None:
@@ -260,23 +263,10 @@ def _is_rerun() -> bool:
     """Whether a checkpoint recomputes, outside of the run, what ran within."""
     here = computing()
     if is_recomputing():
-        return not here.num_alone
+        return not here.is_alone
     if here.is_running is None and not torch.compiler.is_compiling():
-        rerun_within(_alone)
+        rerun_within(ComputingAgain({"is_alone": True}))
     return False
-
-
-class _Alone:
-    """Within this context a checkpoint recomputes what has run outside of a run."""
-
-    def __enter__(self) -> None:
-        computing().num_alone += 1
-
-    def __exit__(self, *error: object) -> None:
-        computing().num_alone -= 1
-
-
-_alone = _Alone()
 
 
 def reads_locally(module: nn.Module) -> bool:

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from cp_inductor.modules.along_sequence import pass_states, shared_sequence, tokens_before
-from cp_inductor.modules.reading import computing
+from cp_inductor.modules.reading import computing, computing_with
 
 Form = Callable[..., Any]
 
@@ -377,12 +377,8 @@ def _sharing(function: Any, form: Form) -> Any:
     @functools.wraps(function)
     def own(*args: Any, **kwargs: Any) -> Any:
         # What the function calls is part of it: the form passes its states, too.
-        here = computing()
-        before, here.is_in_form = here.is_in_form, True
-        try:
+        with computing_with(is_in_form=True):
             return function(*args, **kwargs)
-        finally:
-            here.is_in_form = before
 
     @functools.wraps(function)
     def shared(*args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.modules.reading import (
     ReadsLocally,
@@ -27,6 +26,7 @@ from cp_inductor.modules.reading import (
     reading_now,
     reads_locally,
 )
+from cp_inductor.modules.whole import shared_out, wrap_tokens
 
 
 def is_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> bool:
@@ -76,18 +76,18 @@ class _OnTokens(ReadsLocally):
         mesh, given, num_dims = x.device_mesh, x.placements, x.ndim - x.is_floating_point()
         if not num_dims:
             return self(x[None], *args, **kwargs)[0]
-        # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
-        parts = [p if type(p) is Shard and p.dim < num_dims else Shard(num_dims - 1) for p in given]
-        for axis, part in enumerate(parts):  # DTensor (2.13) views no empty part, on one rank alone
-            size, ranks = x.shape[part.dim], mesh.size(axis)
+        parts = shared_out(x, num_dims)
+        for part, ranks in zip(parts, mesh.shape, strict=True):
+            size = x.shape[part.dim]
+            # DTensor (2.13) views no empty part, on one rank alone.
             if size <= -(-size // ranks) * (ranks - 1):
                 raise _refused(type(self).__name__, f"{size} tokens for {ranks} ranks")
         x = x.redistribute(mesh, parts)
         out: Tensor = locally(super().__call__, x.to_local(), *args, **kwargs)
         if isinstance(out, DTensor):
             raise _refused(type(self).__name__, "one that hands on DTensors")
-        whole = wrap_parts(out, mesh, parts, (*x.shape[:num_dims], *out.shape[num_dims:]))
-        return whole.redistribute(mesh, [p if type(p) is Shard else Replicate() for p in given])
+        places = [p if type(p) is Shard else Replicate() for p in given]
+        return wrap_tokens(out, x, num_dims).redistribute(mesh, places)
 
 
 def _refused(site: str, got: str) -> UnsupportedPlacement:

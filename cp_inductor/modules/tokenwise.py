@@ -29,52 +29,27 @@ from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement
+from cp_inductor.kept import cache
 from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.reading import (
     ReadsLocally,
     computing,
+    computing_with,
     locally,
-    read_locally,
     reading_once,
-    reads_locally,
 )
-from cp_inductor.modules.whole import drawing_alike, part_beside, shared_out
-from cp_inductor.modules.whole_batches import leaves_of, map_parts
+from cp_inductor.modules.whole import (
+    dims_of_tokens,
+    drawing_alike,
+    part_beside,
+    shared_out,
+    wrap_tokens,
+)
+from cp_inductor.modules.whole_batches import map_parts, tensors_of
 
 
-def run_on_shards(model: nn.Module, more: Sequence[type[nn.Module]] = ()) -> None:
-    """Make the token-wise modules of a model compute on shards, in place.
-
-    Args:
-        model: whose parameters are DTensors.
-        more: classes of token-wise modules, besides those that `libraries` know. Their first
-            argument is (B, S, ...) or (T, ...), and so are the tensors that they return.
-    """
-    routers = {cls: at for one in libraries() for cls, at in one.find_routers(model).items()}
-    for module in list(model.modules()):
-        outer: Any = _OnShards
-        if any(library.maps_and_reduces(module) for library in libraries()):
-            outer = _ProjectsOnShards
-        elif not (
-            isinstance(module, tuple(more)) or any(one.is_tokenwise(module) for one in libraries())
-        ):
-            continue
-        for inner in dict.fromkeys(module.modules()):
-            if reads_locally(inner):
-                continue
-            # Where its weight is sharded, the class is a subclass of that of the router.
-            place = next((routers[cls] for cls in type(inner).__mro__ if cls in routers), None)
-            if place is not None and inner is not module:
-                inner._cp_place_of_logits = place  # type: ignore[assignment]
-                mixin: Any = _Router
-            else:
-                mixin = outer if inner is module else ReadsLocally
-            read_locally(inner, mixin)
-
-
-class _Routing(ReadsLocally):
+class Routing(ReadsLocally):
     """Gives this rank's tokens to methods, and wraps what they return."""
 
     _keeps_routing = False
@@ -85,21 +60,18 @@ class _Routing(ReadsLocally):
         given = tokens.placements
         tokens = tokens.redistribute(placements=shared_out(tokens))
         local = tokens.to_local()
-        here = computing()
-        outer = here.tokens
-        if any(isinstance(inner, _Router) for inner in self.modules()) and _is_recording_logits():
-            here.tokens = tokens  # Dynamo (2.13) refuses it within a checkpoint of activations
-        try:
+        # Dynamo (2.13) refuses it within a checkpoint of activations.
+        has_routers = any(isinstance(inner, _Router) for inner in self.modules())
+        recorded = {"tokens": tokens} if has_routers and _is_recording_logits() else {}
+        with computing_with(**recorded):
             if torch.compiler.is_compiling():  # one graph of all ranks
                 result = locally(method, local, *args, **kwargs)
             else:
                 with _calling_all_of_fsdp(self), drawing_alike(self, tokens), reading_once(self):
                     result = locally(method, local, *args, **kwargs)
-                    parts = [part for _, part in leaves_of("", (local, args, kwargs))]
+                    parts = tensors_of((local, args, kwargs))
                     first = locally(_with_all_gradients, self, parts, result)
                     result = (first, *result[1:]) if isinstance(result, tuple) else first
-        finally:
-            here.tokens = outer
         first, *rest = result if isinstance(result, tuple) else (result,)
         outs = [_flat(first, local, tokens), *rest]
         for place, out in enumerate(outs):
@@ -110,10 +82,11 @@ class _Routing(ReadsLocally):
         return tuple(outs) if isinstance(result, tuple) else outs[0]
 
 
-class _OnShards(_Routing):
+class OnShards(Routing):
     """Computes on this rank's tokens."""
 
     def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Take this rank's part of the arguments, and compute."""
         if isinstance(tokens, DTensor):
             args, kwargs = map_parts(
                 lambda _, other: part_beside(other, tokens), "", (args, kwargs), is_ours=False
@@ -121,7 +94,7 @@ class _OnShards(_Routing):
         return self._on_shards(super().forward, tokens, *args, **kwargs)
 
 
-class _ProjectsOnShards(_Routing):
+class ProjectsOnShards(Routing):
     """Projects to queries and back by experts, on this rank's tokens (JetMoE).
 
     What `map` says of the routing, in a tuple, stays this rank's: only `reduce` reads it.
@@ -130,10 +103,12 @@ class _ProjectsOnShards(_Routing):
     _keeps_routing = True
 
     def map(self, tokens: Tensor) -> Any:
+        """Project this rank's tokens."""
         mapped: Any = super().map  # type: ignore[misc]
         return self._on_shards(mapped, tokens)
 
     def reduce(self, tokens: Tensor, routing: Any) -> Any:
+        """Project this rank's tokens back."""
         reduced: Any = super().reduce  # type: ignore[misc]
         return self._on_shards(reduced, tokens, routing)
 
@@ -151,6 +126,12 @@ class _Router(ReadsLocally):
         outs, place = list(result), self._cp_place_of_logits
         outs[place] = _tokens_of_all(outs[place], tokens)
         return tuple(outs)
+
+
+@cache
+def router(place: int) -> type[nn.Module]:
+    """Return a mixin for routers that return logits at a place of their result."""
+    return type("Router", (_Router,), {"_cp_place_of_logits": place})
 
 
 @contextmanager
@@ -236,16 +217,16 @@ def _flat(out: Any, local: Tensor, tokens: DTensor) -> Any:
     is_flat = isinstance(out, Tensor) and tokens.ndim == 3 and out.ndim == 2
     if not is_flat or out.shape != (local.shape[:2].numel(), tokens.shape[2]):
         return out
-    return _wrapped(out.unflatten(0, local.shape[:2]), tokens).flatten(0, 1)
+    return wrap_tokens(out.unflatten(0, local.shape[:2]), tokens).flatten(0, 1)
 
 
 def _distributed(out: Any, local: Tensor, tokens: DTensor, placements: Sequence[Placement]) -> Any:
     """Wrap what was computed for this rank's tokens, (B, S, ...) or (B * S, ...)."""
     if not isinstance(out, Tensor) or isinstance(out, DTensor):
         return out
-    dims = 2 if tokens.ndim > 2 else 1
+    dims = dims_of_tokens(tokens)
     if out.shape[:dims] == local.shape[:dims]:
-        return _wrapped(out, tokens).redistribute(tokens.device_mesh, placements)
+        return wrap_tokens(out, tokens).redistribute(tokens.device_mesh, placements)
     return _tokens_of_all(out, tokens) if _is_recording_logits() else out
 
 
@@ -257,13 +238,6 @@ def _tokens_of_all(out: Tensor, tokens: DTensor) -> Tensor:
     """Gather (B * S, ...) of all ranks from that of this rank."""
     if tokens.ndim > 2:
         out = out.unflatten(0, tokens.to_local().shape[:2])
-    whole = _wrapped(out, tokens)
-    whole = whole.redistribute(whole.device_mesh, [Replicate()] * whole.device_mesh.ndim)
+    mesh = tokens.device_mesh
+    whole = wrap_tokens(out, tokens).redistribute(mesh, [Replicate()] * mesh.ndim)
     return whole.flatten(0, 1) if tokens.ndim > 2 else whole
-
-
-def _wrapped(out: Tensor, tokens: DTensor) -> DTensor:
-    """Wrap (B, S, ...), or (T, ...), of this rank's tokens."""
-    dims = 2 if tokens.ndim > 2 else 1
-    shape = (*tokens.shape[:dims], *out.shape[dims:])
-    return wrap_parts(out, tokens.device_mesh, tokens.placements, shape)

@@ -26,8 +26,6 @@ gradients, of its own draw.
 from __future__ import annotations
 
 import math
-import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,63 +35,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.wrap import wrap_parts, wrap_whole
 from cp_inductor.errors import UnsupportedPlacement
-from cp_inductor.modules.along_sequence import sharing
-from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.reading import (
     ReadsLocally,
     computing,
+    computing_with,
     locally,
-    read_locally,
     reading_of,
-    reads_locally,
     scale_gradient,
 )
-from cp_inductor.modules.whole_batches import leaves_of, map_parts
+from cp_inductor.modules.whole_batches import map_parts, tensors_of
 from cp_inductor.plan.grid import shard_lengths
 
 # The sequence dim of what a module returns, if the sequence begins in that module.
 FIRST_DIM = 1
-
-
-def run_on_whole(model: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
-    """Make the modules of some classes compute on the whole sequence, in place.
-
-    Args:
-        model: whose parameters are DTensors.
-        classes: of modules that mix tokens.
-    """
-    for module in list(model.modules()):
-        if isinstance(module, tuple(classes)):
-            _read_on_whole(module)
-
-
-def run_known_on_whole(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Make modules that `libraries` know to mix tokens compute on the whole sequence, in place."""
-    known: Counter[str] = Counter()
-    for module in list(model.modules()):
-        if any(library.mixes_tokens(module) for library in libraries()):
-            known[type(module).__name__] += not reads_locally(module)
-            _read_on_whole(module)
-    if +known and is_first_rank(mesh):
-        names = ", ".join(f"{count} x {name}" for name, count in (+known).items())
-        warnings.warn(
-            f"{names} mix tokens along the sequence by a recurrence or a convolution that is in no"
-            " table of cp_inductor: every rank computes these modules on the whole sequence, with"
-            " the time and the memory that they take on one process, which is"
-            f" {mesh.size()} times its share on {mesh.size()} ranks, and keeps its own tokens."
-            " Attention and everything else stay sharded. Name their class in recurrent= if"
-            " register_recurrence knows their functions, and in whole= to silence this warning.",
-            stacklevel=3,
-        )
-
-
-def _read_on_whole(module: nn.Module) -> None:
-    for inner in dict.fromkeys(module.modules()):
-        if not reads_locally(inner):
-            read_locally(inner, OnWhole if inner is module else ReadsLocally)
 
 
 class OnWhole(ReadsLocally):
@@ -101,8 +57,7 @@ class OnWhole(ReadsLocally):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the arguments, and compute."""
-        leaves = [leaf for _, leaf in leaves_of("", (args, kwargs))]
-        given = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+        given = [leaf for leaf in tensors_of((args, kwargs)) if isinstance(leaf, DTensor)]
         reading = reading_of(self) if computing().is_running else None
         if given:
             mesh = given[0].device_mesh
@@ -113,13 +68,9 @@ class OnWhole(ReadsLocally):
         placements = _placements_of_result(given, mesh, type(self).__name__)
         args, kwargs = map_parts(lambda _, leaf: gathered(leaf), "", (args, kwargs), is_ours=False)
         # A checkpoint may recompute this together with modules that share the sequence.
-        here = computing()
-        outer, here.left = here.left, []
-        try:
-            with sharing(None):
-                result = locally(super().forward, *args, **kwargs)
-        finally:
-            left, here.left = here.left, outer
+        left: list[tuple[nn.Module, str]] = []
+        with computing_with(sequence=None, left=left):
+            result = locally(super().forward, *args, **kwargs)
         _share_what_is_left(left, mesh, placements)
         of_batch = (tensor for tensor in given if Shard(0) in tensor.placements)
         batch = next(((one.to_local().shape[0], one.shape[0]) for one in of_batch), None)
@@ -213,11 +164,23 @@ def _states_of_generators(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.get_rng_state(), of_device()
 
 
-def shared_out(tokens: DTensor) -> list[Placement]:
-    """Return placements of (B, S, ...) or (T, ...), of which each rank computes its own tokens."""
+def dims_of_tokens(tokens: Tensor) -> int:
+    """Return how many dims tell tokens apart: of (B, S, ...) two, of (T, ...) one."""
+    return 2 if tokens.ndim > 2 else 1
+
+
+def shared_out(tokens: DTensor, dims: int | None = None) -> list[Shard]:
+    """Return placements of tokens of which each rank computes its own: shards of the first dims."""
     # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
-    dims = 2 if tokens.ndim > 2 else 1
+    dims = dims or dims_of_tokens(tokens)
     return [p if type(p) is Shard and p.dim < dims else Shard(dims - 1) for p in tokens.placements]
+
+
+def wrap_tokens(out: Tensor, tokens: DTensor, dims: int | None = None) -> DTensor:
+    """Wrap what was computed of this rank's tokens, with as many features as it has."""
+    dims = dims or dims_of_tokens(tokens)
+    shape = (*tokens.shape[:dims], *out.shape[dims:])
+    return wrap_parts(out, tokens.device_mesh, tokens.placements, shape)
 
 
 def part_beside(other: Tensor, tokens: DTensor) -> Tensor:
@@ -228,7 +191,7 @@ def part_beside(other: Tensor, tokens: DTensor) -> Tensor:
             (B, ...), of which it takes those of its batch entries; or anything, all of it.
         tokens: (B, S, ...), or (T, ...).
     """
-    mesh, dims = tokens.device_mesh, 2 if tokens.ndim > 2 else 1
+    mesh, dims = tokens.device_mesh, dims_of_tokens(tokens)
     if not isinstance(other, DTensor):
         other = wrap_whole(other, mesh)
     has_batch = other.ndim > 0 and other.shape[0] == tokens.shape[0]

@@ -17,19 +17,18 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.fx.traceback import annotate
 
 from cp_inductor.errors import InvalidArgument, UnsupportedWrite
 from cp_inductor.kept import cache
+from cp_inductor.modules.options import Options
 from cp_inductor.trust.agreement import note_batch
 
 log = logging.getLogger("cp_inductor")
@@ -46,18 +45,14 @@ class WholeBatches:
 
     Attributes:
         site: of the model, for errors.
-        mesh: whose first axis holds the sequences.
         names: of the arguments of the model's forward, by position.
-        seq_dims: the dims of tokens of some arguments, by their names; None has one whole.
-        are_outputs_whole: whether results with tokens are made whole.
+        options: how it was parallelized.
         lengths: that were compiled.
     """
 
     site: str
-    mesh: DeviceMesh
     names: tuple[str, ...]
-    seq_dims: Mapping[str, int | None] = field(default_factory=dict)
-    are_outputs_whole: bool = False
+    options: Options
     lengths: set[tuple[int, ...]] = field(default_factory=set)
 
     def cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
@@ -136,7 +131,7 @@ class WholeBatches:
             if not isinstance(tensor, DTensor):
                 return tensor
             has_tokens = not all(p.is_replicate() or p.is_partial() for p in tensor.placements)
-            if has_tokens and not self.are_outputs_whole:
+            if has_tokens and self.options.outputs != "whole":
                 return tensor
             plain: Tensor = tensor.full_tensor()
             if not has_tokens:
@@ -151,8 +146,8 @@ class WholeBatches:
         """Return the dim in which a tensor is cut; None if it stays whole."""
         if isinstance(tensor, DTensor) or not tensor.numel():
             return None
-        if name in self.seq_dims:
-            dim = self.seq_dims[name]
+        if name in self.options.seq_dims:
+            dim = self.options.seq_dims[name]
             if dim is not None and not -tensor.ndim <= dim < tensor.ndim:
                 raise InvalidArgument(
                     site=f"{self.site}, seq_dims[{name!r}]",
@@ -172,12 +167,16 @@ class WholeBatches:
     def _placed(self, tensor: Tensor, dim: int | None) -> Any:
         if isinstance(tensor, DTensor):
             return tensor
-        note_batch(str(self.mesh.get_group(0).group_name), tensor)
+        note_batch(str(self.options.mesh.get_group(0).group_name), tensor)
         if dim is None and not tensor.requires_grad and not tensor.is_floating_point():
             return tensor  # whose numbers Python may read, such as sizes of images
-        others: list[Placement] = [Replicate()] * (self.mesh.ndim - 1)
-        whole = DTensor.from_local(tensor, self.mesh, [Replicate(), *others], run_check=False)
-        return whole if dim is None else whole.redistribute(self.mesh, [Shard(dim), *others])
+        others: list[Placement] = [Replicate()] * (self.options.mesh.ndim - 1)
+        whole = DTensor.from_local(
+            tensor, self.options.mesh, [Replicate(), *others], run_check=False
+        )
+        return (
+            whole if dim is None else whole.redistribute(self.options.mesh, [Shard(dim), *others])
+        )
 
 
 def write_to_part(site: str, name: str) -> UnsupportedWrite:
@@ -205,15 +204,14 @@ def leaves_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a value, each with the name that is nearest to it."""
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from leaves_of(str(key), item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from leaves_of(name, item)
-    elif _is_record(value):
-        for field_name, item in _attributes(value):
-            yield from leaves_of(field_name, item)
+    else:
+        for key, item in _items(value):
+            yield from leaves_of(name if isinstance(value, (list, tuple)) else str(key), item)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a value."""
+    return [tensor for _, tensor in leaves_of("", value)]
 
 
 def map_parts(
@@ -227,48 +225,51 @@ def map_parts(
         value: any.
         is_ours: whether dicts of other classes, such as a ModelOutput, may be changed.
     """
-    mapped = partial(map_parts, function, is_ours=is_ours)
     if isinstance(value, Tensor):
         return function(name, value)
     if not any(True for _ in leaves_of(name, value)):
         return value
+    is_list = isinstance(value, (list, tuple))
+    parts = {
+        key: map_parts(function, name if is_list else str(key), item, is_ours=is_ours)
+        for key, item in _items(value)
+    }
+    if type(value) is dict:
+        return parts
     if isinstance(value, dict):
-        items = {key: mapped(str(key), item) for key, item in value.items()}
-        if type(value) is dict:
-            return items
         made = value if is_ours else value.copy()
         if type(made) is not type(value):  # its class has no `copy` of its own
             made = type(value)(made)
-        for key, item in items.items():
+        for key, item in parts.items():
             made[key] = item
         return made
-    if isinstance(value, (list, tuple)):
-        parts = [mapped(name, item) for item in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if _is_record(value):
-        # Not `replace`: it would call `__post_init__`, and lose what that has set.
-        made = object.__new__(type(value))
-        for field_name, item in _attributes(value):
-            object.__setattr__(made, field_name, mapped(field_name, item))
-        return made
-    return value
+    if is_list:
+        items = list(parts.values())
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    # Not `replace`: it would call `__post_init__`, and lose what that has set.
+    made = object.__new__(type(value))
+    for name, item in parts.items():
+        object.__setattr__(made, name, item)
+    return made
 
 
 def contents_of(copied: Any, given: Any) -> list[Any]:
     """Return what copies of lists, dicts and records hold now, but for what is as it was given."""
     if not isinstance(copied, tuple) and copied is given:  # Dynamo (2.13) cannot ask this of tuples
         return []
-    if isinstance(copied, dict):
-        items = copied.items()
-        return [x for key, item in items for x in (key, *contents_of(item, given.get(key)))]
-    if isinstance(copied, (list, tuple)):
-        others = [*given, *[None] * (len(copied) - len(given))]
-        pairs = zip(copied, others, strict=False)
-        return [x for item, other in pairs for x in contents_of(item, other)]
-    if _is_record(copied):
-        named = _attributes(copied)
-        return [x for name, item in named for x in contents_of(item, getattr(given, name, None))]
-    return [copied]
+    if not isinstance(copied, (dict, list, tuple)) and not _is_record(copied):
+        return [copied]
+    others = dict(_items(given))
+    return [x for key, item in _items(copied) for x in (key, *contents_of(item, others.get(key)))]
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what a dict, a list or a record holds, by its keys, places or names."""
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, (list, tuple)):
+        return enumerate(value)
+    return _attributes(value) if _is_record(value) else ()
 
 
 def _is_record(value: Any) -> bool:

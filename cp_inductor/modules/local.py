@@ -1,0 +1,165 @@
+"""Which modules of a model compute on plain tensors, while the model computes on DTensors.
+
+    whole= , and what libraries know        OnWhole: all tokens, on every rank
+    recurrent= , and what libraries know    OnOwnTokens: a rank's own, and states along the sequence
+    tokenwise= , and what libraries know    OnShards: a rank's own
+
+Modules inside such a module compute on plain tensors as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from cp_inductor.dtensor.axis import is_first_rank
+from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
+from cp_inductor.modules.libraries import Local, libraries
+from cp_inductor.modules.options import SITE, Options, refuse_argument
+from cp_inductor.modules.own_tokens import CONVOLUTIONS, OnOwnTokens
+from cp_inductor.modules.reading import ReadsLocally, read_locally, reading_of, reads_locally
+from cp_inductor.modules.recurrences import namespaces_of, share_functions, share_wherever_known
+from cp_inductor.modules.tensor_parallel import check_styles, is_tensor_parallel
+from cp_inductor.modules.tokenwise import OnShards, router
+from cp_inductor.modules.whole import OnWhole
+
+# How modules compute that are named.
+WHOLE, RECURRENT, TOKENWISE = Local(OnWhole), Local(OnOwnTokens, CONVOLUTIONS), Local(OnShards)
+
+
+def local_of(module: nn.Module, options: Options) -> Local | None:
+    """Return how a module computes on plain tensors; None if it computes on DTensors."""
+    if isinstance(module, options.whole):
+        return WHOLE
+    known = next(filter(None, (one.find_local(module) for one in libraries())), None)
+    if known is not None and issubclass(known.mixin, OnOwnTokens):
+        return known
+    if isinstance(module, options.recurrent):
+        return RECURRENT
+    return TOKENWISE if known is None and isinstance(module, options.tokenwise) else known
+
+
+def check_model(model: nn.Module, options: Options) -> None:
+    """Refuse a model that cannot be parallelized, or not so.
+
+    Raises:
+        InvalidArgument: it has no module of a class, or a part belongs to another model; or a
+            module mixes tokens within one that has a rank's own alone.
+        UnsupportedPlacement: of its parameters and buffers.
+    """
+    mesh = options.mesh
+    if options.weights is not None:
+        options.weights.check(model)
+    kinds = {type(module).__name__ for module in model.modules()}
+    for argument in ("tokenwise", "recurrent", "whole"):
+        for named in getattr(options, argument):
+            # Nothing would follow, and the module would mix tokens of one rank alone.
+            if not any(isinstance(module, named) for module in model.modules()):
+                refuse_argument(
+                    argument,
+                    "classes of modules that the model has",
+                    f"{named.__module__}.{named.__qualname__}, of which it has none",
+                    "leave it out, or name one of " + ", ".join(sorted(kinds)),
+                )
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise UnsupportedPlacement(
+                site=name,
+                expected="a tensor with a shape",
+                got=f"a {type(tensor).__name__}, which has none yet",
+                remedy="call the model once before, on every rank",
+            )
+    _check_nesting(model, options)
+    check_styles(model, mesh)
+    ranks = set(mesh.mesh.flatten().tolist())
+    # fully_shard hands out plain weights while the model runs.
+    are_handed_out = any(isinstance(module, FSDPModule) for module in model.modules())
+    for prefix, module in model.named_modules():
+        reading = reading_of(module)
+        if reading and (reading.mesh, reading.sums_gradients) != (mesh, options.sums_gradients):
+            raise InvalidArgument(
+                site=f"{SITE}, {prefix}",
+                expected="modules of no other model, or of one with the same mesh and gradients=",
+                got=f"one on {reading.mesh}, whose gradients are"
+                f" {'sums' if reading.sums_gradients else 'partial'}",
+                remedy="parallelize the whole model, once, or all models that share it alike",
+            )
+        is_known = are_handed_out or is_tensor_parallel(module, mesh)
+        for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
+            if not isinstance(tensor, DTensor) or tensor.device_mesh == mesh:
+                continue
+            others = tensor.device_mesh.mesh.flatten().tolist()
+            if not is_known or len(ranks.intersection(others)) > 1:
+                raise UnsupportedPlacement(
+                    site=f"{prefix}.{name}".lstrip("."),
+                    expected=f"a plain tensor, or a DTensor on {mesh.mesh_dim_names}; or"
+                    " fully_shard, or a style of tensor parallelism, over other ranks",
+                    got=f"a DTensor on {tensor.device_mesh.mesh_dim_names}",
+                    remedy='pass fully_shard a mesh of other ranks, as in mesh["dp"]; or'
+                    ' parallelize(..., gradients="partial") first, and then fully_shard; beside'
+                    " other DTensors use context_parallel (docs/fsdp.md)",
+                )
+
+
+def _check_nesting(model: nn.Module, options: Options) -> None:
+    """Refuse modules that mix tokens within those that have a rank's own alone."""
+    locals_of = {module: local_of(module, options) for module in model.modules()}
+    for outer, local in locals_of.items():
+        if local is None or local.mixin is OnWhole:
+            continue
+        for name, inner in outer.named_modules():
+            other = locals_of[inner]
+            if issubclass(local.mixin, OnOwnTokens):
+                mixes = other is WHOLE
+            else:
+                mixes = other is not None and issubclass(other.mixin, OnWhole)
+            if mixes and inner is not outer:
+                raise InvalidArgument(
+                    site=f"{SITE}, {type(outer).__name__}.{name}",
+                    expected="no module that mixes tokens within one that has a rank's own alone",
+                    got=f"a {type(inner).__name__}",
+                    remedy="name the outer class in whole=, or neither of the two",
+                )
+
+
+def compute_locally(model: nn.Module, options: Options) -> None:
+    """Let such modules compute on plain tensors, in a model that reads DTensors, in place."""
+    places = {cls: at for one in libraries() for cls, at in one.find_routers(model).items()}
+    routers = {cls: router(place) for cls, place in places.items()}
+    known_on_whole: Counter[str] = Counter()
+    for module in list(model.modules()):
+        local = None if reads_locally(module) else local_of(module, options)
+        if local is None:
+            continue
+        if local is RECURRENT:
+            share_wherever_known(module.modules())
+        if local.mixin is OnWhole and local is not WHOLE:
+            known_on_whole[type(module).__name__] += 1
+        mixins = {**local.inner, **routers}
+        for inner in list(module.modules()):
+            if issubclass(local.mixin, OnOwnTokens):
+                for namespace in namespaces_of(type(inner)):
+                    share_functions(namespace, local.functions)
+            # Where its weight is sharded, the class is a subclass of that of the router.
+            known = (mixins[cls] for cls in type(inner).__mro__ if cls in mixins)
+            if not reads_locally(inner):
+                mixin = local.mixin if inner is module else next(known, ReadsLocally)
+                read_locally(inner, mixin)
+    if known_on_whole and is_first_rank(options.mesh):
+        size = options.mesh.size()
+        names = ", ".join(f"{count} x {name}" for name, count in known_on_whole.items())
+        warnings.warn(
+            f"{names} mix tokens along the sequence by a recurrence or a convolution that is in no"
+            " table of cp_inductor: every rank computes these modules on the whole sequence, with"
+            " the time and the memory that they take on one process, which is"
+            f" {size} times its share on {size} ranks, and keeps its own tokens."
+            " Attention and everything else stay sharded. Name their class in recurrent= if"
+            " register_recurrence knows their functions, and in whole= to silence this warning.",
+            stacklevel=3,
+        )

@@ -160,17 +160,13 @@ def _lengths_of_inputs(graph: fx.Graph) -> Iterator[tuple[DTensor, int, Any, Any
                 yield value, dim, *lengths
 
 
-def is_splitting_for_ddp() -> bool:
-    """Whether Dynamo will split the graph into buckets: the model runs within DDP (2.13-2.15)."""
-    return DistributedDataParallel._get_active_ddp_module() is not None
-
-
 def are_gradients_reduced() -> bool:
     """Whether DDP, `fully_shard` or `replicate` is in use, which reduce gradients over ranks.
 
     `_module_state_mapping` (2.13-2.15) has the modules that the latter two were applied to.
     """
-    return is_splitting_for_ddp() or bool(_module_state_mapping)
+    is_within_ddp = DistributedDataParallel._get_active_ddp_module() is not None
+    return is_within_ddp or bool(_module_state_mapping)
 
 
 def as_backend_error(error: Exception, instead_of: Exception | None = None) -> Exception:
@@ -253,52 +249,32 @@ class FailedTrace:
         )
         if not isinstance(error, TorchRuntimeError) and not is_of_input and not is_of_size:
             return None
-        return FailedTrace(_failed_node(error) or _last_node(error), text)
+        return FailedTrace(_last_call(error), text)
 
 
-def _failed_node(error: Exception) -> fx.Node | None:
-    """Return the call that Dynamo was running on fake tensors when this was raised, if any.
+def _last_call(error: Exception) -> fx.Node | None:
+    """Return the last call of the graph as far as Dynamo has traced it; None if that is unknown.
 
-    `run_node` (torch._dynamo.utils, 2.13-2.15) runs it, and has it, and the fake tensors that it
-    gives to it, among its locals. Later versions (2.14) erase it from its graph: it is put back.
+    Dynamo adds `_torch_dynamo_tracer_output` to the error, whose `output_graph_for_cleanup` is the
+    graph so far (torch._dynamo.output_graph, 2.13-2.15). A call that fails is erased from it
+    (2.14); `run_node` (torch._dynamo.utils), which ran it, has it and its values among its locals.
     """
+    tracer = getattr(error, "_torch_dynamo_tracer_output", None)
+    graph: Any = getattr(getattr(tracer, "output_graph_for_cleanup", None), "graph", None)
+    if graph is None:
+        return None
+    nodes = {id(one.meta.get("example_value")): one for one in graph.nodes}
     raised: BaseException | None = error
     while raised is not None:
         for frame, _ in traceback.walk_tb(raised.__traceback__):
-            if frame.f_code is run_node.__code__:
-                return _put_back(*(frame.f_locals[name] for name in ("node", "args", "kwargs")))
+            if frame.f_code is run_node.__code__ and frame.f_locals["node"] not in graph.nodes:
+                node, *values = (frame.f_locals[name] for name in ("node", "args", "kwargs"))
+                values = pytree.tree_map(lambda value: nodes.get(id(value), value), values)
+                failed: fx.Node = graph.create_node(node.op, node.target, *values)
+                failed.meta.update(node.meta)
+                return failed
         raised = raised.__context__
-    return None
-
-
-def _put_back(node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-    """Return a node that is in its graph; for an erased one, a copy over the nodes of its values.
-
-    Args:
-        args, kwargs: what it was called with, values instead of nodes.
-    """
-    if node in node.graph.nodes:
-        return node
-    nodes = {
-        id(one.meta["example_value"]): one
-        for one in node.graph.nodes
-        if "example_value" in one.meta
-    }
-    args, kwargs = pytree.tree_map(lambda value: nodes.get(id(value), value), (args, kwargs))
-    restored = node.graph.create_node(node.op, node.target, args, kwargs)
-    restored.meta.update(node.meta)
-    return restored
-
-
-def _last_node(error: Exception) -> fx.Node | None:
-    """Return the last call of the graph as far as it was traced when this was raised.
-
-    While it traces, Dynamo adds `_torch_dynamo_tracer_output` to the error, whose
-    `output_graph_for_cleanup` is the graph so far (torch._dynamo.output_graph, 2.13-2.15).
-    """
-    tracer = getattr(error, "_torch_dynamo_tracer_output", None)
-    graph = getattr(getattr(tracer, "output_graph_for_cleanup", None), "graph", None)
-    return None if graph is None else next(iter(reversed(graph.nodes)), None)
+    return next(iter(reversed(graph.nodes)), None)
 
 
 def graph_break_reason(error: Exception) -> str | None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._higher_order_ops.flex_attention  # registers the ops
@@ -201,8 +202,5 @@ def flex_gradients_on_cpu() -> Iterator[None]:
         if query.device.type != "cpu":
             original(query, key, value)
 
-    _MODULE._validate_device = validate
-    try:
+    with mock.patch.object(_MODULE, "_validate_device", validate):
         yield
-    finally:
-        _MODULE._validate_device = original

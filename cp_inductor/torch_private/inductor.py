@@ -122,10 +122,8 @@ def lowered_as_asked(arguments_of: Mapping[torch._ops.OpOverload, Sequence[int]]
 
     def unless_inlined(is_too_much: Callable[..., bool]) -> Callable[..., bool]:
         def is_stored(value: Any, *args: Any, **kwargs: Any) -> bool:
-            node = V.current_node
-            if isinstance(node, fx.Node) and _is_inlined(node):
-                return False
-            return is_too_much(value, *args, **kwargs)
+            is_inlined = isinstance(V.current_node, fx.Node) and _is_inlined(V.current_node)
+            return not is_inlined and is_too_much(value, *args, **kwargs)
 
         return is_stored
 
@@ -183,13 +181,11 @@ def _num_reads(node: fx.Node) -> int:
 
 def _is_by_element(node: fx.Node) -> bool:
     """Whether an element of a result is computed from one element, or a few, of each input."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    target, aten = node.target, torch.ops.aten
+    if not isinstance(target, torch._ops.OpOverload) or target is aten.expand.default:
         return False
-    if target is torch.ops.aten.cat.default:
+    if target is aten.cat.default:
         return bool(node.meta.get(ONE_KERNEL_KEY, False))
-    if target is torch.ops.aten.expand.default:
-        return False
     return (
         target is torch.ops.prims.convert_element_type.default
         or torch.Tag.pointwise in target.tags

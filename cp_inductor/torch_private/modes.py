@@ -76,7 +76,7 @@ def run_uncompiled(function: Callable[..., Any]) -> None:
 def function_modes_of_program() -> list[Any]:
     """Return the function modes that the program is in, also while Dynamo compiles a part of it.
 
-    Dynamo sets them aside (2.11-2.15), on a stack that is empty otherwise.
+    Dynamo sets them aside (2.13-2.15), on a stack that is empty otherwise.
     """
     from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 

@@ -40,8 +40,8 @@ class Traces:
     def __init__(self) -> None:
         self._symbolic_lengths = SymbolicLengths()
         self._watched: list[tuple[Any, NameOf, Tell | None]] = []
-        # Of the backend that Dynamo traces for now.
-        self._name: NameOf | None = None
+        # Names what is raised while Dynamo traces for one of them, as it does now.
+        self.name: NameOf | None = None
         # Are called with the local variables of a frame that is about to be traced.
         self.before: list[Callable[[Mapping[str, Any]], None]] = []
         # Contexts that are entered while Dynamo traces, and left when it has.
@@ -75,7 +75,7 @@ class Traces:
         if name is not None:
             for prepare in self.before:
                 prepare(frame)
-        outer, self._name = self._name, name
+        outer, self.name = self.name, name
         try:
             with self.switched(name is not None):
                 return trace()
@@ -86,20 +86,10 @@ class Traces:
                 tell(error, frame, options or {})
             raise
         finally:
-            self._name = outer
+            self.name = outer
             if name is not None and not self.is_ours:
                 # A fake mesh equals the one it stands for: DTensor would go on with it outside.
                 forget_shardings()
-
-    def named(self, trace: Callable[[], Any]) -> Any:
-        """Trace a frame within `run`; what is raised is named."""
-        try:
-            return trace()
-        except Exception as error:
-            named = None if self._name is None else self._name(error)
-            if named is None:
-                raise
-            raise named.with_traceback(error.__traceback__) from None
 
     @contextmanager
     def switched(self, is_ours: bool) -> Iterator[None]:
@@ -181,7 +171,13 @@ def _wrap_once(traces: Traces) -> None:
 
     @wraps(compile_frame)
     def compile_named(*args: Any, **kwargs: Any) -> Any:
-        return traces.named(partial(compile_frame, *args, **kwargs))
+        try:
+            return compile_frame(*args, **kwargs)
+        except Exception as error:
+            named = None if traces.name is None else traces.name(error)
+            if named is None:
+                raise
+            raise named.with_traceback(error.__traceback__) from None
 
     convert_frame._compile = compile_watched
     convert_frame.compile_frame = compile_named

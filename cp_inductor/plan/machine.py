@@ -348,12 +348,8 @@ LINKS: Mapping[str, Level] = {
 # The chip of a compute capability, where its name is not known.
 CHIPS: Mapping[tuple[int, int], str] = {(8, 0): "a100", (9, 0): "h100", (10, 0): "b200"}
 
-# What joins the ranks of a node, and what joins nodes, where nobody says it.
-INSIDE: Mapping[str, str] = {
-    **{"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5"},
-    "cpu": "tcp",
-}
-BETWEEN: Mapping[str, str] = {"cpu": "eth10"}
+# What joins the ranks of a node, where nobody says it.
+INSIDE = {"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5", "cpu": "tcp"}
 
 
 def known_machine(device: str, world_size: int, node_size: int = 8, num_cores: int = 0) -> Machine:
@@ -376,4 +372,5 @@ def known_machine(device: str, world_size: int, node_size: int = 8, num_cores: i
         )
     if world_size <= node_size or device not in INSIDE:
         return Machine((link,), of_rank)
-    return Machine((replace(link, ranks=node_size), LINKS[BETWEEN.get(device, "ib400")]), of_rank)
+    between = LINKS["eth10" if device == "cpu" else "ib400"]
+    return Machine((replace(link, ranks=node_size), between), of_rank)

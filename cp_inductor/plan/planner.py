@@ -276,9 +276,8 @@ def _resolved(recipe: Recipe, machine: Machine) -> Recipe:
     ).recipe
 
 
-def weigh(recipe: Recipe, machine: Machine | None = None) -> list[Trial]:
+def weigh(recipe: Recipe, machine: Machine) -> list[Trial]:
     """Return all that `resolve` chooses from, and what each would cost."""
-    machine = machine or Machine()
     strategies, known = _strategies(recipe, machine), dict[Recipe, Trial]()
     if recipe.world_size > MAX_TRIED_WORLD and len(strategies) > 1:
         # Each trial takes its time: only strategies that are fast in two stages are tried in more.
@@ -331,7 +330,7 @@ def _try(recipe: Recipe, tiles: Assigned, machine: Machine) -> Trial:
         seconds=sum(timeline.total_s for timeline in timelines),
         exchange_s=sum(timeline.exchange_s for timeline in timelines),
         exposed_s=sum(timeline.exposed_s for timeline in timelines),
-        num_bytes=float((both[0].received + both[1].received).max()),
+        num_bytes=float((both[0].received_over() + both[1].received_over()).max()),
         num_calls=int((both[0].calls.sum(0) + both[1].calls.sum(0)).max()),
         balance=max(plan.balance for plan in plans),
     )

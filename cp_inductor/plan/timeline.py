@@ -114,13 +114,8 @@ class Loads:
         )
         return Timeline(total, compute, exchange, total - compute)
 
-    @property
-    def received(self) -> np.ndarray:
-        """(P,), the bytes that each rank receives."""
-        return self.received_over(slice(None))
-
-    def received_over(self, level: int | slice) -> np.ndarray:
-        """(P,), the bytes that each rank receives over some levels; -1 is the outermost."""
+    def received_over(self, level: int | slice = slice(None)) -> np.ndarray:
+        """(P,), the bytes that each rank receives over some levels, or all; -1 is the outermost."""
         moved = (self.fetch + self.home)[level, ..., 1, :]
         return np.asarray(moved.reshape(-1, moved.shape[-1]).sum(0))
 

@@ -1,12 +1,4 @@
-"""Ranks, groups of ranks or nodes split the heads.
-
-heads                every rank has H / P heads                      (Ulysses)
-heads4+blocks        groups of 4 ranks split the heads, and the groups split the rest as `blocks`
-                     does
-heads_own            as `heads`, but each rank computes the tile of its own chunks for all heads
-heads_own_forward    so in the forward; the backward is that of `heads`
-heads4_own+blocks    groups of 4 ranks split the heads; the groups split the rest as `blocks` does
-nodes4+blocks        4 nodes split the heads, and the ranks of each the rest
+"""Ranks, groups of ranks or nodes split the heads: `heads` (Ulysses) and all that builds on it.
 
     rank 1 of 4     keys ->  0 1 2 3        o  its own tile, for all heads: needs no exchange, and
                   queries 0  .                 so hides the first one

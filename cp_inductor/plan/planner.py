@@ -373,7 +373,7 @@ def _strategies(recipe: Recipe, machine: Machine) -> list[Strategy]:
 def _stagings(recipe: Recipe, strategy: Strategy) -> list[Recipe]:
     """Return the recipe with this strategy, for each number of stages to choose from."""
     recipe = replace(recipe, strategy=strategy.name)
-    recipe = recipe if recipe.chunks else replace(recipe, chunks=_num_chunks(recipe))
+    recipe = recipe if recipe.chunks else replace(recipe, chunks=_num_chunks(recipe, strategy))
     fixed = strategy.num_stages(recipe.world_size)
     choices = (recipe.stages,) if recipe.stages else STAGES
     if fixed is not None or recipe.world_size == 1:
@@ -405,13 +405,12 @@ def _halved(recipe: Recipe, tiles: Tiles, later: Tiles) -> Assigned | None:
     return [early, *others, late], [*later, []]
 
 
-def _num_chunks(recipe: Recipe) -> int:
+def _num_chunks(recipe: Recipe, strategy: Strategy) -> int:
     """Return chunks per rank: enough to balance, but none too short for a kernel."""
     if recipe.mask is Mask.PARTIAL:
         tokens = -(-min(recipe.query_length, recipe.key_length) // recipe.world_size)
         most = min(MAX_MASKED_CHUNKS_PER_RANK, MAX_CHOSEN_CHUNKS // recipe.world_size)
         return max(1, min(most, 1 << max(0, (tokens // MIN_CHUNK_TOKENS).bit_length() - 1)))
-    strategy = parse_strategy(recipe.strategy)
     if not strategy.fine or recipe.mask is not Mask.CAUSAL:
         return strategy.min_chunks
     tokens = -(-recipe.query_length // recipe.world_size)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from cp_inductor.errors import InvalidArgument, InvalidText
+from cp_inductor.errors import InvalidText
 from cp_inductor.mask.grammar import shortened
 from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count, check_speed, refuse
 
@@ -127,12 +127,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         if len(self.levels) not in (1, 2) or any(not one.ranks for one in self.levels[:-1]):
-            raise InvalidArgument(
-                site="a machine",
-                expected="one level, or two of which the first says how many ranks a node has",
-                got=f"levels of {', '.join(str(one.ranks) for one in self.levels) or 'nothing'}",
-                remedy="pass levels=(Level(ranks=8, ...), Level(...))",
-            )
+            expected = "one level, or two of which the first says how many ranks a node has"
+            refuse("levels", expected, tuple(one.ranks for one in self.levels), "a machine")
 
     def node_of(self, rank: int) -> int:
         """Return the node of a rank: 0 if there is one level."""

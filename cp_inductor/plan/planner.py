@@ -420,18 +420,20 @@ def _num_chunks(recipe: Recipe, strategy: Strategy) -> int:
 
 
 def _check(recipe: Recipe, site: str) -> None:
-    def refuse(expected: str, got: str, remedy: str) -> None:
+    def refuse_strategy(expected: str, got: str, remedy: str) -> None:
         raise UnsupportedStrategy(site=site, expected=expected, got=got, remedy=remedy)
 
     for what in ("strategy", "rule"):
         check_type(what, getattr(recipe, what), str, site=site)
     if not 0 <= recipe.stages <= MAX_STAGES:
-        refuse(f"1 to {MAX_STAGES} stages, or 0 to choose", str(recipe.stages), "use stages=0")
+        refuse_strategy(
+            f"1 to {MAX_STAGES} stages, or 0 to choose", str(recipe.stages), "use stages=0"
+        )
     if recipe.strategy == "auto":
         return
     strategy = parse_strategy(recipe.strategy, site=site)
     if not strategy.splits(recipe.shape, recipe.world_size):
-        refuse(
+        refuse_strategy(
             f"a strategy that can split {recipe.num_heads} query heads, {recipe.num_kv_heads}"
             f" KV heads and {recipe.world_size} ranks evenly",
             f"{recipe.strategy!r}, which cannot",
@@ -440,7 +442,7 @@ def _check(recipe: Recipe, site: str) -> None:
     is_masked = recipe.mask is Mask.PARTIAL
     if is_masked and strategy.moves_queries and Rule.parse(recipe.rule).reads_pairs:
         known = [row.name for row in TABLE.values() if not row.moves_queries]
-        refuse(
+        refuse_strategy(
             f"one of auto, {', '.join(known)} under a mask that is a tensor of (query,"
             " key), whose rows stay with their queries",
             repr(recipe.strategy),

@@ -126,7 +126,7 @@ def count(recipe: Recipe) -> Counted:
             for of in (both, kept)
         ),
         sum(one.timeline(Machine()).total_s for one in both),
-        max(one.balance for one in both),
+        max(one.balance for one in (plan, plan.backward())),
     )
 
 

@@ -14,13 +14,13 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from cp_inductor.errors import InvalidText, UnsupportedStrategy
+from cp_inductor.errors import InvalidArgument, InvalidText, UnsupportedStrategy
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.canonical import normal
 from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, shortened
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.assign_cells import Strategy, Tiles, has_tokens, work_of
-from cp_inductor.plan.checks import LIMITS, MAX_LENGTH, check_count, check_type, refuse
+from cp_inductor.plan.checks import LIMITS, MAX_LENGTH, check_count, check_type
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Direction, Mask, Payload, Shape
@@ -108,8 +108,12 @@ class Recipe:
         for name, (least, most) in LIMITS.items():
             check_count(name, getattr(self, name), least, most, site=SITE)
         if self.num_heads % self.num_kv_heads:
-            expected = f"a divisor of num_heads={self.num_heads}"
-            refuse("num_kv_heads", expected, self.num_kv_heads, SITE)
+            raise InvalidArgument(
+                site=SITE,
+                expected=f"a num_kv_heads that divides num_heads={self.num_heads}",
+                got=str(self.num_kv_heads),
+                remedy="choose a num_kv_heads that divides num_heads",
+            )
 
     def format(self) -> str:
         """Return the recipe as text that `parse` reads."""

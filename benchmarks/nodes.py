@@ -34,8 +34,8 @@ from tabulate import tabulate
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.lower_bound import lower_bound
-from cp_inductor.plan import Machine, Recipe, backward_plan, forward_plan, resolve
-from cp_inductor.plan.timeline import Loads, loads_of
+from cp_inductor.plan import Machine, Plan, Recipe, backward_plan, forward_plan, resolve
+from cp_inductor.plan.timeline import loads_of
 
 WINDOW = "(k - q <= 0) & (q - k - 4095 <= 0)"
 MASKS = {"causal": "causal", "window": WINDOW}
@@ -43,7 +43,7 @@ MASKS = {"causal": "causal", "window": WINDOW}
 
 @dataclass(frozen=True)
 class Row:
-    """One plan. To add another kind of plan, make its `Loads`, and call `row_of`."""
+    """One plan. To add another kind of plan, call `row_of` with its forward and backward."""
 
     machine: str
     heads: str
@@ -67,11 +67,12 @@ def row_of(
     mask: str,
     made_for: str,
     strategy: str,
-    loads: Sequence[Loads],
+    plans: Sequence[Plan],
     bound: float,
 ) -> Row:
     """Return the row of a plan, from what its forward and backward move over each level."""
     unit = 2 * tokens * heads[1] * 128 * 2
+    loads = [loads_of(plan, machine) for plan in plans]
     between, inside = (float(sum(one.received_over(n) for one in loads).max()) for n in (-1, 0))
     timelines = [one.timeline(machine) for one in loads]
     return Row(
@@ -83,7 +84,7 @@ def row_of(
         strategy,
         between / unit,
         inside / unit,
-        max(one.balance for one in loads),
+        max(plan.balance for plan in plans),
         1e3 * sum(one.exchange_s for one in timelines),
         1e3 * sum(one.exposed_s for one in timelines),
         1e3 * sum(one.total_s for one in timelines),
@@ -102,7 +103,6 @@ def rows_of_static_plans(
     for made_for, known in (("flat", None), ("machine", machine)):
         chosen = resolve(recipe, site="benchmark", machine=known)
         plans = forward_plan(chosen), backward_plan(chosen)
-        loads = [loads_of(plan, machine) for plan in plans]
         bound = lower_bound(
             chosen.shape,
             outside.ranks,
@@ -113,7 +113,7 @@ def rows_of_static_plans(
         )
         bound /= inside.ranks * 2 * tokens * heads[1] * 128 * 2
         what = f"{chosen.strategy}, {chosen.stages}"
-        yield row_of(machine, heads, tokens, mask, made_for, what, loads, bound)
+        yield row_of(machine, heads, tokens, mask, made_for, what, plans, bound)
 
 
 def main() -> None:

@@ -121,9 +121,12 @@ def count(recipe: Recipe) -> Counted:
     return Counted(
         recipe.strategy,
         f"{recipe.stages}{' late' * recipe.late}",
-        *(float(sum(one.received for one in of).max()) / unit(recipe) for of in (both, kept)),
+        *(
+            float(sum(one.received_over() for one in of).max()) / unit(recipe)
+            for of in (both, kept)
+        ),
         sum(one.timeline(Machine()).total_s for one in both),
-        max(one.balance for one in both),
+        max(one.balance for one in (plan, plan.backward())),
     )
 
 

@@ -6,7 +6,7 @@ Plan.program(rank)                                     what one rank executes
 
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span
-from cp_inductor.plan.ir import Direction, Mask, Payload, Shape, Stage, Tile, Transfer
+from cp_inductor.plan.ir import Mask, Payload, Stage, Tile, Transfer
 from cp_inductor.plan.machine import Device, Level, Machine
 from cp_inductor.plan.planner import (
     Recipe,
@@ -16,13 +16,11 @@ from cp_inductor.plan.planner import (
     resolve,
 )
 from cp_inductor.plan.simulate import InvalidPlan
-from cp_inductor.plan.strategies import STRATEGIES, parse_strategy
-from cp_inductor.plan.timeline import Timeline
+from cp_inductor.plan.strategies import STRATEGIES
 
 __all__ = [
     "STRATEGIES",
     "Device",
-    "Direction",
     "Grid",
     "InvalidPlan",
     "Level",
@@ -31,15 +29,12 @@ __all__ = [
     "Payload",
     "Plan",
     "Recipe",
-    "Shape",
     "Span",
     "Stage",
     "Tile",
-    "Timeline",
     "Transfer",
     "backward_plan",
     "forward_plan",
-    "parse_strategy",
     "plan_attention",
     "resolve",
 ]

@@ -62,10 +62,10 @@ class Work:
         """The rank that holds each chunk."""
         return owners_of(self.grid)
 
-    @cached_property
-    def far(self) -> np.ndarray:
-        """The cells without those of ranks' own queries and own keys."""
-        return self.cells * (self.owners[:, None] != self.owners)
+    def far(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Return cells, without those of ranks' own queries and own keys."""
+        is_far = self.owners[rows][:, None] != self.owners[columns]
+        return self.cells[np.ix_(rows, columns)] * is_far
 
     def own_chunks(self, rank: int) -> np.ndarray:
         """Return the chunks that a rank holds."""
@@ -89,7 +89,7 @@ class Work:
     ) -> list[Tile]:
         """Make a rank's tiles of the cells of some query chunks and key chunks, or the far ones."""
         everything = self.cells[np.ix_(rows, columns)]
-        cells = self.far[np.ix_(rows, columns)] if are_far else everything
+        cells = self.far(rows, columns) if are_far else everything
         tiles: list[Tile] = []
 
         def add(queries: Sequence[Span], keys: np.ndarray, mask: Mask) -> None:
@@ -118,7 +118,7 @@ class Work:
         return tiles
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def work_of(grid: Grid, shape: Shape, mask: Mask, rule: str) -> Work:
     """Return the work of an attention."""
     return Work(grid, shape, cells_of(grid, mask, rule))
@@ -159,7 +159,7 @@ def stage_areas(
     """
     tiles: Tiles = [[*work.own_tiles], *([] for _ in range(num_stages))]
     for rank, (rows, columns) in enumerate(areas):
-        weights = np.count_nonzero(work.far[np.ix_(rows, columns)], axis=0 if by_keys else 1)
+        weights = np.count_nonzero(work.far(rows, columns), axis=0 if by_keys else 1)
         weights = weights.reshape(-1, together).sum(1)
         stage_of = np.repeat(parts_of_equal_weight(weights, num_stages), together)
         for number, stage in enumerate(tiles[1:]):

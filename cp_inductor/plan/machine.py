@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from cp_inductor.errors import InvalidArgument, InvalidText
+from cp_inductor.errors import InvalidText
 from cp_inductor.mask.grammar import shortened
 from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count, check_speed, refuse
 
@@ -127,12 +127,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         if len(self.levels) not in (1, 2) or any(not one.ranks for one in self.levels[:-1]):
-            raise InvalidArgument(
-                site="a machine",
-                expected="one level, or two of which the first says how many ranks a node has",
-                got=f"levels of {', '.join(str(one.ranks) for one in self.levels) or 'nothing'}",
-                remedy="pass levels=(Level(ranks=8, ...), Level(...))",
-            )
+            expected = "one level, or two of which the first says how many ranks a node has"
+            refuse("levels", expected, tuple(one.ranks for one in self.levels), "a machine")
 
     def node_of(self, rank: int) -> int:
         """Return the node of a rank: 0 if there is one level."""
@@ -348,12 +344,8 @@ LINKS: Mapping[str, Level] = {
 # The chip of a compute capability, where its name is not known.
 CHIPS: Mapping[tuple[int, int], str] = {(8, 0): "a100", (9, 0): "h100", (10, 0): "b200"}
 
-# What joins the ranks of a node, and what joins nodes, where nobody says it.
-INSIDE: Mapping[str, str] = {
-    **{"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5"},
-    "cpu": "tcp",
-}
-BETWEEN: Mapping[str, str] = {"cpu": "eth10"}
+# What joins the ranks of a node, where nobody says it.
+INSIDE = {"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5", "cpu": "tcp"}
 
 
 def known_machine(device: str, world_size: int, node_size: int = 8, num_cores: int = 0) -> Machine:
@@ -376,4 +368,5 @@ def known_machine(device: str, world_size: int, node_size: int = 8, num_cores: i
         )
     if world_size <= node_size or device not in INSIDE:
         return Machine((link,), of_rank)
-    return Machine((replace(link, ranks=node_size), LINKS[BETWEEN.get(device, "ib400")]), of_rank)
+    between = LINKS["eth10" if device == "cpu" else "ib400"]
+    return Machine((replace(link, ranks=node_size), between), of_rank)

@@ -14,13 +14,13 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from cp_inductor.errors import InvalidText, UnsupportedStrategy
+from cp_inductor.errors import InvalidArgument, InvalidText, UnsupportedStrategy
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.canonical import normal
 from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, shortened
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.assign_cells import Strategy, Tiles, has_tokens, work_of
-from cp_inductor.plan.checks import LIMITS, MAX_LENGTH, check_count, check_type, refuse
+from cp_inductor.plan.checks import LIMITS, MAX_LENGTH, check_count, check_type
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Direction, Mask, Payload, Shape
@@ -108,8 +108,12 @@ class Recipe:
         for name, (least, most) in LIMITS.items():
             check_count(name, getattr(self, name), least, most, site=SITE)
         if self.num_heads % self.num_kv_heads:
-            expected = f"a divisor of num_heads={self.num_heads}"
-            refuse("num_kv_heads", expected, self.num_kv_heads, SITE)
+            raise InvalidArgument(
+                site=SITE,
+                expected=f"a num_kv_heads that divides num_heads={self.num_heads}",
+                got=str(self.num_kv_heads),
+                remedy="choose a num_kv_heads that divides num_heads",
+            )
 
     def format(self) -> str:
         """Return the recipe as text that `parse` reads."""
@@ -276,9 +280,8 @@ def _resolved(recipe: Recipe, machine: Machine) -> Recipe:
     ).recipe
 
 
-def weigh(recipe: Recipe, machine: Machine | None = None) -> list[Trial]:
+def weigh(recipe: Recipe, machine: Machine) -> list[Trial]:
     """Return all that `resolve` chooses from, and what each would cost."""
-    machine = machine or Machine()
     strategies, known = _strategies(recipe, machine), dict[Recipe, Trial]()
     if recipe.world_size > MAX_TRIED_WORLD and len(strategies) > 1:
         # Each trial takes its time: only strategies that are fast in two stages are tried in more.
@@ -331,7 +334,7 @@ def _try(recipe: Recipe, tiles: Assigned, machine: Machine) -> Trial:
         seconds=sum(timeline.total_s for timeline in timelines),
         exchange_s=sum(timeline.exchange_s for timeline in timelines),
         exposed_s=sum(timeline.exposed_s for timeline in timelines),
-        num_bytes=float((both[0].received + both[1].received).max()),
+        num_bytes=float((both[0].received_over() + both[1].received_over()).max()),
         num_calls=int((both[0].calls.sum(0) + both[1].calls.sum(0)).max()),
         balance=max(plan.balance for plan in plans),
     )
@@ -374,7 +377,7 @@ def _strategies(recipe: Recipe, machine: Machine) -> list[Strategy]:
 def _stagings(recipe: Recipe, strategy: Strategy) -> list[Recipe]:
     """Return the recipe with this strategy, for each number of stages to choose from."""
     recipe = replace(recipe, strategy=strategy.name)
-    recipe = recipe if recipe.chunks else replace(recipe, chunks=_num_chunks(recipe))
+    recipe = recipe if recipe.chunks else replace(recipe, chunks=_num_chunks(recipe, strategy))
     fixed = strategy.num_stages(recipe.world_size)
     choices = (recipe.stages,) if recipe.stages else STAGES
     if fixed is not None or recipe.world_size == 1:
@@ -406,13 +409,12 @@ def _halved(recipe: Recipe, tiles: Tiles, later: Tiles) -> Assigned | None:
     return [early, *others, late], [*later, []]
 
 
-def _num_chunks(recipe: Recipe) -> int:
+def _num_chunks(recipe: Recipe, strategy: Strategy) -> int:
     """Return chunks per rank: enough to balance, but none too short for a kernel."""
     if recipe.mask is Mask.PARTIAL:
         tokens = -(-min(recipe.query_length, recipe.key_length) // recipe.world_size)
         most = min(MAX_MASKED_CHUNKS_PER_RANK, MAX_CHOSEN_CHUNKS // recipe.world_size)
         return max(1, min(most, 1 << max(0, (tokens // MIN_CHUNK_TOKENS).bit_length() - 1)))
-    strategy = parse_strategy(recipe.strategy)
     if not strategy.fine or recipe.mask is not Mask.CAUSAL:
         return strategy.min_chunks
     tokens = -(-recipe.query_length // recipe.world_size)
@@ -422,18 +424,20 @@ def _num_chunks(recipe: Recipe) -> int:
 
 
 def _check(recipe: Recipe, site: str) -> None:
-    def refuse(expected: str, got: str, remedy: str) -> None:
+    def refuse_strategy(expected: str, got: str, remedy: str) -> None:
         raise UnsupportedStrategy(site=site, expected=expected, got=got, remedy=remedy)
 
     for what in ("strategy", "rule"):
         check_type(what, getattr(recipe, what), str, site=site)
     if not 0 <= recipe.stages <= MAX_STAGES:
-        refuse(f"1 to {MAX_STAGES} stages, or 0 to choose", str(recipe.stages), "use stages=0")
+        refuse_strategy(
+            f"1 to {MAX_STAGES} stages, or 0 to choose", str(recipe.stages), "use stages=0"
+        )
     if recipe.strategy == "auto":
         return
     strategy = parse_strategy(recipe.strategy, site=site)
     if not strategy.splits(recipe.shape, recipe.world_size):
-        refuse(
+        refuse_strategy(
             f"a strategy that can split {recipe.num_heads} query heads, {recipe.num_kv_heads}"
             f" KV heads and {recipe.world_size} ranks evenly",
             f"{recipe.strategy!r}, which cannot",
@@ -442,7 +446,7 @@ def _check(recipe: Recipe, site: str) -> None:
     is_masked = recipe.mask is Mask.PARTIAL
     if is_masked and strategy.moves_queries and Rule.parse(recipe.rule).reads_pairs:
         known = [row.name for row in TABLE.values() if not row.moves_queries]
-        refuse(
+        refuse_strategy(
             f"one of auto, {', '.join(known)} under a mask that is a tensor of (query,"
             " key), whose rows stay with their queries",
             repr(recipe.strategy),

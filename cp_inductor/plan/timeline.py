@@ -81,14 +81,20 @@ class Loads:
         compute = self.flops / device.flops_per_s + self.calls * device.launch_s
         if device.at_once:
             compute = _shared_s(compute, machine)
-        events = [Event("fetch 0", True, 0.0, fetch[0])]
-        now = network = float(fetch[0].max())
+        events: list[Event] = []
+        now = network = 0.0
+
+        def exchange(name: str, seconds: np.ndarray) -> None:
+            nonlocal network
+            start = max(network, now)
+            events.append(Event(name, True, start, seconds))
+            network = start + float(seconds.max())
+
+        exchange("fetch 0", fetch[0])
+        now = network
         for index, tiles in enumerate(compute):
-            is_last = index + 1 == len(fetch)
-            if not is_last:
-                start = max(network, now)
-                events.append(Event(f"fetch {index + 1}", True, start, fetch[index + 1]))
-                network = start + float(fetch[index + 1].max())
+            if index + 1 < len(fetch):
+                exchange(f"fetch {index + 1}", fetch[index + 1])
             arrived = network
             if device.hidden < 1 and tiles.any():
                 # The cores that compute move the data, too.
@@ -96,12 +102,8 @@ class Loads:
                 tiles = tiles + (1 - device.hidden) * during
             events.append(Event(f"tiles {index}", False, now, tiles))
             now += float(tiles.max())
-            if home[index].any():
-                start = max(network, now)
-                events.append(Event(f"home {index}", True, start, home[index]))
-                network = start + float(home[index].max())
-            if not is_last:
-                now = max(now, arrived)
+            exchange(f"home {index}", home[index])
+            now = max(now, arrived)
         return [event for event in events if event.seconds.any()]
 
     def timeline(self, machine: Machine) -> Timeline:
@@ -114,13 +116,8 @@ class Loads:
         )
         return Timeline(total, compute, exchange, total - compute)
 
-    @property
-    def received(self) -> np.ndarray:
-        """(P,), the bytes that each rank receives."""
-        return self.received_over(slice(None))
-
-    def received_over(self, level: int | slice) -> np.ndarray:
-        """(P,), the bytes that each rank receives over some levels; -1 is the outermost."""
+    def received_over(self, level: int | slice = slice(None)) -> np.ndarray:
+        """(P,), the bytes that each rank receives over some levels, or all; -1 is the outermost."""
         moved = (self.fetch + self.home)[level, ..., 1, :]
         return np.asarray(moved.reshape(-1, moved.shape[-1]).sum(0))
 

@@ -82,7 +82,8 @@ def _full_blocks(work: Work, num_stages: int) -> Tiles:
 def _search(work: Work) -> list[Area]:
     """Cut what is not on the diagonal into blocks with equally many pairs, one for each rank."""
     world_size, num_chunks, owners = work.grid.world_size, work.grid.num_chunks, work.owners
-    is_far, prices = work.far != Cell.EMPTY, Prices.of(work.shape)
+    chunks, prices = np.arange(num_chunks), Prices.of(work.shape)
+    is_far = work.far(chunks, chunks) != Cell.EMPTY
     before = np.zeros((num_chunks + 1, num_chunks + 1), dtype=np.int32)
     is_far.cumsum(0, dtype=np.int32).cumsum(1, out=before[1:, 1:])
     ratio = (prices.query_in + prices.query_home) / (prices.key_in + prices.key_home)
@@ -95,7 +96,7 @@ def _search(work: Work) -> list[Area]:
     ranks, _, chosen = min(assigned, key=lambda one: one[1])
     areas: list[Area] = [(owners[:0], owners[:0])] * world_size
     for rank, block in zip(ranks, chosen, strict=True):
-        keys = work.chunks_before(rank) if under_rule else np.arange(num_chunks)
+        keys = work.chunks_before(rank) if under_rule else chunks
         keys = keys[(keys >= block.left) & (keys < block.right)]
         areas[rank] = np.arange(block.top, block.bottom), keys
     return areas

@@ -1,12 +1,4 @@
-"""Ranks, groups of ranks or nodes split the heads.
-
-heads                every rank has H / P heads                      (Ulysses)
-heads4+blocks        groups of 4 ranks split the heads, and the groups split the rest as `blocks`
-                     does
-heads_own            as `heads`, but each rank computes the tile of its own chunks for all heads
-heads_own_forward    so in the forward; the backward is that of `heads`
-heads4_own+blocks    groups of 4 ranks split the heads; the groups split the rest as `blocks` does
-nodes4+blocks        4 nodes split the heads, and the ranks of each the rest
+"""Ranks, groups of ranks or nodes split the heads: `heads` (Ulysses) and all that builds on it.
 
     rank 1 of 4     keys ->  0 1 2 3        o  its own tile, for all heads: needs no exchange, and
                   queries 0  .                 so hides the first one
@@ -138,7 +130,7 @@ def can_split(shape: Shape, world_size: int, num_groups: int) -> bool:
     return is_split and world_size % num_groups == 0
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def groups_of(work: Work, num_ranks: int, heads: Span) -> Work:
     """Return the work of some heads in which each group of so many ranks is one rank."""
     grid, shape, num_chunks = work.grid, work.shape, work.grid.chunks_per_rank * num_ranks
@@ -193,7 +185,8 @@ def heads_own(work: Work, num_stages: int, num_groups: int = 0) -> Tiles:
     """
     tiles: Tiles = [[*work.own_tiles], *([] for _ in range(num_stages))]
     world_size = work.grid.world_size
-    weights = np.count_nonzero(work.far, axis=1).reshape(world_size, -1).sum(1)
+    chunks = np.arange(work.grid.num_chunks)
+    weights = np.count_nonzero(work.far(chunks, chunks), axis=1).reshape(world_size, -1).sum(1)
     for share in shares_of(work.shape, world_size, num_groups or world_size):
         size, num_within = share.num_groups, num_stages
         groups = groups_of(work, size, share.heads)
@@ -204,10 +197,8 @@ def heads_own(work: Work, num_stages: int, num_groups: int = 0) -> Tiles:
         parts = parts_of(share.heads, size, num_parts_of(groups.shape, size, num_within))
         num_slices = num_within // len(parts)
         slice_of = parts_of_equal_weight(weights, num_slices)
-        # There may be fewer stages than there could be.
-        for stage, (number, part) in zip(
-            tiles[1:], product(range(num_slices), parts), strict=False
-        ):
+        sliced = product(range(num_slices), parts)  # there may be fewer than stages
+        for stage, (number, part) in zip(tiles[1:], sliced, strict=False):
             for owner in np.flatnonzero(slice_of == number).tolist():
                 stage += _copies(_row(work, owner, size), part)
     return tiles
@@ -245,16 +236,13 @@ def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
     """
 
     def assign(work: Work, num_stages: int) -> Tiles:
-        size, num_parts = (
-            work.grid.world_size // num_nodes,
-            num_parts_of(work.shape, num_nodes, num_stages),
-        )
+        num_parts = num_parts_of(work.shape, num_nodes, num_stages)
         parts = parts_of(work.shape.all_heads, num_nodes, num_parts)
         node = groups_of(work, num_nodes, parts[0][0])
         own, *others = rest.assign(node, max(1, num_stages // num_parts))
         stages = [(own, part) for part in parts]
         stages += [(stage, part) for part in parts for stage in others]
-        return [_copies(stage, part, size) for stage, part in stages]
+        return [_copies(stage, part, node.grid.world_size) for stage, part in stages]
 
     def fetch(grid: Grid, shape: Shape, tiles: Tiles) -> list[Transfers]:
         size = grid.world_size // num_nodes

@@ -61,26 +61,21 @@ MAX_GROUPS_OVER_NODES = 8
 
 
 @dataclass(frozen=True, eq=False)
-class BatchPlan:
+class BatchPlan(Cells):
     """Who computes which cell, a query chunk x a key chunk that may hold pairs, and when.
 
     Attributes:
         queries, keys: the chunks; both have equally many groups of heads.
-        world_size: number of ranks.
-        stages: the last stage; stage 0 is of cells whose chunks their rank stores.
         query, key: the chunks of each cell, sorted by (query, key).
         weight: blocks of 128 x 128 that may hold pairs, of each cell.
-        rank: who computes it.
+        world_size: number of ranks.
+        stages: the last stage; stage 0 is of cells whose chunks their rank stores.
+        rank: who computes each cell.
         stage: when; what it needs of others is fetched for this stage or an earlier one.
     """
 
-    queries: Chunks
-    keys: Chunks
     world_size: int
     stages: int
-    query: np.ndarray
-    key: np.ndarray
-    weight: np.ndarray
     rank: np.ndarray
     stage: np.ndarray
 
@@ -117,9 +112,8 @@ class BatchPlan:
         (n, 8) each, the stage and the columns of `Transfers`; sorted by rank, chunk and stage.
         """
         found = []
-        for chunks, chunk, payload in (
-            (self.queries, self.query, Payload.QUERY),
-            (self.keys, self.key, Payload.KEY_VALUE),
+        for (chunks, chunk), payload in zip(
+            self.sides, (Payload.QUERY, Payload.KEY_VALUE), strict=True
         ):
             is_away = chunks.rank[chunk] != self.rank
             numbers = (self.rank * len(chunks) + chunk) * (self.stages + 1) + self.stage
@@ -258,35 +252,15 @@ def plan_batch(
     num_groups = num_groups or groups_of_heads(rule, num_heads, num_kv_heads, world_size, nodes)
     tokens = batch * num_groups * max(*query_lengths, *key_lengths)
     size = size or _size_of(tokens, world_size, 1 if nodes is None else 2)
-    queries, keys = (chunks_of(batch, of, size) for of in (query_lengths, key_lengths))
-    cells = find_cells(rule, tables, queries, keys, batch=batch, num_heads=num_heads)
-    if num_groups > 1:
-        queries = chunks_of(batch, query_lengths, size, num_groups)
-        keys = chunks_of(batch, key_lengths, size, num_groups)
-        cells = _cells_of_groups(cells, queries, keys)
+    chunks = (chunks_of(batch, of, size, num_groups) for of in (query_lengths, key_lengths))
+    cells = find_cells(rule, tables, *chunks, batch=batch, num_heads=num_heads)
     prices = Prices.in_elements(num_heads, num_kv_heads)
-    sides = cells, queries, keys, world_size, prices
     if nodes is None or nodes.size >= world_size:
-        rank = assign_ranks(*sides)
+        rank = assign_ranks(cells, world_size, prices)
     else:
-        rank = assign_over_nodes(*sides, nodes)
-    stage = assign_stages(cells, rank, queries, keys, world_size, stages, prices)
-    return BatchPlan(
-        queries, keys, world_size, stages, cells.query, cells.key, cells.weight, rank, stage
-    )
-
-
-def _cells_of_groups(cells: Cells, queries: Chunks, keys: Chunks) -> Cells:
-    """Return the cells of each group of heads, given those of all heads and the groups' chunks."""
-
-    def of_groups(chunks: Chunks, chunk: np.ndarray) -> np.ndarray:
-        # Chunks of all heads are sorted by (rank, entry, position); here groups of each follow.
-        by_tokens = np.lexsort((chunks.group, chunks.first, chunks.entry, chunks.rank))
-        return by_tokens.reshape(-1, chunks.num_groups)[chunk].ravel()
-
-    query, key = of_groups(queries, cells.query), of_groups(keys, cells.key)
-    order = np.argsort(query * len(keys) + key, kind="stable")
-    return Cells(query[order], key[order], np.repeat(cells.weight, keys.num_groups)[order])
+        rank = assign_over_nodes(cells, world_size, prices, nodes)
+    stage = assign_stages(cells, rank, world_size, stages, prices)
+    return BatchPlan(**vars(cells), world_size=world_size, stages=stages, rank=rank, stage=stage)
 
 
 def _size_of(tokens: int, world_size: int, factor: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cp_inductor.plan.batch_cells import Cells, Chunks
+from cp_inductor.plan.batch_cells import Cells
 from cp_inductor.plan.ir import Prices
 
 # The least share of own work that is counted with: a rank without any fetches something for stage 1
@@ -26,43 +26,34 @@ TINY = 1e-9
 def assign_stages(
     cells: Cells,
     rank: np.ndarray,
-    queries: Chunks,
-    keys: Chunks,
     world_size: int,
     stages: int,
     prices: Prices,
 ) -> np.ndarray:
     """Return the stage of each cell, given its rank; what is fetched comes in so many stages."""
-    foreign_query = queries.rank[cells.query] != rank
-    foreign_key = keys.rank[cells.key] != rank
+    # Owners in the order in which a rank turns to them: those before it, from the nearest on.
+    away = [(rank - chunks.rank[chunk]) % world_size for chunks, chunk in cells.sides]
+    nearest = np.maximum(*away)
     stage = np.zeros(len(rank), dtype=np.int64)
-    far = np.flatnonzero(foreign_query | foreign_key)
+    far = np.flatnonzero(nearest)
     if not len(far):
         return stage
-    at, query, key = rank[far], cells.query[far], cells.key[far]
-    # Owners in the order in which a rank turns to them: those before it, from the nearest on.
-    from_query = (at - queries.rank[query]) % world_size
-    from_key = (at - keys.rank[key]) % world_size
-    nearest = np.maximum(from_query, from_key)
     # Cells that wait for the same owner stay in the order that they are in.
-    order = np.argsort(at * world_size + nearest, kind="stable")
-    at, query, key = at[order], query[order], key[order]
+    far = far[np.argsort((rank * world_size + nearest)[far], kind="stable")]
+    at, weight = rank[far], cells.weight[far]
     # What each cell brings that was not there: the first of its rank that needs a chunk brings it.
-    cost = np.zeros(len(order))
-    for chunks, chunk, foreign, price in (
-        (queries, query, foreign_query, prices.query_in),
-        (keys, key, foreign_key, prices.key_in),
-    ):
-        _, first = np.unique(at * len(chunks) + chunk, return_index=True)
-        first = first[foreign[far][order][first]]
-        cost[first] += chunks.length[chunk[first]] * price
-    weight = cells.weight[far][order]
+    cost = np.zeros(len(far))
+    of_sides = zip(cells.sides, away, (prices.query_in, prices.key_in), strict=True)
+    for (chunks, chunk), from_owner, price in of_sides:
+        _, first = np.unique(at * len(chunks) + chunk[far], return_index=True)
+        first = first[from_owner[far[first]] > 0]
+        cost[first] += chunks.length[chunk[far[first]]] * price
     # Along the cells, bytes and work grow about alike; a stage is a part of both.
     part = (_share(at, cost, world_size) + _share(at, weight, world_size)) / 2
     total = np.bincount(rank, cells.weight, world_size)
     own = 1 - np.bincount(at, weight, world_size) / np.maximum(total, 1.0)
     ends = _ends_of_stages(own, stages)
-    stage[far[order]] = 1 + (part[:, None] > ends[at, :-1]).sum(1)
+    stage[far] = 1 + (part[:, None] > ends[at, :-1]).sum(1)
     return stage
 
 

@@ -35,8 +35,8 @@ from cp_inductor.plan.ir import (
     Transfers,
 )
 from cp_inductor.plan.machine import Machine
-from cp_inductor.plan.tile_columns import TileColumns
 from cp_inductor.plan.timeline import Timeline, loads_of
+from cp_inductor.plan.transfers import TileColumns
 
 
 class InvalidPlan(AssertionError):

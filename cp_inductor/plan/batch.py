@@ -28,7 +28,6 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.batch_assign import assign_ranks
 from cp_inductor.plan.batch_cells import BLOCK, Cells, Chunks, chunks_of, find_cells
 from cp_inductor.plan.batch_nodes import Nodes, assign_over_nodes
-from cp_inductor.plan.batch_stages import assign_stages
 from cp_inductor.plan.ir import (
     DESTINATION,
     PAYLOAD,
@@ -58,29 +57,31 @@ MAX_GROUPS = 4
 # Over nodes, more groups save much: a rank of another node that takes a long document for one group
 # sends home the gradients of fewer keys, and no other rank has to take the same.
 MAX_GROUPS_OVER_NODES = 8
+# The least share of own work that is counted with: a rank without any fetches something for stage 1
+# all the same.
+MIN_OWN_SHARE = 0.1
+# How often the interval is halved in which the growth of stages is looked for: from 10 to 1.5e-4.
+NUM_BISECTIONS = 16
+# Divides in place of a total of nothing.
+TINY = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class BatchPlan:
+class BatchPlan(Cells):
     """Who computes which cell, a query chunk x a key chunk that may hold pairs, and when.
 
     Attributes:
         queries, keys: the chunks; both have equally many groups of heads.
-        world_size: number of ranks.
-        stages: the last stage; stage 0 is of cells whose chunks their rank stores.
         query, key: the chunks of each cell, sorted by (query, key).
         weight: blocks of 128 x 128 that may hold pairs, of each cell.
-        rank: who computes it.
+        world_size: number of ranks.
+        stages: the last stage; stage 0 is of cells whose chunks their rank stores.
+        rank: who computes each cell.
         stage: when; what it needs of others is fetched for this stage or an earlier one.
     """
 
-    queries: Chunks
-    keys: Chunks
     world_size: int
     stages: int
-    query: np.ndarray
-    key: np.ndarray
-    weight: np.ndarray
     rank: np.ndarray
     stage: np.ndarray
 
@@ -117,9 +118,8 @@ class BatchPlan:
         (n, 8) each, the stage and the columns of `Transfers`; sorted by rank, chunk and stage.
         """
         found = []
-        for chunks, chunk, payload in (
-            (self.queries, self.query, Payload.QUERY),
-            (self.keys, self.key, Payload.KEY_VALUE),
+        for (chunks, chunk), payload in zip(
+            self.sides, (Payload.QUERY, Payload.KEY_VALUE), strict=True
         ):
             is_away = chunks.rank[chunk] != self.rank
             numbers = (self.rank * len(chunks) + chunk) * (self.stages + 1) + self.stage
@@ -258,35 +258,15 @@ def plan_batch(
     num_groups = num_groups or groups_of_heads(rule, num_heads, num_kv_heads, world_size, nodes)
     tokens = batch * num_groups * max(*query_lengths, *key_lengths)
     size = size or _size_of(tokens, world_size, 1 if nodes is None else 2)
-    queries, keys = (chunks_of(batch, of, size) for of in (query_lengths, key_lengths))
-    cells = find_cells(rule, tables, queries, keys, batch=batch, num_heads=num_heads)
-    if num_groups > 1:
-        queries = chunks_of(batch, query_lengths, size, num_groups)
-        keys = chunks_of(batch, key_lengths, size, num_groups)
-        cells = _cells_of_groups(cells, queries, keys)
+    chunks = (chunks_of(batch, of, size, num_groups) for of in (query_lengths, key_lengths))
+    cells = find_cells(rule, tables, *chunks, batch=batch, num_heads=num_heads)
     prices = Prices.in_elements(num_heads, num_kv_heads)
-    sides = cells, queries, keys, world_size, prices
     if nodes is None or nodes.size >= world_size:
-        rank = assign_ranks(*sides)
+        rank = assign_ranks(cells, world_size, prices)
     else:
-        rank = assign_over_nodes(*sides, nodes)
-    stage = assign_stages(cells, rank, queries, keys, world_size, stages, prices)
-    return BatchPlan(
-        queries, keys, world_size, stages, cells.query, cells.key, cells.weight, rank, stage
-    )
-
-
-def _cells_of_groups(cells: Cells, queries: Chunks, keys: Chunks) -> Cells:
-    """Return the cells of each group of heads, given those of all heads and the groups' chunks."""
-
-    def of_groups(chunks: Chunks, chunk: np.ndarray) -> np.ndarray:
-        # Chunks of all heads are sorted by (rank, entry, position); here groups of each follow.
-        by_tokens = np.lexsort((chunks.group, chunks.first, chunks.entry, chunks.rank))
-        return by_tokens.reshape(-1, chunks.num_groups)[chunk].ravel()
-
-    query, key = of_groups(queries, cells.query), of_groups(keys, cells.key)
-    order = np.argsort(query * len(keys) + key, kind="stable")
-    return Cells(query[order], key[order], np.repeat(cells.weight, keys.num_groups)[order])
+        rank = assign_over_nodes(cells, world_size, prices, nodes)
+    stage = assign_stages(cells, rank, world_size, stages, prices)
+    return BatchPlan(**vars(cells), world_size=world_size, stages=stages, rank=rank, stage=stage)
 
 
 def _size_of(tokens: int, world_size: int, factor: int) -> int:
@@ -297,3 +277,73 @@ def _size_of(tokens: int, world_size: int, factor: int) -> int:
     while size * num < tokens:
         size *= 2
     return size
+
+
+def assign_stages(
+    cells: Cells,
+    rank: np.ndarray,
+    world_size: int,
+    stages: int,
+    prices: Prices,
+) -> np.ndarray:
+    """Return the stage of each cell, given its rank; what is fetched comes in so many stages.
+
+    What is fetched for the next stage hides behind this one. Stage 0 is of cells of a rank's own
+    chunks. A chunk is fetched for the first stage that needs it. A rank turns to the owners before
+    it first, the nearest ahead of the others, so that ranks do not all ask the same owner at once.
+    """
+    # Owners in the order in which a rank turns to them: those before it, from the nearest on.
+    away = [(rank - chunks.rank[chunk]) % world_size for chunks, chunk in cells.sides]
+    nearest = np.maximum(*away)
+    stage = np.zeros(len(rank), dtype=np.int64)
+    far = np.flatnonzero(nearest)
+    if not len(far):
+        return stage
+    # Cells that wait for the same owner stay in the order that they are in.
+    far = far[np.argsort((rank * world_size + nearest)[far], kind="stable")]
+    at, weight = rank[far], cells.weight[far]
+    # What each cell brings that was not there: the first of its rank that needs a chunk brings it.
+    cost = np.zeros(len(far))
+    of_sides = zip(cells.sides, away, (prices.query_in, prices.key_in), strict=True)
+    for (chunks, chunk), from_owner, price in of_sides:
+        _, first = np.unique(at * len(chunks) + chunk[far], return_index=True)
+        first = first[from_owner[far[first]] > 0]
+        cost[first] += chunks.length[chunk[far[first]]] * price
+    # Along the cells, bytes and work grow about alike; a stage is a part of both.
+    part = (_share(at, cost, world_size) + _share(at, weight, world_size)) / 2
+    total = np.bincount(rank, cells.weight, world_size)
+    own = 1 - np.bincount(at, weight, world_size) / np.maximum(total, 1.0)
+    ends = _ends_of_stages(own, stages)
+    stage[far] = 1 + (part[:, None] > ends[at, :-1]).sum(1)
+    return stage
+
+
+def _ends_of_stages(own: np.ndarray, stages: int) -> np.ndarray:
+    """Return where the stages 1, 2, ... of each rank end, as shares of what is not its own.
+
+    The fetch of a stage hides behind the work of the one before: its share f(s) is proportional to
+    that work, which is the rank's own work for stage 1, and (1 - own) f(s - 1) for the others. The
+    share of its own work in all of a rank's is `own`, (ranks,).
+    """
+    own = np.clip(own, MIN_OWN_SHARE, 1.0)[:, None]
+    low, high = np.zeros_like(own), np.full_like(own, 1 / MIN_OWN_SHARE)
+    for _ in range(NUM_BISECTIONS):
+        ratio = (low + high) / 2
+        ends = _ends(own, ratio, stages)
+        is_more = ends[:, -1:] > 1
+        low, high = np.where(is_more, low, ratio), np.where(is_more, ratio, high)
+    return _ends(own, high, stages)
+
+
+def _ends(own: np.ndarray, ratio: np.ndarray, stages: int) -> np.ndarray:
+    growth = np.repeat(ratio * (1 - own), stages, axis=1)
+    growth[:, :1] = ratio * own
+    return np.cumsum(np.cumprod(growth, axis=1), axis=1)
+
+
+def _share(rank: np.ndarray, amount: np.ndarray, world_size: int) -> np.ndarray:
+    """Return which share of its rank's amounts lies before the middle of each cell."""
+    total = np.bincount(rank, amount, world_size)
+    before = np.cumsum(total) - total
+    middle = np.cumsum(amount) - amount / 2 - before[rank]
+    return np.clip(middle / np.maximum(total, TINY)[rank], 0.0, 1.0)

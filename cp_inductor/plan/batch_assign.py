@@ -14,16 +14,15 @@ take segments of several chunks first, and then single chunks, for what did not 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 
-from cp_inductor.plan.batch_cells import Cells, Chunks
-from cp_inductor.plan.batch_improve import LineMoves, Segments
+from cp_inductor.plan.batch_cells import Cells
+from cp_inductor.plan.batch_improve import NOBODY, LineMoves, Lines
 from cp_inductor.plan.grid import spread
 from cp_inductor.plan.ir import Prices
-
-NOBODY = -1
 
 # The numbers below follow from no theory. `benchmarks/documents.py` judges them: it prints what the
 # rank that receives most receives, the balance, and the time that planning takes.
@@ -53,8 +52,6 @@ NEGLIGIBLE_SHARE_OF_KEYS = 0.1
 
 def assign_ranks(
     cells: Cells,
-    queries: Chunks,
-    keys: Chunks,
     world_size: int,
     prices: Prices,
     *,
@@ -65,7 +62,7 @@ def assign_ranks(
     """Return the rank of each cell.
 
     Args:
-        cells, queries, keys, world_size, prices: of the batch.
+        cells, world_size, prices: of the batch.
         taken: the ranks of cells that are decided; NOBODY for others.
         num_growing: the ranks before this one take cells, and the others only store chunks; 0: all.
         max_load: the most weight that moves may give to a rank; 0: `MAX_IMBALANCE` of the mean.
@@ -80,19 +77,24 @@ def assign_ranks(
     share = float(cells.weight.sum()) / num_growing
     max_load = max_load or MAX_IMBALANCE * share
     is_improved = num_growing == 1
-    coarse = _num_segments(cells, queries, keys, world_size)
+    # A rank begins with fewer segments if many of them meet.
+    for num_of_all, least in product(NUM_SEGMENTS, MIN_SEGMENTS_PER_RANK):
+        coarse = max(num_of_all // world_size, least)
+        lines = _lines(cells, coarse, world_size, prices)
+        num_boxes = np.count_nonzero(np.bincount(lines.row * len(lines.owner) + lines.column))
+        if num_boxes <= max(MAX_BOXES, MAX_BOXES_PER_RANK * world_size):
+            break
     fine = max(2 * coarse, MAX_SEGMENTS // world_size)
     for level, num in enumerate((coarse, 2 * coarse, fine)):
-        todo = rank == NOBODY
-        if not todo.any():
+        if NOBODY not in rank:
             break
-        segments = _segments(queries, num, world_size), _segments(keys, num, world_size)
-        growth = _Growth(cells, rank, segments, world_size, queries.num_groups, prices)
-        growth.run(share, num_growing)
+        lines = _lines(cells, num, world_size, prices)
+        _Growth(cells, rank, lines, world_size).run(share, num_growing)
         left = float(cells.weight[rank == NOBODY].sum())
         if not is_improved and (left <= MAX_SHARES_LEFT * share or level == 1):
-            movable = Cells(cells.query[free], cells.key[free], cells.weight[free])
-            rank[free] = _improve(movable, rank[free], segments, prices, max_load, fixed)
+            lines = replace(lines, row=lines.row[free], column=lines.column[free])
+            moves = LineMoves(lines, cells.weight[free], rank[free], max_load, fixed)
+            rank[free] = moves.improve()
             is_improved = True
     loads = np.bincount(rank[rank >= 0], cells.weight[rank >= 0], world_size)
     # A few cells are left that fit nowhere: chunks are too long to balance better.
@@ -102,112 +104,69 @@ def assign_ranks(
     return rank
 
 
-def _num_segments(cells: Cells, queries: Chunks, keys: Chunks, world_size: int) -> int:
-    """Return how many segments of a rank to begin with: fewer if many of them meet."""
-    most = max(MAX_BOXES, MAX_BOXES_PER_RANK * world_size)
-    for num_of_all, least in product(NUM_SEGMENTS, MIN_SEGMENTS_PER_RANK):
-        num = max(num_of_all // world_size, least)
-        of_query, of_key = (_segments(chunks, num, world_size) for chunks in (queries, keys))
-        flat = of_query.of_chunk[cells.query] * len(of_key.rank) + of_key.of_chunk[cells.key]
-        if np.count_nonzero(np.bincount(flat)) <= most:
-            break
-    return num
-
-
-def _improve(
-    cells: Cells,
-    rank: np.ndarray,
-    segments: tuple[Segments, Segments],
-    prices: Prices,
-    max_load: float,
-    fixed: np.ndarray,
-) -> np.ndarray:
-    """Improve what ranks have taken; see `LineMoves`. All cells of two segments go to one rank."""
-    queries, keys = segments
-    shape = len(queries.rank), len(keys.rank)
-    row, column = queries.of_chunk[cells.query], keys.of_chunk[cells.key]
-    weight = np.bincount(row * shape[1] + column, cells.weight, shape[0] * shape[1]).reshape(shape)
-    taken = np.full(shape, NOBODY)
-    taken[row, column] = rank
-    LineMoves(weight, taken, segments, prices, max_load, fixed).improve()
-    return taken[row, column]
-
-
-def _segments(chunks: Chunks, num_of_rank: int, world_size: int) -> Segments:
-    count = np.bincount(chunks.rank, minlength=world_size)
-    _, inside = spread(count)
-    num = np.minimum(count, num_of_rank)
-    of_chunk = (np.cumsum(num) - num)[chunks.rank] + inside * num[chunks.rank] // count[chunks.rank]
-    rank = np.repeat(np.arange(world_size), num)
-    first = np.searchsorted(of_chunk, np.arange(len(rank)))
-    length = np.bincount(of_chunk, chunks.length, len(rank))
-    return Segments(of_chunk, rank, length, chunks.group[first])
+def _lines(cells: Cells, num_of_rank: int, world_size: int, prices: Prices) -> Lines:
+    """Return segments of the queries and of the keys, at most so many of each rank."""
+    at, parts = [], []
+    for (chunks, chunk), price_in, price_home in zip(
+        cells.sides,
+        (prices.query_in, prices.key_in),
+        (prices.query_home, prices.key_home),
+        strict=True,
+    ):
+        count = np.bincount(chunks.rank, minlength=world_size)
+        _, inside = spread(count)
+        num, of = np.minimum(count, num_of_rank), chunks.rank
+        segment = (np.cumsum(num) - num)[of] + inside * num[of] // count[of]
+        owner = np.repeat(np.arange(world_size), num)
+        first = np.searchsorted(segment, np.arange(len(owner)))
+        length = np.bincount(segment, chunks.length, len(owner))
+        at.append(segment[chunk])
+        # In halves of an element. So costs are whole numbers.
+        costs = round(2 * price_in) * length, round(2 * price_home) * length
+        parts.append((owner, chunks.group[first], *costs))
+    (row, column), num_rows = at, len(parts[0][0])
+    owner, group, cost_in, cost_home = map(np.concatenate, zip(*parts, strict=True))
+    return Lines(row, column, num_rows, owner, group, cost_in, cost_home)
 
 
 class _Growth:
     """Ranks that take cells of segments.
 
-    Rows and columns are the query and the key segments of which something is left to take. Lines
-    are the rows, and the columns behind them.
+    Rows and columns are the query and the key segments of which something is left to take.
     """
 
-    def __init__(
-        self,
-        cells: Cells,
-        rank: np.ndarray,
-        segments: tuple[Segments, Segments],
-        world_size: int,
-        num_groups: int,
-        prices: Prices,
-    ) -> None:
-        queries, keys = segments
-        todo = np.flatnonzero(rank == NOBODY)
-        done = np.flatnonzero(rank != NOBODY)
-        rows, row = np.unique(queries.of_chunk[cells.query[todo]], return_inverse=True)
-        columns, column = np.unique(keys.of_chunk[cells.key[todo]], return_inverse=True)
-        shape = len(rows), len(columns)
-        self.rank, self.todo, self.at = rank, todo, (row, column)
-        # What nobody has taken yet, and who takes it.
-        left = np.bincount(row * shape[1] + column, cells.weight[todo], shape[0] * shape[1])
-        self.left = left.reshape(shape)
-        self.num_left = np.count_nonzero(left)
-        self.taken = np.full(shape, NOBODY)
-        self.load = np.bincount(rank[done], cells.weight[done], world_size)
-        self.world_size, self.num_rows = world_size, shape[0]
-        self.received = np.zeros(world_size)
-        # Which lines a rank has, who stores them, their tokens, and what these cost.
+    def __init__(self, cells: Cells, rank: np.ndarray, lines: Lines, world_size: int) -> None:
+        todo, done = np.flatnonzero(rank == NOBODY), np.flatnonzero(rank != NOBODY)
+        # Which lines a rank has.
         ranks = np.arange(world_size)[:, None]
-        sides = []
-        for side, chunk, kept, price_in, price_home in (
-            (queries, cells.query, rows, prices.query_in, prices.query_home),
-            (keys, cells.key, columns, prices.key_in, prices.key_home),
-        ):
-            owns = side.rank[None] == ranks
-            fetched = np.zeros_like(owns)
-            fetched[rank[done], side.of_chunk[chunk[done]]] = True
-            fetched &= ~owns
-            self.received += price_in * (fetched @ side.length)
-            home = price_home * fetched.sum(0) * side.length
-            self.received += np.bincount(side.rank, home, world_size)
-            length = side.length[kept]
-            sides.append(
-                (
-                    (owns | fetched)[:, kept],
-                    side.rank[kept],
-                    side.group[kept],
-                    price_in * length,
-                    price_home * length,
-                )
-            )
-        parts = zip(*sides, strict=True)
-        self.has, self.owner, group, self.cost_in, self.cost_home = map(np.hstack, parts)
+        is_own = lines.owner[None] == ranks
+        is_fetched = np.zeros_like(is_own)
+        is_fetched[rank[done], lines.row[done]] = True
+        is_fetched[rank[done], lines.num_rows + lines.column[done]] = True
+        is_fetched &= ~is_own
+        self.received = lines.received(is_fetched)
+        rows, row = np.unique(lines.row[todo], return_inverse=True)
+        columns, column = np.unique(lines.column[todo], return_inverse=True)
+        kept = np.concatenate([rows, lines.num_rows + columns])
+        self.has = (is_own | is_fetched)[:, kept]
+        names = "owner", "group", "cost_in", "cost_home"
+        arrays = {name: getattr(lines, name)[kept] for name in names}
+        self.lines = replace(lines, row=row, column=column, num_rows=len(rows), **arrays)
+        self.owner, self.num_rows = self.lines.owner, len(rows)
+        self.rank, self.todo, self.world_size = rank, todo, world_size
+        # What nobody has taken yet, and who takes it.
+        self.left = self.lines.sum(cells.weight[todo])
+        self.num_left = np.count_nonzero(self.left)
+        self.taken = np.full(self.left.shape, NOBODY)
+        self.load = np.bincount(rank[done], cells.weight[done], world_size)
         # What each line would bring each rank, for ranks that have asked.
         self.brings = np.zeros(self.has.shape)
         self.has_asked = np.zeros(world_size, dtype=bool)
-        self.negligible = NEGLIGIBLE_SHARE_OF_KEYS * (keys.length.sum() / world_size)
+        # Costs are in halves.
+        self.negligible = 2 * NEGLIGIBLE_SHARE_OF_KEYS * (cells.keys.length.sum() / world_size)
         self.welcome = 1 - DISTANCE_PENALTY * np.abs(self.owner[None] - ranks) / world_size
-        if num_groups > 1:
-            self.welcome[group[None] == ranks % num_groups] *= 1 + GROUP_BONUS
+        if (num_groups := cells.queries.num_groups) > 1:
+            self.welcome[self.lines.group[None] == ranks % num_groups] *= 1 + GROUP_BONUS
 
     def run(self, share: float, num_growing: int) -> None:
         """Let the first ranks take cells, until each has its share or nothing fits any more."""
@@ -216,7 +175,7 @@ class _Growth:
         while grows.any() and self.num_left:
             rank = int(np.where(grows, self.load, np.inf).argmin())
             grows[rank] = self._grow(rank, share - self.load[rank])
-        self.rank[self.todo] = self.taken[self.at]
+        self.rank[self.todo] = self.taken[self.lines.row, self.lines.column]
 
     def _take_own(self, share: float, num_growing: int) -> None:
         """Every rank takes what it has both sides of, nearest to the diagonal first."""
@@ -241,10 +200,9 @@ class _Growth:
 
     def _take_across(self, rank: int, line: int, across: np.ndarray, room: float) -> None:
         """Take the cells of a line and of these lines across it, as many as there is room for."""
-        is_row, along = line < self.num_rows, np.full(len(across), line)
-        query, key = (along, across) if is_row else (across, along)
-        weight = self.left[query, key - self.num_rows]
-        fits = self._take(rank, query, key - self.num_rows, room)
+        query, key = self.lines.cross(line, across)
+        weight = self.left[query, key]
+        fits = self._take(rank, query, key, room)
         # Nobody is brought these any more.
         across, weight = across[fits], weight[fits]
         self.brings[:, line] -= self.has[:, across] @ weight
@@ -261,7 +219,7 @@ class _Growth:
         brings = np.where(has, 0, self.brings[rank])
         mean = self.received.sum() / self.world_size
         busy = 1 + BUSY_PENALTY * self.received / (mean + self.negligible)
-        cost = self.cost_in * busy[rank] + self.cost_home * busy[self.owner]
+        cost = self.lines.cost_in * busy[rank] + self.lines.cost_home * busy[self.owner]
         value = np.minimum(brings, room) * self.welcome[rank] / cost
         line = int(value.argmax())
         if value[line] <= 0:
@@ -275,8 +233,8 @@ class _Growth:
         if not self.has[rank, line]:
             self.brings[rank] += self._left_of(line)
         self.has[rank, line] = True
-        self.received[rank] += self.cost_in[line]
-        self.received[self.owner[line]] += self.cost_home[line]
+        self.received[rank] += self.lines.cost_in[line]
+        self.received[self.owner[line]] += self.lines.cost_home[line]
 
     def _left_of(self, line: int) -> np.ndarray:
         """Return what is left of a line where each other line crosses it."""

@@ -108,16 +108,29 @@ def chunks_of(batch: int, lengths: Sequence[int], size: int, num_groups: int = 1
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """Query chunk, key chunk, and blocks that may hold pairs; sorted by (query, key)."""
+    """A query chunk x a key chunk each, of those that may hold pairs; sorted by (query, key).
 
+    Attributes:
+        queries, keys: the chunks; both have equally many groups of heads.
+        query, key: the chunks of each cell.
+        weight: blocks of 128 x 128 that may hold pairs, of each cell.
+    """
+
+    queries: Chunks
+    keys: Chunks
     query: np.ndarray
     key: np.ndarray
     weight: np.ndarray
 
+    @property
+    def sides(self) -> tuple[tuple[Chunks, np.ndarray], tuple[Chunks, np.ndarray]]:
+        """The chunks of queries, and which each cell has; the same of keys."""
+        return (self.queries, self.query), (self.keys, self.key)
+
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """Nodes, which are runs of tokens of a batch entry, sorted by (entry, position).
+    """Nodes, which are runs of blocks of a batch entry, sorted by (entry, position).
 
     All entries are cut alike: node n is the (n % num_of_entry)-th of its entry.
 
@@ -136,10 +149,8 @@ class _Level:
     num_children: np.ndarray
 
 
-# The queries, or the keys, at each level: runs of chunks, chunks, parts of chunks, ..., blocks.
-_Levels = tuple[_Level, ...]
-# A query node and a key node for each box.
-_Boxes = tuple[np.ndarray, np.ndarray]
+# Nodes of the queries, and of the keys.
+_Levels = tuple[_Level, _Level]
 
 
 def find_cells(
@@ -153,175 +164,134 @@ def find_cells(
 ) -> Cells:
     """Return the cells that may hold pairs, by what the rule allows; see `plan_batch`."""
     if not len(queries) or not len(keys):
-        return Cells(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
-    sides = _levels_of(queries, batch), _levels_of(keys, batch)
+        return Cells(queries, keys, np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
+    orders = _by_position(queries), _by_position(keys)
+    # Runs of chunks, chunks, parts of chunks, ..., blocks.
+    sides = _levels_of(queries, orders[0], batch), _levels_of(keys, orders[1], batch)
+    levels = list(zip(*sides, strict=True))
     condition = _decidable(rule.allowed, True)
     tables = {
         number: _renumbered(table) if number in _only_equated(condition) else table
         for number, table in tables.items()
     }
-    reads = {
-        read: bounds
-        for read in sorted(tables_of(condition), key=str)
-        if (bounds := _bounds_of_read(read, tables, sides, batch, num_heads)) is not None
-    }
-    decider = _Decider(condition, sides, reads, num_heads)
+    bounds: list[dict[Expr, Bounds]] = [{} for _ in levels]
+    for read in sorted(tables_of(condition), key=str):
+        _add_bounds_of_read(bounds, read, tables, levels, batch, num_heads)
 
-    boxes = _meet(sides[0][0], sides[1][0])
-    must, may = decider.decide(boxes, 0)
-    boxes, is_full = _cut(_take(boxes, may), sides, 0, must[may])
-    is_open = np.flatnonzero(~is_full)
-    must, may = decider.decide(_take(boxes, is_open), 1)
-    exists = is_full.copy()
-    exists[is_open] = may
-    is_full[is_open] = must
-    boxes, is_full = _take(boxes, exists), is_full[exists]
-
-    weight = _num_blocks(boxes, sides, 1)
-    is_cut = ~is_full & (len(sides[0]) > 2)
-    weight[is_cut] = 0
-    parts, origin = _take(boxes, is_cut), np.flatnonzero(is_cut)
-    for level in range(2, len(sides[0])):
-        parts, origin = _cut(parts, sides, level - 1, origin)
-        must, may = decider.decide(parts, level)
-        is_counted = may if level == len(sides[0]) - 1 else must
-        blocks = _num_blocks(_take(parts, is_counted), sides, level)
-        weight += np.bincount(origin[is_counted], blocks, len(weight))
-        is_open = may & ~must
-        parts, origin = _take(parts, is_open), origin[is_open]
-    boxes, weight = _take(boxes, weight > 0), weight[weight > 0]
-    query, key = _by_position(queries)[boxes[0]], _by_position(keys)[boxes[1]]
+    # A query node and a key node for each box: first all of the same entry.
+    of_query, of_key = levels[0]
+    at_query, inside = spread(np.full(len(of_query.entry), of_key.num_of_entry))
+    boxes = np.stack([at_query, of_query.entry[at_query] * of_key.num_of_entry + inside])
+    _, may = _decide(condition, boxes, levels[0], bounds[0], num_heads)
+    boxes, _ = _cut(boxes[:, may], levels[0], np.flatnonzero(may))
+    chunks, weight, origin = boxes, np.zeros(boxes.shape[1]), np.arange(boxes.shape[1])
+    for level, nodes in enumerate(levels[1:], 1):
+        must, may = _decide(condition, boxes, nodes, bounds[level], num_heads)
+        is_last = nodes is levels[-1]
+        is_counted = may if is_last else must
+        num_blocks = np.ones(np.count_nonzero(is_counted))
+        for side, at in zip(nodes, boxes, strict=True):
+            num_blocks *= ((side.last - side.first) // BLOCK + 1)[at[is_counted]]
+        weight += np.bincount(origin[is_counted], num_blocks, len(weight))
+        if not is_last:
+            is_open = may & ~must
+            boxes, origin = _cut(boxes[:, is_open], nodes, origin[is_open])
+    # The cells of each group of heads are the same.
+    chunks, weight = chunks[:, weight > 0], weight[weight > 0]
+    query, key = (order[at].ravel() for order, at in zip(orders, chunks, strict=True))
     order = np.argsort(query * len(keys) + key, kind="stable")
-    return Cells(query[order], key[order], weight[order])
+    weight = np.repeat(weight, keys.num_groups)
+    return Cells(queries, keys, query[order], key[order], weight[order])
 
 
-@dataclass(frozen=True, eq=False)
-class _Decider:
-    """Decides boxes of any level.
+def _decide(
+    condition: Boolean,
+    boxes: np.ndarray,
+    nodes: _Levels,
+    reads: Mapping[Expr, Bounds],
+    num_heads: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each box whether all pairs surely exist, and whether any may.
 
-    Attributes:
-        condition: that can be bounded.
-        sides: the levels of queries and keys.
-        reads: for each read of a table that has bounds, those of each level, by (entry, query node
-            of the entry, key node of the entry); a dim is 1 where the read does not depend on it.
-        num_heads: of the attention.
+    Reads have bounds by (entry, query node of the entry, key node of the entry); a dim is 1 where
+    the read does not depend on it.
     """
-
-    condition: Boolean
-    sides: tuple[_Levels, _Levels]
-    reads: Mapping[Expr, tuple[Bounds, ...]]
-    num_heads: int
-
-    def decide(self, boxes: _Boxes, level: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each box whether all pairs surely exist, and whether any may."""
-        queries, keys = (side[level] for side in self.sides)
-        at_query, at_key = boxes
-        entry = queries.entry[at_query]
-        inside = at_query % queries.num_of_entry, at_key % keys.num_of_entry
-        box: dict[Expr, Bounds] = {
-            QUERY: _float(queries.first[at_query], queries.last[at_query]),
-            KEY: _float(keys.first[at_key], keys.last[at_key]),
-            BATCH: _float(entry, entry),
-            HEAD: (np.array(0.0), np.array(self.num_heads - 1.0)),
-        }
-        for read, levels in self.reads.items():
-            low, high = levels[level]
-            place = tuple(
-                index if size > 1 else 0
-                for index, size in zip((entry, *inside), low.shape, strict=True)
-            )
-            box[read] = low[place], high[place]
-        must, may = decide(self.condition, box)
-        shape = at_query.shape
-        return np.broadcast_to(must, shape), np.broadcast_to(may, shape)
+    (queries, keys), (at_query, at_key) = nodes, boxes
+    entry = queries.entry[at_query]
+    index = entry, at_query % queries.num_of_entry, at_key % keys.num_of_entry
+    box: dict[Expr, Bounds] = {
+        QUERY: _float(queries.first[at_query], queries.last[at_query]),
+        KEY: _float(keys.first[at_key], keys.last[at_key]),
+        BATCH: _float(entry, entry),
+        HEAD: (np.array(0.0), np.array(num_heads - 1.0)),
+    }
+    for read, (low, high) in reads.items():
+        place = tuple(at if size > 1 else 0 for at, size in zip(index, low.shape, strict=True))
+        box[read] = low[place], high[place]
+    must, may = decide(condition, box)
+    return np.broadcast_to(must, entry.shape), np.broadcast_to(may, entry.shape)
 
 
 def _float(low: np.ndarray, high: np.ndarray) -> Bounds:
     return low.astype(np.float64), high.astype(np.float64)
 
 
-def _take(boxes: _Boxes, which: np.ndarray) -> _Boxes:
-    return boxes[0][which], boxes[1][which]
-
-
 def _by_position(chunks: Chunks) -> np.ndarray:
-    """Return the chunks in the order of (entry, position)."""
-    return np.lexsort((chunks.first, chunks.entry))
+    """Return (n, groups), the chunks in the order of (entry, position)."""
+    order = np.lexsort((chunks.group, chunks.first, chunks.entry))
+    return order.reshape(-1, chunks.num_groups)
 
 
-def _levels_of(chunks: Chunks, batch: int) -> _Levels:
-    order = _by_position(chunks)
-    first, length, entry = chunks.first[order], chunks.length[order], chunks.entry[order]
-    sizes = [chunks.size]
-    while sizes[-1] > BLOCK:
-        sizes.append(max(BLOCK, sizes[-1] // CUT // BLOCK * BLOCK))
-    levels: list[_Level] = []
-    for size, finer in zip(sizes, [*sizes[1:], BLOCK], strict=True):
-        num = -(-length // size)
-        chunk_of, place = spread(num)
-        token = place * size
-        tokens = np.minimum(size, length[chunk_of] - token)
-        num_children = -(-tokens // finer)
-        levels.append(
-            _Level(
-                first[chunk_of] + token,
-                first[chunk_of] + token + tokens - 1,
-                entry[chunk_of],
-                len(chunk_of) // batch,
-                np.cumsum(num_children) - num_children,
-                num_children,
-            )
-        )
-    num_chunks = len(chunks) // batch
-    starts = np.arange(0, num_chunks, CUT)
-    begin = (np.arange(batch)[:, None] * num_chunks + starts).ravel()
-    count = np.tile(np.minimum(CUT, num_chunks - starts), batch)
-    last = levels[0].last[begin + count - 1]
-    return _Level(first[begin], last, entry[begin], len(starts), begin, count), *levels
+def _levels_of(chunks: Chunks, order: np.ndarray, batch: int) -> list[_Level]:
+    """Return the nodes of each level, from runs of chunks to blocks, given `_by_position`."""
+    order = order[:, 0]
+    chunk, place = spread(chunks.num_blocks[order])
+    first = chunks.first[order][chunk] + place * BLOCK
+    last = np.minimum(first + BLOCK, (chunks.first + chunks.length)[order][chunk]) - 1
+    entry = chunks.entry[order][chunk]
+    # The blocks at which nodes of each level begin.
+    starts = [np.flatnonzero((place == 0) & (chunk % (len(order) // batch) % CUT == 0))]
+    size = chunks.size
+    while True:
+        place = place % (size // BLOCK)
+        starts.append(np.flatnonzero(place == 0))
+        if size == BLOCK:
+            break
+        size = max(BLOCK, size // CUT // BLOCK * BLOCK)
+    levels = []
+    for at, finer in zip(starts, [*starts[1:], starts[-1]], strict=True):
+        child, end = np.searchsorted(finer, at), np.append(at[1:], len(chunk)) - 1
+        num_children = np.diff(child, append=len(finer))
+        num_of_entry = len(at) // batch
+        levels.append(_Level(first[at], last[end], entry[at], num_of_entry, child, num_children))
+    return levels
 
 
-def _num_blocks(boxes: _Boxes, sides: tuple[_Levels, _Levels], level: int) -> np.ndarray:
-    """Return of how many blocks each box of a level consists."""
-    queries, keys = ((side[level].last - side[level].first) // BLOCK + 1.0 for side in sides)
-    return queries[boxes[0]] * keys[boxes[1]]
-
-
-def _meet(queries: _Level, keys: _Level) -> _Boxes:
-    """Return all boxes of the same entry."""
-    inside = np.arange(keys.num_of_entry)
-    at_key = queries.entry[:, None] * keys.num_of_entry + inside
-    at_query = np.repeat(np.arange(len(queries.entry)), keys.num_of_entry)
-    return at_query, at_key.ravel()
-
-
-def _cut(
-    boxes: _Boxes, sides: tuple[_Levels, _Levels], level: int, label: np.ndarray
-) -> tuple[_Boxes, np.ndarray]:
-    """Return the boxes of the next level that boxes of a level consist of, and the label of each.
+def _cut(boxes: np.ndarray, nodes: _Levels, label: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the boxes of the next level that boxes consist of, and the label of each.
 
     The label of a box goes to all its parts.
     """
-    queries, keys = (side[level] for side in sides)
-    num_queries, num_keys = queries.num_children[boxes[0]], keys.num_children[boxes[1]]
+    num_queries, num_keys = (side.num_children[at] for side, at in zip(nodes, boxes, strict=True))
     origin, index = spread(num_queries * num_keys)
-    row, column = np.divmod(index, num_keys[origin])
-    at_query = queries.child[boxes[0]][origin] + row
-    at_key = keys.child[boxes[1]][origin] + column
-    return (at_query, at_key), label[origin]
+    inside = np.divmod(index, num_keys[origin])
+    parts = [side.child[at][origin] + n for side, at, n in zip(nodes, boxes, inside, strict=True)]
+    return np.stack(parts), label[origin]
 
 
-def _bounds_of_read(
+def _add_bounds_of_read(
+    bounds: Sequence[dict[Expr, Bounds]],
     read: Expr,
     tables: Mapping[int, np.ndarray],
-    sides: tuple[_Levels, _Levels],
+    levels: Sequence[_Levels],
     batch: int,
     num_heads: int,
-) -> tuple[Bounds, ...] | None:
-    """Return the bounds of a read of a table in every level; None if it has none."""
+) -> None:
+    """Add the bounds of a read of a table to those of every level, if it has any."""
     table = tables.get(number_of(read))
     if table is None or table.ndim != len(read.args):
-        return None
-    lengths = [int(side[0].last[-1]) + 1 for side in sides]
+        return
+    lengths = [int(side.last[-1]) + 1 for side in levels[0]]
     sizes = dict(zip((BATCH, HEAD, QUERY, KEY), (batch, num_heads, *lengths), strict=True))
     place: list[slice | int] = []
     symbols: list[Expr] = []
@@ -332,7 +302,7 @@ def _bounds_of_read(
             place.append(slice(None))
             symbols.append(index)
         else:
-            return None
+            return
     table = table[tuple(place)]
     order = [symbols.index(symbol) for symbol in sizes if symbol in symbols]
     missing = tuple(axis for axis, symbol in enumerate(sizes) if symbol not in symbols)
@@ -341,17 +311,14 @@ def _bounds_of_read(
         low = high = table[:, 0]
     else:
         low, high = table.min(axis=1), table.max(axis=1)  # of heads
-    found = []
-    for level in reversed(range(len(sides[0]))):
-        for axis, side in enumerate(sides, 1):
+    for level in reversed(range(len(levels))):
+        for axis, nodes in enumerate(levels[level], 1):
             if low.shape[axis] > 1:
-                nodes, is_finest = side[level], level == len(side) - 1
-                of_entry = slice(nodes.num_of_entry)
-                starts = nodes.first[of_entry] if is_finest else nodes.child[of_entry]
+                starts = nodes.first if level == len(levels) - 1 else nodes.child
+                starts = starts[: nodes.num_of_entry]
                 low = np.minimum.reduceat(low, starts, axis=axis)
                 high = np.maximum.reduceat(high, starts, axis=axis)
-        found.append(_exact(low, high))
-    return tuple(found[::-1])
+        bounds[level][read] = _exact(low, high)
 
 
 @lru_cache(maxsize=256)

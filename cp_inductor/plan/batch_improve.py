@@ -16,10 +16,11 @@ adds them up.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from cp_inductor.plan.ir import Prices
+NOBODY = -1
 
 # How dear a token is to the rank that receives it: PRICE_AT_MEAN if the rank receives as much as
 # the mean, and more if it receives more, with this power, up to MAX_PRICE. The limit keeps sums
@@ -37,36 +38,49 @@ MAX_LINES_TRIED = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Segments:
-    """Runs of chunks of one rank.
+class Lines:
+    """Segments, which are runs of chunks of one rank: those of queries, then those of keys.
 
     Attributes:
-        of_chunk: the segment of each chunk.
-        rank: who stores it.
-        length: its tokens.
+        row, column: of each cell, its query segment, and its key segment counted from 0.
+        num_rows: how many query segments there are.
+        owner: who stores each segment.
         group: of heads, of its first chunk.
+        cost_in, cost_home: of a rank that fetches it, and of its owner then, to which results come.
     """
 
-    of_chunk: np.ndarray
-    rank: np.ndarray
-    length: np.ndarray
+    row: np.ndarray
+    column: np.ndarray
+    num_rows: int
+    owner: np.ndarray
     group: np.ndarray
+    cost_in: np.ndarray
+    cost_home: np.ndarray
+
+    def received(self, is_fetched: np.ndarray) -> np.ndarray:
+        """Return what each rank receives, if (ranks, segments) says which it fetches."""
+        home = self.cost_home * is_fetched.sum(0)
+        return is_fetched @ self.cost_in + np.bincount(self.owner, home, len(is_fetched))
+
+    def sum(self, weight: np.ndarray) -> np.ndarray:
+        """Return (rows, columns), the weight of the cells of two segments."""
+        shape = self.num_rows, len(self.owner) - self.num_rows
+        flat = self.row * shape[1] + self.column
+        return np.bincount(flat, weight, shape[0] * shape[1]).reshape(shape)
+
+    def cross(self, line: int, across: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows and the columns in which a line crosses others."""
+        along = np.full(len(across), line)
+        rows, columns = (along, across) if line < self.num_rows else (across, along)
+        return rows, columns - self.num_rows
 
 
-@dataclass(frozen=True, slots=True)
-class LineMove:
-    """A line that moves.
-
-    Attributes:
-        source, destination: ranks.
-        side: 0 for a line of a query segment, 1 for a line of a key segment.
-        segment: its number.
-    """
+class LineMove(NamedTuple):
+    """A line that moves between ranks."""
 
     source: int
     destination: int
-    side: int
-    segment: int
+    line: int
 
 
 class LineMoves:
@@ -74,57 +88,40 @@ class LineMoves:
 
     def __init__(
         self,
+        lines: Lines,
         weight: np.ndarray,
         rank: np.ndarray,
-        sides: tuple[Segments, Segments],
-        prices: Prices,
         max_load: float,
         fixed: np.ndarray,
     ) -> None:
         """Begin with an assignment.
 
         Args:
-            weight: of each cell, (query segments, key segments).
-            rank: who computes it; -1 for nobody. Changed in place.
-            sides: the query segments, and the key segments.
-            prices: of a token that is fetched, or whose result is sent home.
+            lines: the segments, and the cells of which lines move.
+            weight: of each cell.
+            rank: who computes it; NOBODY for nobody. All cells of two segments have the same rank.
             max_load: the most weight that a rank may have after a move.
             fixed: the weight of each rank that does not move.
         """
-        world_size = len(fixed)
-        self.weight, self.rank, self.sides = weight, rank, sides
-        self.world_size, self.max_load = world_size, max_load
-        # In halves of an element, of what is fetched and what is sent home, for each side.
-        self.prices = (
-            (round(2 * prices.query_in), round(2 * prices.query_home)),
-            (round(2 * prices.key_in), round(2 * prices.key_home)),
-        )
-        row, column = np.nonzero(rank >= 0)
-        of_cell = rank[row, column]
-        self.load = np.bincount(of_cell, weight[row, column], world_size) + fixed
-        # For each side, how many cells of each segment a rank computes, (ranks, segments).
-        self.num_cells = [
-            np.bincount(
-                of_cell * len(side.rank) + segment, minlength=world_size * len(side.rank)
-            ).reshape(world_size, -1)
-            for side, segment in zip(self.sides, (row, column), strict=True)
-        ]
-        ranks = np.arange(world_size)[:, None]
-        self.is_own = [side.rank[None] == ranks for side in self.sides]
+        self.lines, self.weight, self.max_load = lines, lines.sum(weight), max_load
+        self.rank = np.full(self.weight.shape, NOBODY)
+        self.rank[lines.row, lines.column] = rank
+        self.world_size, num_lines = len(fixed), len(lines.owner)
+        row, column = np.nonzero(self.rank >= 0)
+        of_cell = self.rank[row, column]
+        self.load = np.bincount(of_cell, self.weight[row, column], self.world_size) + fixed
+        # How many cells of each segment a rank computes, (ranks, segments).
+        flat = np.concatenate([row, lines.num_rows + column]) + np.tile(of_cell, 2) * num_lines
+        num_cells = np.bincount(flat, minlength=self.world_size * num_lines)
+        self.num_cells = num_cells.reshape(self.world_size, num_lines)
+        self.is_own = lines.owner[None] == np.arange(self.world_size)[:, None]
 
     def received(self) -> np.ndarray:
-        """Return what each rank receives, in the unit of the prices."""
-        total = np.zeros(self.world_size)
-        parts = zip(self.sides, self.prices, self.is_own, self.num_cells, strict=True)
-        for side, (price_in, price_home), is_own, num_cells in parts:
-            is_fetched = (num_cells > 0) & ~is_own
-            total += price_in * (is_fetched @ side.length)
-            home = price_home * is_fetched.sum(0) * side.length
-            total += np.bincount(side.rank, home, self.world_size)
-        return total
+        """Return what each rank receives."""
+        return self.lines.received((self.num_cells > 0) & ~self.is_own)
 
-    def improve(self) -> None:
-        """Move lines of the ranks that receive most, as long as that helps."""
+    def improve(self) -> np.ndarray:
+        """Move lines of the ranks that receive most, while that helps; return who has each cell."""
         received = self.received()
         least = _badness(received)
         rejected: set[LineMove] = set()
@@ -149,6 +146,11 @@ class LineMoves:
                 for rows, columns, source, destination in handed_over[::-1]:
                     self._hand_over(rows, columns, destination, source)
                 rejected.add(move)
+        return self.rank[self.lines.row, self.lines.column]
+
+    def _has(self) -> np.ndarray:
+        """Return (ranks, segments), which each rank stores or fetches."""
+        return self.is_own | (self.num_cells > 0)
 
     # --- Which line to move -------------------------------------------------------------------
 
@@ -156,81 +158,70 @@ class LineMoves:
         self, rank: int, received: np.ndarray, rejected: set[LineMove]
     ) -> LineMove | None:
         """Return the move of a line of a rank that saves most; None if none saves anything."""
-        dear = _price_of_ranks(received)
         # The segments of which the rank computes cells, and these cells.
-        used = [np.flatnonzero(num_cells[rank]) for num_cells in self.num_cells]
-        place = np.ix_(*used)
+        lines, used = self.lines, np.flatnonzero(self.num_cells[rank])
+        if not len(used):
+            return None
+        dear, has = _price_of_ranks(received), self._has()
+        rows, columns = np.split(np.arange(len(used)), [np.searchsorted(used, lines.num_rows)])
+        place = np.ix_(used[rows], used[columns] - lines.num_rows)
         mine = (self.rank[place] == rank).astype(np.float64)
         weight = mine * self.weight[place]
-        missing, paid = [], []
-        parts = zip(self.sides, self.prices, self._has(), self.is_own, used, strict=True)
-        for side, (price_in, price_home), has, is_own, of in parts:
-            # What it costs that a rank has a segment of another, (ranks, segments).
-            price = price_in * dear[:, None] + price_home * dear[side.rank[of]]
-            cost = price * side.length[of]
-            missing.append(np.where(has[:, of], 0.0, cost))
-            paid.append(np.where(is_own[rank, of], 0.0, cost[rank]))
-        # Cells that the other rank may give back make room for a line.
-        room = self.max_load - self.load + self._load_within_reach(rank)
+        # What it costs that a rank has a segment of another, (ranks, segments).
+        cost = lines.cost_in[used] * dear[:, None] + lines.cost_home[used] * dear[lines.owner[used]]
+        missing = np.where(has[:, used], 0.0, cost)
+        paid = np.where(self.is_own[rank, used], 0.0, cost[rank])
+        # A segment across a line is saved as well if no other line has cells of it.
+        saved_across = paid * (self.num_cells[rank, used] == 1)
+        # Cells of which the rank has both segments: the other rank may give them back for a line.
+        with_both = np.ix_(*np.split(has[rank], [lines.num_rows]))
+        of_cell, within_reach = self.rank[with_both].ravel(), self.weight[with_both].ravel()
+        is_computed = of_cell >= 0
+        room = self.max_load - self.load
+        room += np.bincount(of_cell[is_computed], within_reach[is_computed], self.world_size)
         best, most = None, 0.0
-        for at, other in ((0, 1), (1, 0)):
-            lines, weights = (mine, weight) if at == 0 else (mine.T, weight.T)
-            if not len(used[at]):
-                continue
-            # A segment of the other side is saved as well if no other line has cells of it.
-            is_alone = self.num_cells[other][rank, used[other]] == 1
-            saved = paid[at] + lines @ (paid[other] * is_alone)
-            spent = missing[at].T + lines @ missing[other].T
-            gain = saved[:, None] - spent
+        for at, across, cells, weights in (
+            (rows, columns, mine, weight),
+            (columns, rows, mine.T, weight.T),
+        ):
+            saved = paid[at] + cells @ saved_across[across]
+            gain = saved[:, None] - missing[:, at].T - cells @ missing[:, across].T
             gain[weights.sum(1)[:, None] > room[None]] = 0
             gain[:, rank] = 0
             for _ in range(MAX_LINES_TRIED):
                 line, to = divmod(int(gain.argmax()), self.world_size)
                 if gain[line, to] <= most:
                     break
-                move = LineMove(rank, to, at, int(used[at][line]))
+                move = LineMove(rank, to, int(used[at[line]]))
                 if move not in rejected:
                     best, most = move, float(gain[line, to])
                     break
                 gain[line, to] = 0
         return best
 
-    def _has(self) -> list[np.ndarray]:
-        """Return for each side which segments each rank stores or fetches."""
-        return [
-            is_own | (num_cells > 0)
-            for is_own, num_cells in zip(self.is_own, self.num_cells, strict=True)
-        ]
-
-    def _load_within_reach(self, rank: int) -> np.ndarray:
-        """Return the weight of each rank's cells of which a given rank has both segments."""
-        rows, columns = (np.flatnonzero(has[rank]) for has in self._has())
-        place = np.ix_(rows, columns)
-        of_cell, weight = self.rank[place].ravel(), self.weight[place].ravel()
-        is_computed = of_cell >= 0
-        return np.bincount(of_cell[is_computed], weight[is_computed], self.world_size)
-
     # --- Moving it ----------------------------------------------------------------------------
 
     def _apply(self, move: LineMove) -> list[tuple[np.ndarray, np.ndarray, int, int]]:
         """Move a line, and make room for it; return how `_hand_over` was called."""
-        source, destination = move.source, move.destination
-        has_row, has_column = (has[source] for has in self._has())
-        (has_row, has_column)[move.side][move.segment] = False
-        of_cell = self.rank[move.segment] if move.side == 0 else self.rank[:, move.segment]
-        across = np.flatnonzero(of_cell == source)
-        along = np.full(len(across), move.segment)
-        rows, columns = (along, across) if move.side == 0 else (across, along)
-        handed_over = [(rows, columns, source, destination)]
+        (source, destination, line), num_rows = move, self.lines.num_rows
+        has = self._has()[source]
+        has[line] = False
+        if line < num_rows:
+            across = num_rows + np.flatnonzero(self.rank[line] == source)
+        else:
+            across = np.flatnonzero(self.rank[:, line - num_rows] == source)
+        handed_over = [(*self.lines.cross(line, across), source, destination)]
         self._hand_over(*handed_over[0])
         excess = self.load[destination] - self.max_load
         if excess <= 0:
             return handed_over
         # The source has both segments of these. Those are first whose segments the destination uses
         # least.
-        rows, columns = np.nonzero((self.rank == destination) & has_row[:, None] & has_column[None])
-        of_rows, of_columns = (counts[destination] for counts in self.num_cells)
-        order = np.argsort(np.minimum(of_rows[rows], of_columns[columns]), kind="stable")
+        has_both = has[:num_rows, None] & has[None, num_rows:]
+        rows, columns = np.nonzero((self.rank == destination) & has_both)
+        num_cells = self.num_cells[destination]
+        uses = np.minimum(num_cells[rows], num_cells[num_rows + columns])
+        order = np.argsort(uses, kind="stable")
         rows, columns = rows[order], columns[order]
         num = int(np.searchsorted(np.cumsum(self.weight[rows, columns]), excess)) + 1
         handed_over.append((rows[:num], columns[:num], destination, source))
@@ -245,9 +236,9 @@ class LineMoves:
         self.rank[rows, columns] = destination
         self.load[source] -= weight
         self.load[destination] += weight
-        for num_cells, segments in zip(self.num_cells, (rows, columns), strict=True):
-            np.subtract.at(num_cells[source], segments, 1)
-            np.add.at(num_cells[destination], segments, 1)
+        lines = np.concatenate([rows, self.lines.num_rows + columns])
+        np.subtract.at(self.num_cells[source], lines, 1)
+        np.add.at(self.num_cells[destination], lines, 1)
 
 
 def _price_of_ranks(received: np.ndarray) -> np.ndarray:

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cp_inductor.plan.batch_assign import NOBODY, assign_ranks
+from cp_inductor.plan.batch_assign import assign_ranks
 from cp_inductor.plan.batch_cells import BLOCK, Cells, Chunks
+from cp_inductor.plan.batch_improve import NOBODY
 from cp_inductor.plan.ir import (
     Direction,
     Payload,
@@ -97,15 +98,13 @@ class Nodes:
         return Nodes(*map(int, text.split(":")))
 
 
-def assign_over_nodes(
-    cells: Cells, queries: Chunks, keys: Chunks, world_size: int, prices: Prices, nodes: Nodes
-) -> np.ndarray:
+def assign_over_nodes(cells: Cells, world_size: int, prices: Prices, nodes: Nodes) -> np.ndarray:
     """Return the rank of each cell."""
     rank = np.full(len(cells.query), NOBODY)
     share = float(cells.weight.sum()) / world_size
     if not share:
         return rank
-    imports = _Imports(cells, (queries, keys), world_size, prices, nodes)
+    imports = _Imports(cells, world_size, prices, nodes)
     least = np.inf
     for most in (MAX_IMBALANCE_OF_NODES, *MORE_IMBALANCE):
         taken = imports.search(most * share)
@@ -121,22 +120,22 @@ def assign_over_nodes(
         mine = np.flatnonzero(of_cell == node)
         if not len(mine):
             continue
-        query, local_queries = _view(queries, cells.query[mine], first, size, nodes.price)
-        key, local_keys = _view(keys, cells.key[mine], first, size, nodes.price)
+        (queries, query), (keys, key) = (
+            _view(chunks, chunk[mine], first, size, nodes.price) for chunks, chunk in cells.sides
+        )
+        local = Cells(queries, keys, query, key, cells.weight[mine])
         taken_here = np.where(rank[mine] == NOBODY, NOBODY, rank[mine] - first)
-        local = Cells(query, key, cells.weight[mine])
-        sides = local_queries, local_keys
         of_node = float(local.weight.sum()) / size
         max_load = MAX_IMBALANCE * max(share, of_node / MAX_IMBALANCE_OF_NODES)
         rank[mine] = first + assign_ranks(
-            local, *sides, size + 1, prices, taken=taken_here, num_growing=size, max_load=max_load
+            local, size + 1, prices, taken=taken_here, num_growing=size, max_load=max_load
         )
     return rank
 
 
 def _view(
     chunks: Chunks, needed: np.ndarray, first: int, size: int, price: int
-) -> tuple[np.ndarray, Chunks]:
+) -> tuple[Chunks, np.ndarray]:
     """Return chunks as a node sees them, and where those that it needs are among them.
 
     All that other nodes store is stored by one more rank, and is longer by its price.
@@ -151,38 +150,35 @@ def _view(
     parts = {name: getattr(chunks, name)[seen] for name in arrays}
     parts["length"] = np.where(is_inside[seen], 1, price) * parts["length"]
     parts["rank"] = np.where(is_inside[seen], chunks.rank[seen] - first, size)
-    return place[needed], replace(chunks, **parts)
+    return replace(chunks, **parts), place[needed]
 
 
 class _Imports:
     """What ranks may take of nodes that have too much."""
 
-    def __init__(
-        self,
-        cells: Cells,
-        chunks: tuple[Chunks, Chunks],
-        world_size: int,
-        prices: Prices,
-        nodes: Nodes,
-    ) -> None:
-        queries, keys = chunks
-        self.cells, self.chunks, self.prices, self.price = cells, chunks, prices, nodes.price
+    def __init__(self, cells: Cells, world_size: int, prices: Prices, nodes: Nodes) -> None:
+        queries, keys = cells.queries, cells.keys
+        self.cells, self.prices, self.price = cells, prices, nodes.price
         self.world_size, self.unit = world_size, max(1.0, float(keys.length.sum()) / world_size)
         self.node = np.arange(world_size) // nodes.size
         self.of_cell = self.node[queries.rank[cells.query]]
         self.num_ranks = np.bincount(self.node)
         self.load = np.bincount(self.of_cell, cells.weight, len(self.num_ranks))
+        self.of_query = np.bincount(cells.query, cells.weight, len(queries))
         self.share = float(cells.weight.sum()) / world_size
+        # Of each chunk, what a rank receives that fetches it, and what its owner receives then.
+        of_query, of_key = queries.length / self.unit, keys.length / self.unit
+        self.cost_in = prices.query_in * of_query, prices.key_in * of_key
+        self.cost_home = prices.query_home * of_query, prices.key_home * of_key
         # Keys of documents that cross a border: each has one reader in a node; they take turns.
         is_away = self.node[keys.rank[cells.key]] != self.of_cell
         reader, crosses = np.divmod(
             np.unique(self.of_cell[is_away] * len(keys) + cells.key[is_away]), len(keys)
         )
-        tokens = keys.length[crosses] / self.unit
-        enters = np.bincount(reader, prices.key_in * tokens, len(self.num_ranks)) / self.num_ranks
-        self.enters = enters[self.node]
+        enters = np.bincount(reader, self.cost_in[1][crosses], len(self.num_ranks))
+        self.enters = (enters / self.num_ranks)[self.node]
         self.crossing = self.enters + np.bincount(
-            keys.rank[crosses], prices.key_home * tokens, world_size
+            keys.rank[crosses], self.cost_home[1][crosses], world_size
         )
         self.sources: dict[int, _Source] = {}
 
@@ -198,7 +194,7 @@ class _Imports:
         Keys of one owner and one group of heads enter a node at one rank, the one that receives
         least of those that have room.
         """
-        cells, (_, keys), rank = self.cells, self.chunks, taken.ranks()
+        cells, keys, rank = self.cells, self.cells.keys, taken.ranks()
         received = taken.received - self.enters
         room = self.share - np.bincount(rank[rank >= 0], cells.weight[rank >= 0], self.world_size)
         crosses = np.flatnonzero(
@@ -231,7 +227,7 @@ class _Imports:
         while not best.run() and limit < np.inf:
             low, limit = limit, RAISED * limit if limit < MAX_LIMIT else np.inf
             best = _Taken(self, kept, limit)
-        for _ in range(NUM_BISECTIONS if limit < np.inf and best.left else 0):
+        for _ in range(NUM_BISECTIONS if limit < np.inf and best.has else 0):
             middle = (low + limit) / 2
             tried = _Taken(self, kept, middle)
             if tried.run():
@@ -245,59 +241,17 @@ class _Source:
     """A node that has too much: its cells as rows of queries and columns of keys."""
 
     def __init__(self, imports: _Imports, node: int) -> None:
-        cells, (queries, keys), prices = imports.cells, imports.chunks, imports.prices
-        self.todo = np.flatnonzero(imports.of_cell == node)
-        # The row and the column of each cell, sorted by row, and the first cell of each row.
-        rows, self.first, self.row = np.unique(
-            cells.query[self.todo], return_index=True, return_inverse=True
-        )
-        columns, self.column = np.unique(cells.key[self.todo], return_inverse=True)
-        self.of_row = np.bincount(self.row, cells.weight[self.todo])
-        self.owners = queries.rank[rows], keys.rank[columns]
-        of_query, of_key = queries.length[rows] / imports.unit, keys.length[columns] / imports.unit
-        self.cost_in = prices.query_in * of_query, prices.key_in * of_key
-        self.cost_home = prices.query_home * of_query, prices.key_home * of_key
-        self.imports = imports
-        self._near: dict[int, _Near] = {}
-
-    def near(self, node: int) -> _Near:
-        """Return what a node has of the rows and columns."""
-        if node not in self._near:
-            is_near = [self.imports.node[owner] == node for owner in self.owners]
-            brings = [
-                np.rint(PRECISION * np.where(near, 0, cost))
-                for near, cost in zip(is_near, self.cost_in, strict=True)
-            ]
-            self._near[node] = _Near(
-                is_near, [np.where(near, self.imports.price, 1) for near in is_near], brings
-            )
-        return self._near[node]
-
-
-@dataclass(frozen=True, slots=True)
-class _Near:
-    """What a node has of the rows and of the columns of another.
-
-    Attributes:
-        is_near: whether a rank of the node stores it.
-        price: by which it is cheaper then.
-        brings: what comes with it from other nodes, in whole numbers.
-    """
-
-    is_near: list[np.ndarray]
-    price: list[np.ndarray]
-    brings: list[np.ndarray]
-
-
-class _Left:
-    """What is left of a source in each row, and who has taken which row."""
-
-    def __init__(self, source: _Source, world_size: int) -> None:
-        self.of_row = source.of_row.copy()
-        self.taken = np.full(len(self.of_row), NOBODY)
-        # Which queries and which keys a rank has.
-        ranks = np.arange(world_size)[:, None]
-        self.has = [owner[None] == ranks for owner in source.owners]
+        todo = np.flatnonzero(imports.of_cell == node)
+        # The first cell of each row, and where the next row begins; the column of each cell.
+        self.rows, first = np.unique(imports.cells.query[todo], return_index=True)
+        self.first, self.end = first, np.append(first[1:], len(todo))
+        self.columns, self.column = np.unique(imports.cells.key[todo], return_inverse=True)
+        self.row_owner = imports.cells.queries.rank[self.rows]
+        self.owner = imports.cells.keys.rank[self.columns]
+        of_query, of_key = imports.cost_in
+        self.row_in, self.cost_in = of_query[self.rows], of_key[self.columns]
+        of_query, of_key = imports.cost_home
+        self.row_home, self.cost_home = of_query[self.rows], of_key[self.columns]
 
 
 class _Taken:
@@ -315,18 +269,22 @@ class _Taken:
         self.least = NEGLIGIBLE_SHARE * imports.share
         self.of_rank = np.full(imports.world_size, MAX_SHARE_TAKEN * imports.share)
         self.received = imports.crossing.copy()
-        self.left = {
-            int(node): _Left(imports.source(int(node)), imports.world_size)
-            for node in np.flatnonzero(self.excess > self.least)
+        # What is left of each query, and who has taken it.
+        self.left, self.taken = imports.of_query.copy(), np.full(len(imports.of_query), NOBODY)
+        # Which of a source's keys a rank has.
+        ranks = np.arange(imports.world_size)[:, None]
+        self.has = {
+            node: imports.source(node).owner[None] == ranks
+            for node in np.flatnonzero(self.excess > self.least).tolist()
         }
 
     def run(self) -> bool:
         """Let ranks take cells; return whether no node has too many then."""
         is_stuck = np.zeros((self.imports.world_size, len(self.room)), dtype=bool)
         while self.excess.max() > self.least:
-            may_give = np.array([self.excess[node] > self.least for node in self.left])
+            may_give = np.array([self.excess[node] > self.least for node in self.has])
             can_take = np.minimum(self.of_rank, self.room[self.imports.node])
-            can_take[is_stuck[:, list(self.left)][:, may_give].all(1)] = 0
+            can_take[is_stuck[:, list(self.has)][:, may_give].all(1)] = 0
             # Of those that can take most, the one that receives least.
             rank = int(np.lexsort((self.received, -can_take))[0])
             if can_take[rank] <= self.least:
@@ -359,52 +317,45 @@ class _Taken:
 
     def ranks(self) -> np.ndarray:
         """Return the rank of each cell that was taken; NOBODY for others."""
-        rank = np.full(len(self.imports.of_cell), NOBODY)
-        for node, left in self.left.items():
-            source = self.imports.source(node)
-            rank[source.todo] = left.taken[source.row]
-        return rank
+        return self.taken[self.imports.cells.query]
 
     def _grow(self, node: int, rank: int, room: float) -> float:
         """Let a rank take the row that brings most for its cost; return how much that is.
 
         It takes the whole row, because the results of a part of it are as many bytes.
         """
-        imports, limit = self.imports, self.limit
-        source, left = imports.source(node), self.left[node]
-        near = source.near(int(imports.node[rank]))
-        dear = 1 + LIMIT_PENALTY * (self.received / limit) ** LIMIT_POWER
-        cost, may_go_home = [], []
-        for side in (0, 1):
-            home, owner = source.cost_home[side], source.owners[side]
-            of_side = source.cost_in[side] * dear[rank] + home * dear[owner]
-            cost.append(np.rint(PRECISION * of_side / near.price[side]) + 1)
-            may_go_home.append(near.is_near[side] | (self.received[owner] + home <= limit))
+        imports, limit, received = self.imports, self.limit, self.received
+        source, has = imports.source(node), self.has[node][rank]
+        dear = 1 + LIMIT_PENALTY * (received / limit) ** LIMIT_POWER
+        # Keys that a rank of the same node stores do not come from other nodes, and are cheaper.
+        is_near = imports.node[source.owner] == imports.node[rank]
+        cost = source.cost_in * dear[rank] + source.cost_home * dear[source.owner]
+        cost = np.rint(PRECISION * cost / np.where(is_near, imports.price, 1)) + 1
+        brings = np.where(is_near, 0, np.rint(PRECISION * source.cost_in))
+        is_stuck = ~is_near & (received[source.owner] + source.cost_home > limit)
         # Of the keys that the rank has not: what they cost, what they bring from other nodes, and
         # how many may not go home. Sums of whole numbers, which are exact in any order.
-        missing = ~left.has[1][rank]
-        of_keys = missing * cost[1], missing * near.brings[1], 1.0 * (missing & ~may_go_home[1])
         costs, comes, stuck = (
-            np.add.reduceat(of.take(source.column), source.first) for of in of_keys
+            np.add.reduceat((~has * of).take(source.column), source.first)
+            for of in (cost, brings, 1.0 * is_stuck)
         )
-        fits = (left.of_row > 0) & (left.of_row <= room) & may_go_home[0] & (stuck == 0)
-        brings = ~left.has[0][rank] * near.brings[0] + comes
-        fits &= brings <= PRECISION * (limit - self.received[rank])
-        value = np.where(fits, left.of_row / (cost[0] + costs), 0)
+        row_cost = source.row_in * dear[rank] + source.row_home * dear[source.row_owner]
+        left = self.left[source.rows]
+        fits = (left > 0) & (left <= room) & (stuck == 0)
+        fits &= received[source.row_owner] + source.row_home <= limit
+        comes += np.rint(PRECISION * source.row_in)
+        fits &= comes <= PRECISION * (limit - received[rank])
+        value = np.where(fits, left / (np.rint(PRECISION * row_cost) + 1 + costs), 0)
         row = int(value.argmax())
-        return self._take(node, rank, row) if value[row] > 0 else 0.0
-
-    def _take(self, node: int, rank: int, row: int) -> float:
-        """Let a rank take a row."""
-        imports = self.imports
-        source, left = imports.source(node), self.left[node]
-        columns = source.column[source.row == row]
-        for side, lines in enumerate((np.array([row]), columns)):
-            new = lines[~left.has[side][rank, lines]]
-            left.has[side][rank, new] = True
-            new = new[~source.near(int(imports.node[rank])).is_near[side][new]]
-            self.received[rank] += source.cost_in[side][new].sum()
-            np.add.at(self.received, source.owners[side][new], source.cost_home[side][new])
-        taken = float(left.of_row[row])
-        left.taken[row], left.of_row[row] = rank, 0
-        return taken
+        if value[row] <= 0:
+            return 0.0
+        columns = source.column[source.first[row] : source.end[row]]
+        new = columns[~has[columns]]
+        has[new] = True
+        new = new[~is_near[new]]
+        received[rank] += source.row_in[row]
+        received[source.row_owner[row]] += source.row_home[row]
+        received[rank] += source.cost_in[new].sum()
+        np.add.at(received, source.owner[new], source.cost_home[new])
+        self.left[source.rows[row]], self.taken[source.rows[row]] = 0, rank
+        return float(left[row])

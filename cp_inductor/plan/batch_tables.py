@@ -21,15 +21,13 @@ the last, while the last results go home.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 
 import numpy as np
 
 from cp_inductor.plan.batch import BatchPlan
-from cp_inductor.plan.batch_cells import BLOCK
+from cp_inductor.plan.batch_cells import BLOCK, Chunks
 from cp_inductor.plan.grid import spread
 from cp_inductor.plan.ir import IS_OF_KEYS, PAYLOAD, STOP, Transfers
 
@@ -147,17 +145,34 @@ class _NumbersOfRank:
         self.plan, self.rank, self.num_groups = plan, rank, plan.num_groups
         self.num_rows = {side: plan.num_groups * num for side, num in num_tokens.items()}
         self.layout = Layout(plan.stages, plan.world_size)
-        self.chunks = {Side.QUERY: plan.queries, Side.KEY: plan.keys}
-        self.of_cells = {Side.QUERY: plan.query, Side.KEY: plan.key}
+        # The cells that this rank computes in each stage; of own cells, half are late.
+        mine = np.flatnonzero(plan.rank == rank)
+        stage = plan.stage[mine]
+        own = np.flatnonzero(stage == 0)
+        if len(own):
+            # By whole chunks of queries: what one row sees is computed at once.
+            queries = plan.query[mine][own]
+            by_query = np.bincount(queries, plan.weight[mine][own])
+            before = np.cumsum(by_query) - by_query
+            stage[own[before[queries] >= by_query.sum() / 2]] = self.layout.last
+        self.cells = [mine[stage == number] for number in range(self.layout.last + 1)]
+        # The chunks that each stage computes with, in order.
+        self.used = {
+            side: [np.unique(of_cell[cells]) for cells in self.cells]
+            for side, (_, of_cell) in zip(Side, plan.sides, strict=True)
+        }
         self.parts: dict[Part, np.ndarray] = {}
         self.rows: dict[Part, np.ndarray] = {}
 
     def make(self) -> RankTables:
-        for side in Side:
-            arrived = self._fetch(side)
-            self._tiles(side, arrived)
-            self._home(side)
-        self._cells()
+        for side, (chunks, _) in zip(Side, self.plan.sides, strict=True):
+            self._add(side, chunks)
+        for stage, cells in enumerate(self.cells):
+            queries, keys = (self.used[side][stage] for side in Side)
+            is_computed = np.zeros((max(1, len(queries)), max(1, len(keys))), np.int64)
+            rows = np.searchsorted(queries, self.plan.query[cells])
+            is_computed[rows, np.searchsorted(keys, self.plan.key[cells])] = 1
+            self.parts[Part(Kind.CELLS, Side.QUERY, stage)] = is_computed
         layout = self.layout
         sizes = np.zeros(layout.num_sizes, np.int64)
         flat = [self.parts[part].reshape(-1) for part in layout.parts]
@@ -169,143 +184,82 @@ class _NumbersOfRank:
             sizes[place : place + len(self.rows[part])] = self.rows[part]
         return RankTables(sizes, np.concatenate(flat))
 
-    # --- Exchanges ----------------------------------------------------------------------------
-
-    def _exchange(self, part: Part, transfers: Transfers) -> tuple[np.ndarray, np.ndarray]:
-        """Note the rows of an exchange.
-
-        Returns:
-            The chunks that this rank sends, by destination, and receives, by source.
-        """
-        is_of_side = IS_OF_KEYS[transfers.columns[:, PAYLOAD]] == (part.side is Side.KEY)
-        sources, destinations, chunks = transfers.columns[is_of_side, :STOP].T
-        lengths = self.chunks[part.side].length[chunks]
-        is_sent, is_received = sources == self.rank, destinations == self.rank
-        size = self.layout.world_size
-        of_ranks = [
-            np.bincount(others[which], lengths[which], size)
-            for others, which in ((destinations, is_sent), (sources, is_received))
-        ]
-        self.rows[part] = np.concatenate([*of_ranks, [lengths.sum()]]).astype(np.int64)
-        return chunks[is_sent], chunks[is_received]
-
-    def _fetch(self, side: Side) -> dict[int, _ChunksInPool]:
-        """Make the SEND parts, and return what is in the pool from each stage on."""
-        chunks = self.chunks[side]
-        arrived: dict[int, _ChunksInPool] = {}
-        start = 1 + self.num_rows[side]
-        for stage in range(1, self.layout.stages + 1):
-            part = Part(Kind.SEND, side, stage)
-            sent, got = self._exchange(part, self.plan.fetches[stage])
-            self.parts[part] = _ranges(chunks.row[sent], chunks.length[sent], self.num_groups)
-            lengths = chunks.length[got]
-            arrived[stage] = _ChunksInPool(got, start + np.cumsum(lengths) - lengths)
-            start += int(lengths.sum())
-        return arrived
-
-    # --- Tiles --------------------------------------------------------------------------------
-
-    @cached_property
-    def mine(self) -> np.ndarray:
-        """The cells that this rank computes."""
-        return np.flatnonzero(self.plan.rank == self.rank)
-
-    @cached_property
-    def stages_of_mine(self) -> np.ndarray:
-        """Their stages; of own cells, half are late."""
-        plan = self.plan
-        stage = plan.stage[self.mine].copy()
-        own = np.flatnonzero(stage == 0)
-        if len(own):
-            # By whole chunks of queries: what one row sees is computed at once.
-            queries = plan.query[self.mine][own]
-            by_query = np.bincount(queries, plan.weight[self.mine][own])
-            before = np.cumsum(by_query) - by_query
-            stage[own[before[queries] >= by_query.sum() / 2]] = self.layout.last
-        return stage
-
-    def _tiles(self, side: Side, arrived: dict[int, _ChunksInPool]) -> None:
-        """Make the TILE parts."""
-        chunks = self.chunks[side]
-        in_pool = np.full(len(chunks.rank), -1, np.int64)
+    def _add(self, side: Side, chunks: Chunks) -> None:
+        """Make all parts of a side but CELLS."""
         is_own = chunks.rank == self.rank
-        in_pool[is_own] = 1 + chunks.row[is_own]
+        # The first row of each chunk in the pool, and how far the next one is.
+        in_pool = np.where(is_own, 1 + chunks.row, -1)
         step = np.where(is_own, self.num_groups, 1)
         lane = chunks.entry * self.num_groups + chunks.group
-        for stage in range(self.layout.stages + 2):
-            if stage in arrived:
-                in_pool[arrived[stage].chunks] = arrived[stage].rows
-            used = self._used(side, stage)
-            if not len(used):
-                # A block without rows.
-                self.parts[Part(Kind.TILE, side, stage)] = np.zeros((1, len(COLUMNS)), np.int64)
-                continue
+        next_row = 1 + self.num_rows[side]
+        # Chunks whose results this rank has, and the first row of each.
+        results, next_result = [], 1
+        came_home = []
+        for stage, used in enumerate(self.used[side]):
+            exchanges = 1 <= stage <= self.layout.stages
+            if exchanges:
+                send = Part(Kind.SEND, side, stage)
+                sent, got = self._exchange(send, chunks, self.plan.fetches[stage])
+                self.parts[send] = _ranges(chunks.row[sent], chunks.length[sent], self.num_groups)
+                in_pool[got], next_row = _pack(chunks.length[got], next_row)
             at, block = spread(chunks.num_blocks[used])
             chunk, token = used[at], block * BLOCK
             # A row of cells for each chunk of queries, a column for each of keys.
-            num_columns = max(1, len(self._used(Side.KEY, stage)))
-            slots = np.arange(len(used)) * (num_columns if side is Side.QUERY else 1)
-            self.parts[Part(Kind.TILE, side, stage)] = np.stack(
+            num_columns = max(1, len(self.used[Side.KEY][stage]))
+            slots = at * (num_columns if side is Side.QUERY else 1)
+            tile = np.stack(
                 [
                     in_pool[chunk] + token * step[chunk],
                     step[chunk],
                     np.minimum(BLOCK, chunks.length[chunk] - token),
                     lane[chunk],
                     chunks.first[chunk] + token,
-                    slots[at],
+                    slots,
                 ],
                 axis=1,
             )
+            # Or a block without rows.
+            tile = tile if len(tile) else np.zeros((1, len(COLUMNS)), np.int64)
+            self.parts[Part(Kind.TILE, side, stage)] = tile
+            rows, _ = _pack(BLOCK * chunks.num_blocks[used], 0)
+            results.append((used[is_own[used]], next_result + rows[is_own[used]]))
+            next_result += BLOCK * len(tile)
+            if exchanges:
+                home = Part(Kind.HOME, side, stage)
+                sent, got = self._exchange(home, chunks, self.plan.homes[stage])
+                self.parts[home] = _ranges(rows[np.searchsorted(used, sent)], chunks.length[sent])
+                came_home.append(got)
+        for got in came_home:
+            rows, next_result = _pack(chunks.length[got], next_result)
+            results.append((got, rows))
+        which, rows = map(np.concatenate, zip(*results, strict=True))
+        self.parts[Part(Kind.SUM, side)] = self._sum(side, chunks, which, rows)
 
-    def _used(self, side: Side, stage: int) -> np.ndarray:
-        """Return the chunks that a stage of this rank computes with, in order."""
-        return np.unique(self.of_cells[side][self.mine][self.stages_of_mine == stage])
+    def _exchange(
+        self, part: Part, chunks: Chunks, transfers: Transfers
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Note the rows of an exchange.
 
-    def _cells(self) -> None:
-        """Make the CELLS parts."""
-        for stage in range(self.layout.stages + 2):
-            queries, keys = (self._used(side, stage) for side in Side)
-            is_computed = np.zeros((max(1, len(queries)), max(1, len(keys))), np.int64)
-            mine = self.mine[self.stages_of_mine == stage]
-            rows = np.searchsorted(queries, self.plan.query[mine])
-            is_computed[rows, np.searchsorted(keys, self.plan.key[mine])] = 1
-            self.parts[Part(Kind.CELLS, Side.QUERY, stage)] = is_computed
+        Returns:
+            The chunks that this rank sends, by destination, and receives, by source.
+        """
+        is_of_side = IS_OF_KEYS[transfers.columns[:, PAYLOAD]] == (part.side is Side.KEY)
+        sources, destinations, which = transfers.columns[is_of_side, :STOP].T
+        lengths = chunks.length[which]
+        is_sent, is_received = sources == self.rank, destinations == self.rank
+        of_ranks = [
+            np.bincount(others[is_mine], lengths[is_mine], self.layout.world_size)
+            for others, is_mine in ((destinations, is_sent), (sources, is_received))
+        ]
+        self.rows[part] = np.concatenate([*of_ranks, [lengths.sum()]]).astype(np.int64)
+        return which[is_sent], which[is_received]
 
-    # --- Results ------------------------------------------------------------------------------
-
-    def _home(self, side: Side) -> None:
-        """Make the HOME parts, and the SUM."""
-        chunks = self.chunks[side]
-        found: list[_ChunksInPool] = []
-        start = 1
-        in_tile: dict[int, np.ndarray] = {}
-        for stage in range(self.layout.stages + 2):
-            used = self._used(side, stage)
-            blocks = chunks.num_blocks[used]
-            rows = np.full(len(chunks.rank), -1, np.int64)
-            rows[used] = (np.cumsum(blocks) - blocks) * BLOCK
-            in_tile[stage] = rows
-            own = used[chunks.rank[used] == self.rank]
-            found.append(_ChunksInPool(own, start + rows[own]))
-            start += BLOCK * len(self.parts[Part(Kind.TILE, side, stage)])
-        for stage in range(1, self.layout.stages + 1):
-            part = Part(Kind.HOME, side, stage)
-            sent, got = self._exchange(part, self.plan.homes[stage])
-            self.parts[part] = _ranges(in_tile[stage][sent], chunks.length[sent])
-            lengths = chunks.length[got]
-            found.append(_ChunksInPool(got, start + np.cumsum(lengths) - lengths))
-            start += int(lengths.sum())
-        self.parts[Part(Kind.SUM, side)] = self._sum(side, found)
-
-    def _sum(self, side: Side, found: Sequence[_ChunksInPool]) -> np.ndarray:
+    def _sum(self, side: Side, chunks: Chunks, which: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return which rows of results make up each own row, (n, rows): 0 where there are fewer."""
-        chunks = self.chunks[side]
-        which = np.concatenate([some.chunks for some in found])
-        rows = np.concatenate([some.rows for some in found])
         order = np.argsort(which, kind="stable")
         which, rows = which[order], rows[order]
         number = np.arange(len(which)) - np.searchsorted(which, which)
-        depth = max(MIN_SUMMED, int(number.max()) + 1 if len(number) else 0)
+        depth = max(MIN_SUMMED, int(number.max(initial=-1)) + 1)
         total = np.zeros((depth, self.num_rows[side]), np.int64)
         lengths = chunks.length[which]
         at = _ranges(chunks.row[which], lengths, self.num_groups)
@@ -313,16 +267,13 @@ class _NumbersOfRank:
         return total
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ChunksInPool:
-    """Chunks, and the first row of each in a pool."""
-
-    chunks: np.ndarray
-    rows: np.ndarray
+def _pack(lengths: np.ndarray, start: int) -> tuple[np.ndarray, int]:
+    """Return where each of some ranges begins, one behind the other, and where the last ends."""
+    ends = start + np.cumsum(lengths)
+    return ends - lengths, start + int(lengths.sum())
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray, step: int = 1) -> np.ndarray:
     """Return start, start + step, ... of each range, one behind the other."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.repeat(starts - step * (ends - lengths), lengths) + step * np.arange(total)
+    begins, total = _pack(lengths, 0)
+    return np.repeat(starts - step * begins, lengths) + step * np.arange(total)

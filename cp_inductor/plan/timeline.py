@@ -14,7 +14,7 @@ import numpy as np
 
 from cp_inductor.plan.ir import PlanData, flops_per_pair
 from cp_inductor.plan.machine import Level, Machine
-from cp_inductor.plan.tile_columns import TileColumns
+from cp_inductor.plan.transfers import TileColumns
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class Work:
         return TileCall(query, key, value, tile.mask is Mask.CAUSAL)
 
     def cut(self, name: str, spans: tuple[Span, ...], heads: Span, *, of_keys: bool) -> Tensor:
-        ranges = [run for span in spans for run in self.tokens.positions(span, of_keys=of_keys)]
+        ranges = [self.tokens.range_of(span, of_keys=of_keys) for span in spans]
         parts = [self.tensors[name][:, :, int(start) : int(stop)] for start, stop in ranges]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
         return whole[:, heads.start : heads.stop]

@@ -182,14 +182,10 @@ def _write_in_groups(contributions: Sequence[Piece], heads: Span) -> tuple[int, 
     first = next((one.heads for one in contributions if one.heads.count > 1), None)
     if first is None:
         return 1, list(contributions), heads
-    grouped = list[Piece]()
-    for one in contributions:
-        written = _in_groups(one, heads, first.count, first.step)
-        if written is None:
-            break
-        grouped.append(written)
-    else:
-        return first.count, grouped, Span(0, first.step)
+    grouped = [_in_groups(one, heads, first.count, first.step) for one in contributions]
+    written = [one for one in grouped if one is not None]
+    if len(written) == len(grouped):
+        return first.count, written, Span(0, first.step)
     apart = [part for one in contributions for part in _apart(one) if part.heads.meet(heads)]
     return 1, apart, heads
 
@@ -238,10 +234,9 @@ def _join_heads(contributions: Sequence[Piece], heads: Span, *, is_grouped: bool
 
 def _cut_at_borders(spans: Sequence[Span], within: Span) -> list[Span]:
     """Cut `within` at all borders of the spans."""
-    edges = {within.start, within.stop}
-    for span in spans:
-        edges |= {edge for edge in (span.start, span.stop) if within.start < edge < within.stop}
-    return [Span(a, b) for a, b in pairwise(sorted(edges))]
+    edges = {edge for span in spans for edge in (span.start, span.stop)}
+    inside = (edge for edge in sorted(edges) if within.start < edge < within.stop)
+    return [Span(a, b) for a, b in pairwise((within.start, *inside, within.stop))]
 
 
 # --- Tensors ----------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ from cp_inductor.run.records import (
     num_rows,
     num_statistics,
     records_of,
-    records_received,
 )
 from cp_inductor.run.store import ALL, Piece, Store, bitcast, concatenate, in_runs, narrow
 from cp_inductor.tiles.combine import accumulation_dtype
@@ -82,7 +81,7 @@ class Messages:
         """Note what several of these exchanges send of this rank's own: it is packed once."""
         spans_of: dict[Contents, list[tuple[int, Span]]] = {}
         for index, transfers in enumerate(exchanges):
-            for record in records_of(self._sent(transfers), self.store.tokens.grid):
+            for record in self._records(transfers, are_sent=True):
                 spans_of.setdefault(record.contents, []).append((index, record.span))
         own = self.store.tokens.grid.own(self.rank)
         self.sent_again = {
@@ -94,8 +93,7 @@ class Messages:
 
     def start(self, transfers: Sequence[Transfer]) -> Arriving:
         """Start an exchange, in which a rank takes part also with nothing to give."""
-        sent = records_of(self._sent(transfers), self.store.tokens.grid)
-        received = records_received(transfers, self.rank, self.store.tokens.grid)
+        sent, received = (self._records(transfers, are_sent=sends) for sends in (True, False))
         flat = self._flatten(sent)
         buffer = concatenate(flat) if flat else self.store.like.new_empty((0,))
         buffer = bitcast(buffer, self.store.like.dtype)
@@ -111,8 +109,8 @@ class Messages:
             raise StepFailed(self.num_started) from error
         return Arriving(started, received, self.num_started)
 
-    def _sent(self, transfers: Iterable[Transfer]) -> Iterator[Transfer]:
-        return (transfer for transfer in transfers if transfer.source == self.rank)
+    def _records(self, transfers: Iterable[Transfer], *, are_sent: bool) -> tuple[Record, ...]:
+        return records_of(transfers, self.rank, self.store.tokens.grid, are_sent=are_sent)
 
     def _flatten(self, sent: Sequence[Record]) -> list[Tensor]:
         """Return what is sent, in order, in as few tensors as it takes."""
@@ -175,7 +173,7 @@ class Messages:
         if again and not self.store.holds(contents, spans[:1]):
             of_keys = contents[0][0].is_of_keys
             packed = self._pack(contents, again)
-            self.store.put(Piece(again, ALL, of_keys, {contents: packed}))
+            self.store.pieces.append(Piece(again, ALL, of_keys, {contents: packed}))
         if self.store.holds(contents, spans):
             return self.store.records(contents, spans)
         return self._pack(contents, spans)
@@ -281,10 +279,12 @@ class Messages:
             contents = of_contents[0].contents
             spans = in_runs(record.span for record in of_contents)
             of_keys = contents[0][0].is_of_keys
-            self.store.put(Piece(spans, ALL, of_keys, {contents: packed}, has_arrived=True))
+            self.store.pieces.append(
+                Piece(spans, ALL, of_keys, {contents: packed}, has_arrived=True)
+            )
             for (payload, heads), tensors in zip(contents, parts, strict=True):
                 pieces.append(Piece.of(payload, spans, heads, tensors, has_arrived=True))
-                self.store.put(pieces[-1])
+                self.store.pieces.append(pieces[-1])
         return pieces
 
     def _take_apart(

@@ -48,9 +48,12 @@ class Record:
     contents: Contents
 
 
-def records_of(transfers: Iterable[Transfer], grid: Grid) -> tuple[Record, ...]:
-    """Join the transfers of one span between two ranks; they stand together in a plan.
+def records_of(
+    transfers: Iterable[Transfer], rank: int, grid: Grid, *, are_sent: bool
+) -> tuple[Record, ...]:
+    """Return what a rank sends in an exchange, or receives, in the order of the buffer.
 
+    The transfers of one span between two ranks, which stand together in a plan, are one record.
     Queries and keys are joined if they are as many tokens: in cross-attention they may differ.
     """
     is_cross = grid.query_length != grid.key_length
@@ -59,15 +62,11 @@ def records_of(transfers: Iterable[Transfer], grid: Grid) -> tuple[Record, ...]:
         of_keys = is_cross and transfer.payload.is_of_keys
         return transfer.source, transfer.destination, transfer.span, of_keys
 
+    own = (t for t in transfers if rank == (t.source if are_sent else t.destination))
     return tuple(
         Record(source, destination, span, tuple((part.payload, part.heads) for part in group))
-        for (source, destination, span, _), group in groupby(transfers, what_is_joined)
+        for (source, destination, span, _), group in groupby(own, what_is_joined)
     )
-
-
-def records_received(transfers: Iterable[Transfer], rank: int, grid: Grid) -> tuple[Record, ...]:
-    """Return what an exchange brings to a rank, in the order of the buffer."""
-    return records_of((t for t in transfers if t.destination == rank), grid)
 
 
 def num_rows(contents: Contents) -> int:

@@ -76,8 +76,7 @@ class Piece:
 
     def has(self, heads: Span) -> bool:
         """Whether heads are among its own."""
-        whole = self.heads.whole
-        return whole.start <= heads.start and heads.stop <= whole.stop
+        return self.heads.whole.intersect(heads) == heads
 
     def span_at(self, chunk: int) -> Span | None:
         """Return the span that holds a chunk."""
@@ -98,10 +97,6 @@ class Store:
         self.tokens, self.like = tokens, like
         self.pieces: list[Piece] = []
         self.taken: dict[tuple[str, tuple[Span, ...], Span], Tensor] = {}
-
-    def put(self, piece: Piece) -> None:
-        """Put a piece at hand."""
-        self.pieces.append(piece)
 
     def named(self, name: str | Contents) -> list[Piece]:
         """Return the pieces that hold some of a tensor, or of records."""
@@ -144,7 +139,9 @@ class Store:
                 concatenate(self.parts(name, [span], heads), SEQUENCE_DIM)
                 for name in Payload.KEY_VALUE.tensors
             ]
-            self.put(Piece.of(Payload.KEY_VALUE, (span,), heads, tensors, has_arrived=True))
+            self.pieces.append(
+                Piece.of(Payload.KEY_VALUE, (span,), heads, tensors, has_arrived=True)
+            )
 
     def _both_together(self, span: Span, heads: Span) -> list[Tensor] | None:
         """Return keys and values of a span by one concatenation, if messages hold all of both.
@@ -203,8 +200,11 @@ class Store:
                 # The first of those that hold the most that follows.
                 piece, longest = max(holding, key=lambda held: held[1].stop)
                 part = Span(start, min(span.stop, longest.stop))
-                offset = self.offset(piece.spans, start, of_keys=piece.of_keys)
                 length = self.tokens.of(part, of_keys=piece.of_keys)
+                before = piece.spans[: piece.spans.index(longest)]
+                offset: int | SymInt = 0
+                for other in (*before, Span(longest.start, start)):
+                    offset += self.tokens.of(other, of_keys=piece.of_keys)
                 last = parts[-1] if parts else None
                 if last and last[0] is piece and is_known(last[1] + last[2] == offset):
                     parts[-1] = (piece, last[1], last[2] + length)
@@ -212,15 +212,6 @@ class Store:
                     parts.append((piece, offset, length))
                 start = part.stop
         return parts
-
-    def offset(self, spans: Sequence[Span], chunk: int, *, of_keys: bool) -> int | SymInt:
-        """Return how many tokens of spans are before a chunk."""
-        before: int | SymInt = 0
-        for span in spans:
-            if span.start <= chunk < span.stop:
-                return before + self.tokens.of(Span(span.start, chunk), of_keys=of_keys)
-            before += self.tokens.of(span, of_keys=of_keys)
-        raise AssertionError(f"chunk {chunk} is not in {spans}")
 
     # --- What a record is here --------------------------------------------------------------
 

@@ -42,7 +42,7 @@ from cp_inductor.plan.batch_tables import COLUMNS, ROW_COLUMNS, Kind, Layout, Pa
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.merge import Tensors, merge_stack
 from cp_inductor.tiles.kernel_table import KERNELS
-from cp_inductor.tiles.kernels import AnyScale, Kernel, TileCall
+from cp_inductor.tiles.kernels import Kernel, TileCall
 from cp_inductor.tiles.stand_in import delta_of, make_stand_in, make_words
 from cp_inductor.tiles.tile_masks import Geometry, Indices
 from cp_inductor.torch_private.groups import group_of
@@ -232,7 +232,7 @@ class Tables:
         options = self.attention.kernel_options
         kernel = self.kernel(self.rule.rule, indices, options, tile.is_computed)
         call = TileCall(query, key, value, False, self.attention.scale)
-        yield slice(None), AnyScale(kernel), call
+        yield slice(None), kernel, call
 
     def _columns(self, rows: dict[Side, Tensor]) -> list[Tensor]:
         """Return the tables of the rule on rows."""
@@ -307,22 +307,11 @@ def layout_of(stages: int, group_name: str) -> Layout:
     return Layout(stages, dist.get_world_size(group_of(group_name)))
 
 
-# The lanes of rows of a tile that have no token. Those of queries and of keys differ, so that they
-# make no pairs with each other.
-NO_LANE = {Side.QUERY: -1, Side.KEY: -2}
-
-
 @torch.library.custom_op("cp_inductor::rows_of_results", mutates_args=())
 def rows_of_results(numbers: Tensor, sizes: Tensor, place: int, width: int) -> Tensor:
-    """Return which rows of results make up a rank's own rows.
+    """Return which rows of results make up a rank's own rows, (n, width); n is 2 at least.
 
-    Args:
-        numbers, sizes: of `plan_batch`.
-        place: `Layout.place` of a SUM part.
-        width: the rank's own rows.
-
-    Returns:
-        (n, width); n is 2 at least.
+    The place is `Layout.place` of a SUM part.
     """
     if not width:
         return numbers.new_empty((2, 0))
@@ -342,22 +331,19 @@ def tile_tables(
 
     One op, because these are a few numbers, for which generated code would be long.
 
-    Args:
-        numbers, sizes: of `plan_batch`.
-        queries, keys, cells: `Layout.place` of its TILE parts and of its CELLS part.
+    The places are `Layout.place` of its TILE parts and of its CELLS part.
 
     Returns:
         Rows of queries (128 n, 3) and of keys (128 m, 3): row of the pool, lane, and position.
-        Rows that have no token read row 0 of the pool, and are of the lane `NO_LANE`. Behind them,
-        (n, m) bool.
+        Rows that have no token read row 0 of the pool, and are of lane -1, or -2 those of keys, so
+        that they make no pairs with each other. Behind them, (n, m) bool.
     """
     of_queries, of_keys = (
         read_part(numbers, sizes, place).view(-1, len(COLUMNS)) for place in (queries, keys)
     )
     slots, of_columns = (blocks[:, COLUMNS.index("slot")] for blocks in (of_queries, of_keys))
     is_computed = read_part(numbers, sizes, cells)[slots.unsqueeze(1) + of_columns] != 0
-    rows = _tile_rows(of_queries, NO_LANE[Side.QUERY])
-    return rows, _tile_rows(of_keys, NO_LANE[Side.KEY]), is_computed
+    return _tile_rows(of_queries, -1), _tile_rows(of_keys, -2), is_computed
 
 
 @tile_tables.register_fake

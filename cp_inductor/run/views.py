@@ -31,11 +31,11 @@ from cp_inductor.run.attention import Attention
 from cp_inductor.run.merge import RESULTS, Results, Tensors
 from cp_inductor.run.messages import Arriving, Messages
 from cp_inductor.run.own_transfers import fetch_of, home_of, reads_shard, runs_leaving
-from cp_inductor.run.records import Contents, Groups, records_received
+from cp_inductor.run.records import Contents, Groups, records_of
 from cp_inductor.run.store import Piece, Store, concatenate
 from cp_inductor.tiles.dims import SEQUENCE_DIM, Tokens
 from cp_inductor.tiles.kernel_table import KERNELS, get_kernel
-from cp_inductor.tiles.kernels import AnyScale, Kernel, RuleKernel, TileCall
+from cp_inductor.tiles.kernels import Kernel, RuleKernel, TileCall
 from cp_inductor.tiles.math_tiles import Math
 from cp_inductor.tiles.stand_in import make_stand_in, make_words, store_beside
 from cp_inductor.tiles.tile_masks import MAX_SCORE_BYTES, TileMasks
@@ -90,13 +90,14 @@ class Views:
             if stage.fetch
         ]
         for buffer, transfers in zip(kept, exchanged, strict=True):
-            self.messages.unpack(buffer, records_received(transfers, self.rank, self.plan.grid))
+            records = records_of(transfers, self.rank, self.plan.grid, are_sent=False)
+            self.messages.unpack(buffer, records)
 
     def _add_own(self, tensors: dict[str | Contents, Tensor], *, of_keys: bool = False) -> None:
         """Put this rank's shards at hand."""
         shape = self.plan.shape
         heads = shape.kv_heads(shape.all_heads) if of_keys else shape.all_heads
-        self.store.put(Piece((self.own,), Groups.single(heads), of_keys, tensors))
+        self.store.pieces.append(Piece((self.own,), Groups.single(heads), of_keys, tensors))
 
     # --- Exchanges ----------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class Views:
         made["out"] = make_stand_in(tokens_first("delta"), grad_out)
         spans = tuple(span for piece in arrived for span in piece.spans)
         tensors = {name: tensor.movedim(0, SEQUENCE_DIM) for name, tensor in made.items()}
-        self.store.put(replace(arrived[0], spans=spans, tensors=tensors))
+        self.store.pieces.append(replace(arrived[0], spans=spans, tensors=tensors))
 
     def _spans_needed_from(self, stage: int) -> list[Span]:
         """Return chunks of which tiles are still computed, or which later stages send on."""
@@ -156,10 +157,9 @@ class Views:
         for result in RESULTS:
             for span, heads in runs_leaving(leaving, result):
                 merged = self.results.over(result, span, heads, of_tiles=True)
-                self.store.put(Piece.of(result, (span,), heads, merged))
-            to_itself = [transfer for transfer in leaving if transfer.destination == self.rank]
-            gone = {transfer.heads for transfer in to_itself if transfer.payload is result}
-            self.results.withdraw(result, gone)
+                self.store.pieces.append(Piece.of(result, (span,), heads, merged))
+            itself = [transfer for transfer in leaving if transfer.destination == self.rank]
+            self.results.withdraw(result, {t.heads for t in itself if t.payload is result})
         started = self.messages.start(home)
         self.store.pieces = at_hand
         return started
@@ -175,10 +175,10 @@ class Views:
     def tiles(self, stage: int) -> Sequence[Tile]:
         """Return the tiles of a stage; keys of several that lie apart are put together once."""
         tiles = self.program[stage].tiles
-        spans_of: dict[Span, list[tuple[Span, ...]]] = {}
+        spans_of = defaultdict[Span, list[tuple[Span, ...]]](list)
         for tile in tiles:
             keys, heads = tile.side(self.plan.shape, of_keys=True)
-            spans_of.setdefault(heads, []).append(keys)
+            spans_of[heads].append(keys)
         for heads, spans in spans_of.items():
             if len(set(spans)) > 1:
                 self.store.put_together(spans, heads)
@@ -202,10 +202,9 @@ class Views:
         has_mask = tile.mask is Mask.PARTIAL or bool(rule.bias) or rule.score != SCORE
         needs_math, under_rule = self._needs_math, self._under_rule
         if not needs_math and (under_rule is not None or not has_mask):
-            kernel = self.plain
+            kernel: Kernel = self.plain
             if has_mask and under_rule is not None:
-                indices = self.masks.indices(tile)
-                kernel = AnyScale(under_rule(rule, indices, attention.kernel_options))
+                kernel = under_rule(rule, self.masks.indices(tile), attention.kernel_options)
             yield _ALL, kernel, TileCall(query, key, value, tile.mask is Mask.CAUSAL, scale)
             return
         for rows in self._row_slices(tile, query, key):

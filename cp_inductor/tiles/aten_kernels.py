@@ -50,16 +50,14 @@ class FlashCPU(PlainKernel):
     backward_op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     device, dtypes, switch = "cpu", (torch.float64, torch.float32, *HALF), FLASH
 
-    def forward(self, call: TileCall) -> Partial:
-        """See `Kernel.forward`."""
+    def _attend(self, call: TileCall) -> Partial:
         inputs = with_whole_rows(*call.tensors)
         out, lse = self.forward_op(
             *inputs, 0.0, call.is_causal, attn_mask=call.bias, scale=call.scale
         )
         return Partial(out, _lse_of_rows(lse, call.bias))
 
-    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """See `Kernel.backward`."""
+    def _differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         lse = _lse_for_backward(whole.lse, call.bias)
         inputs = (grad_out, *with_whole_rows(*call.tensors, whole.out), lse)
         dq, dk, dv = self.backward_op(
@@ -79,8 +77,7 @@ class EfficientCUDA(PlainKernel):
     LSE_ALIGNMENT = 32  # the kernel writes, and reads back, lse rows padded to this many queries
     BIAS_ALIGNMENT = 16  # elements; see pad_bias in aten's attention.cpp
 
-    def forward(self, call: TileCall) -> Partial:
-        """See `Kernel.forward`."""
+    def _attend(self, call: TileCall) -> Partial:
         query, num_heads = call.query, call.query.shape[1]
         key, value = repeat_heads(call.key, num_heads), repeat_heads(call.value, num_heads)
         inputs = with_whole_rows(*_pad_head_dims(query, key, value))
@@ -93,8 +90,7 @@ class EfficientCUDA(PlainKernel):
             out = out.masked_fill(_sees_nothing(call.bias).unsqueeze(-1), 0.0)
         return Partial(out, _lse_of_rows(lse, call.bias))
 
-    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """See `Kernel.backward`."""
+    def _differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
         key, value = repeat_heads(call.key, num_heads), repeat_heads(call.value, num_heads)
         tensors = _pad_head_dims(grad_out, call.query, key, value, whole.out)
@@ -144,18 +140,12 @@ class FlashCUDA(PlainKernel):
     packed = ("lse",)
     for_bias = EfficientCUDA
 
-    def forward(self, call: TileCall) -> Partial:
-        """See `Kernel.forward`."""
-        if call.bias is not None:
-            return EfficientCUDA().forward(call)
+    def _attend(self, call: TileCall) -> Partial:
         inputs = with_whole_rows(*_pad_head_dims(*call.tensors))
         out, lse, *_ = self.forward_op(*inputs, 0.0, call.is_causal, scale=call.factor)
         return Partial(_unpad_head_dim(out, call.query.shape[-1]), lse)
 
-    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """See `Kernel.backward`."""
-        if call.bias is not None:
-            return EfficientCUDA().backward(call, grad_out, whole)
+    def _differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         tensors = _pad_head_dims(grad_out, *call.tensors, whole.out)
         # FA2 copies an odd gradient itself; FA4 need not.
         grad_out, query, key, value, out = with_whole_rows(*tensors)

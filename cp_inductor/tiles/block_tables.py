@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from operator import or_
+from operator import mul, or_
 from typing import Any
 
 import sympy
@@ -44,8 +44,7 @@ def make_block_table(rule: Rule, indices: Indices, is_computed: Tensor | None = 
     """Return what a rule says of the blocks of a tile.
 
     Args:
-        rule: of the attention.
-        indices: of the tile; only their geometry and their tables are read.
+        rule, indices: of the attention; of the tile, of which geometry and tables are read.
         is_computed: (ceil(S / 128), ceil(T / 128)), the blocks that the tile computes; None is all.
 
     Returns:
@@ -242,10 +241,7 @@ class _Floats(_Tensors):
     """Tensors of floats, which may be NaN: then their bounds are infinite."""
 
     is_rounded = True
-
-    def multiply(self, ends: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        products = [x * y for x, y in ends]
-        return reduce(torch.minimum, products), reduce(torch.maximum, products)
+    times = staticmethod(mul)
 
     def made(
         self, a: Interval, b: Interval, low: Tensor, high: Tensor, *, is_computed: bool = True

@@ -61,14 +61,9 @@ def _combine_group(partials: Sequence[Partial]) -> Partial:
 
 
 def combine_stack(out: Tensor, lse: Tensor) -> Partial:
-    """Merge partials over disjoint keys that are one tensor, as `combine` does.
+    """Merge partials over disjoint keys that are one tensor, out (n, ..., S, D), as `combine` does.
 
-    Args:
-        out: (n, ..., S, D).
-        lse: (n, ..., S).
-
-    Returns:
-        out (..., S, D) and lse (..., S), in float32 (float64 for float64).
+    The result is in float32 (float64 for float64).
     """
     dtype = accumulation_dtype(out)
     lse = lse.to(dtype)
@@ -91,9 +86,7 @@ def finite_lse(lse: Tensor) -> Tensor:
 def sum_grads(grads: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> Tensor:
     """Add gradients of one shape in float32 (float64 for float64), in one pass.
 
-    Args:
-        grads: at least one.
-        dtype: of the sum; that of the first gradient, if not given.
+    The sum is in a dtype, or in that of the first gradient.
     """
     dtype = dtype or grads[0].dtype
     if len(grads) == 1:

@@ -39,6 +39,7 @@ from cp_inductor.tiles.kernels import (
     Gradients,
     Partial,
     PlainKernel,
+    ScaledKernel,
     Switch,
     TileCall,
     with_whole_rows,
@@ -85,20 +86,22 @@ class CudnnCUDA(PlainKernel):
             return version is not None and version >= MIN_VERSION and super().runs_on(device)
         return True
 
-    def forward(self, call: TileCall) -> Partial:
-        """See `Kernel.forward`."""
-        other = _instead(call)
-        if other is not None:
-            return other.forward(call)
+    def _serving(self, call: TileCall, *, is_backward: bool = False) -> ScaledKernel:
+        if call.bias is not None:
+            return super()._serving(call)
+        query, key = call.query, call.key
+        is_long = is_known(query.shape[2] > 1) and is_known(key.shape[2] > 1)
+        has_order = _is_by_rows(query) or is_known(query.stride(2) < query.stride(1))
+        has_tail = is_backward and not call.is_causal and not is_known(key.shape[2] % 128 != 64)
+        is_wrong = has_tail and TAIL_OF_KEYS.is_met(chip_of(query.device))
+        return self if is_long and has_order and not is_wrong else FlashCUDA()
+
+    def _attend(self, call: TileCall) -> Partial:
         inputs = with_whole_rows(*call.tensors)
         out, lse, *_ = self.forward_op(*inputs, None, True, 0.0, call.is_causal, scale=call.factor)
         return Partial(out, lse.reshape(call.query.shape[:3]))
 
-    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """See `Kernel.backward`."""
-        other = _instead(call, is_backward=True)
-        if other is not None:
-            return other.backward(call, grad_out, whole)
+    def _differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         query, key, value = with_whole_rows(*call.tensors)
         # Whichever the query is in memory; see out and grad_out above.
         order = BY_ROWS if _is_by_rows(query) else BY_HEADS
@@ -111,18 +114,6 @@ class CudnnCUDA(PlainKernel):
         inputs = (grad_out, query, key, value, out, lse, *no_dropout, *of_sequences)
         dq, dk, dv = self.backward_op(*inputs, scale=call.factor)
         return dq, dk, dv
-
-
-def _instead(call: TileCall, *, is_backward: bool = False) -> PlainKernel | None:
-    """Return the kernel of a tile that cuDNN does not take, or computes wrongly."""
-    if call.bias is not None:
-        return EfficientCUDA()
-    query, key = call.query, call.key
-    is_long = is_known(query.shape[2] > 1) and is_known(key.shape[2] > 1)
-    has_order = _is_by_rows(query) or is_known(query.stride(2) < query.stride(1))
-    has_tail = is_backward and not call.is_causal and not is_known(key.shape[2] % 128 != 64)
-    is_wrong = has_tail and TAIL_OF_KEYS.is_met(chip_of(query.device))
-    return None if is_long and has_order and not is_wrong else FlashCUDA()
 
 
 def _is_by_rows(query: Tensor) -> bool:

@@ -33,6 +33,11 @@ class Tokens:
         local = self.num_keys if of_keys else self.num_queries
         return self._before(span.stop, local) - self._before(span.start, local)
 
+    def range_of(self, span: Span, *, of_keys: bool) -> tuple[int | SymInt, int | SymInt]:
+        """Return the first token of a span, and the one after its last."""
+        start = self.of(Span(0, span.start), of_keys=of_keys) if span.start else 0
+        return start, start + self.of(span, of_keys=of_keys)
+
     def _before(self, chunk: int, local: int | SymInt) -> int | SymInt:
         rank, offset = divmod(chunk, self.grid.chunks_per_rank)
         return rank * local + offset * local // self.grid.chunks_per_rank

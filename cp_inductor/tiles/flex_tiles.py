@@ -70,40 +70,36 @@ class FlexCUDA(RuleKernel):
     def __init__(
         self, rule: Rule, indices: Indices, options: str = "", is_computed: Tensor | None = None
     ) -> None:
-        mask = _Reader(rule.allowed, indices)
         # If the rule changes the score, the bias is a part of the change.
         is_changed, dtype = rule.score != SCORE, bias_dtype(rule, indices.dtype)
-        score, slope = (_Reader(e, indices) for e in (rule.score, rule.slope))
-        added = _Reader(rule.bias, indices)
+        mask = _Reader(rule.allowed, indices)
+        scores = _Reader(rule.score if is_changed else rule.bias, indices)
 
         def mask_mod(b: Tensor, h: Tensor, m: Tensor, n: Tensor, *buffers: Tensor) -> Tensor:
-            return mask.read((b, h, m, n), buffers)
+            return mask.read(rule.allowed, (b, h, m, n), buffers)
 
-        def change(s: Tensor, *rest: Tensor) -> Tensor:
-            return score.read(rest[:4], rest[4:], s).to(s.dtype)
-
-        def slope_of_change(s: Tensor, *rest: Tensor) -> Tensor:
-            return indices.as_tensor(slope.read(rest[:4], rest[4:], s)).to(s.dtype)
-
-        def add(s: Tensor, *rest: Tensor) -> Tensor:
+        def score_mod(s: Tensor, *rest: Tensor) -> Tensor:
+            if is_changed:
+                return scores.read(rule.score, rest[:4], rest[4:], s).to(s.dtype)
             if not rule.bias:
                 return s
-            return s + indices.as_tensor(added.read(rest[:4], rest[4:])).to(dtype)
+            return s + indices.as_tensor(scores.read(rule.bias, rest[:4], rest[4:])).to(dtype)
+
+        def slope(s: Tensor, *rest: Tensor) -> Tensor:
+            return indices.as_tensor(scores.read(rule.slope, rest[:4], rest[4:], s)).to(s.dtype)
 
         self.rule, self.indices, self.is_computed = rule, indices, is_computed
         self.options: dict[str, Any] = literal_eval(options) if options else {}
-        self.mask_mod, self.mask_buffers = mask_mod, mask.buffers
-        self.score_mod = change if is_changed else add
-        self.slope = slope_of_change if is_changed else None
-        self.score_buffers = score.buffers if is_changed else added.buffers
+        self.mask_mod, self.score_mod = mask_mod, score_mod
+        self.slope = slope if is_changed else None
+        self.buffers = tuple(scores.captured.values()), tuple(mask.captured.values())
 
-    def forward(self, call: TileCall) -> Partial:
-        """See `Kernel.forward`; the call has no bias: it is the rule's."""
+    def _attend(self, call: TileCall) -> Partial:
         query, key, value = with_whole_rows(*call.tensors)
         return Partial(*flex_forward(query, key, value, self._flex(call, has_columns=False)))
 
-    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """See `Kernel.backward`; in the place of out it takes <out, grad_out>, (B, H, S)."""
+    def _differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        # In the place of out it takes <out, grad_out>, (B, H, S).
         out_or_delta, lse = whole
         is_out = out_or_delta.ndim == grad_out.ndim
         delta = delta_of(out_or_delta, grad_out) if is_out else out_or_delta
@@ -113,8 +109,8 @@ class FlexCUDA(RuleKernel):
 
     def _flex(self, call: TileCall, *, has_columns: bool) -> Flex:
         block_mask = self.block_mask(has_columns=has_columns)
-        buffers = self.score_buffers, self.mask_buffers
-        return Flex(block_mask, self.score_mod, self.slope, call.factor, *buffers, self.options)
+        how = (self.score_mod, self.slope, call.factor, *self.buffers, self.options)
+        return Flex(block_mask, *how)
 
     def block_mask(self, *, has_columns: bool) -> BlockMask:
         """Return the blocks of each row that hold pairs; and of each column, if it has them."""
@@ -180,10 +176,10 @@ def _(like: Tensor, tables: list[Tensor], *how: Any) -> list[Tensor]:
 
 
 class _Reader:
-    """Evaluates an expression of a rule at one score, from the tensors that it captures."""
+    """Captures what an expression of a rule reads, and evaluates it, or its slope, at one score."""
 
     def __init__(self, expression: Any, indices: Indices) -> None:
-        self.expression, self.indices = expression, indices
+        self.indices = indices
         self.captured: dict[object, Tensor] = {}
         for symbol in sorted(expression.free_symbols & {QUERY, KEY}, key=str):
             if indices.geometry.run_of(symbol) is None:
@@ -195,20 +191,19 @@ class _Reader:
             else:
                 self.captured[number] = indices.tables[number]
 
-    @property
-    def buffers(self) -> tuple[Tensor, ...]:
-        """The captured tensors."""
-        return tuple(self.captured.values())
-
     def read(
-        self, at: Sequence[Tensor], buffers: Sequence[Tensor], score: Tensor | None = None
+        self,
+        expression: Any,
+        at: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        score: Tensor | None = None,
     ) -> Any:
         """Return the value at a batch entry, a head among the tile's, a query and a key.
 
         Buffers stand for the captured tensors; the score is given if it may occur.
         """
         captured = dict(zip(self.captured, buffers, strict=True))
-        return _AtScore(self.indices, at, captured).evaluate(self.expression, score=score)
+        return _AtScore(self.indices, at, captured).evaluate(expression, score=score)
 
 
 class _AtScore(Indices):

@@ -22,7 +22,7 @@ from cp_inductor.tiles import known_wrong
 from cp_inductor.tiles.aten_kernels import EfficientCUDA, FlashCPU, FlashCUDA
 from cp_inductor.tiles.cudnn_tiles import CudnnCUDA
 from cp_inductor.tiles.flex_tiles import FlexCUDA
-from cp_inductor.tiles.kernels import AnyScale, Kernel, PlainKernel, RuleKernel
+from cp_inductor.tiles.kernels import PlainKernel, RuleKernel
 from cp_inductor.tiles.masked_tiles import MaskedCPU
 from cp_inductor.torch_private.arguments import sdpa_order
 
@@ -54,9 +54,9 @@ KERNELS: Mapping[str, KernelRow] = {
 }
 
 
-def get_kernel(name: str) -> Kernel:
-    """Return the plain kernel of a row; its scale may have any sign."""
-    return AnyScale(KERNELS[name].plain())
+def get_kernel(name: str) -> PlainKernel:
+    """Return the plain kernel of a row."""
+    return KERNELS[name].plain()
 
 
 def choose_kernel(

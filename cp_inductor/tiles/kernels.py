@@ -122,7 +122,39 @@ class Kernel(ABC):
         """
 
 
-class PlainKernel(Kernel):
+class ScaledKernel(Kernel):
+    """A kernel that computes positive scales: the sign of others goes into the query.
+
+    The CPU's masks scores before it scales them: -inf times 0 is NaN, and times less is +inf.
+    CUDA's flash, besides, takes the largest product for that of the largest score.
+    """
+
+    def forward(self, call: TileCall) -> Partial:
+        """See `Kernel.forward`."""
+        _, positive = _split_scale(call)
+        return self._serving(positive)._attend(positive)
+
+    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """See `Kernel.backward`."""
+        sign, positive = _split_scale(call)
+        kernel = self._serving(positive, is_backward=True)
+        dq, dk, dv = kernel._differentiate(positive, grad_out, whole)
+        return dq if sign == 1 else dq * sign, dk, dv
+
+    def _serving(self, call: TileCall, *, is_backward: bool = False) -> ScaledKernel:
+        """Return what computes a tile: this kernel, or another where it does not."""
+        return self
+
+    @abstractmethod
+    def _attend(self, call: TileCall) -> Partial:
+        """Compute the forward of a tile that it serves."""
+
+    @abstractmethod
+    def _differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+        """Compute the backward of a tile that it serves."""
+
+
+class PlainKernel(ScaledKernel):
     """A kernel of tiles that are FULL or CAUSAL, or whose mask is made as a bias.
 
     Attributes:
@@ -161,6 +193,9 @@ class PlainKernel(Kernel):
             return True  # the graph is being cross-compiled, for chips that have the kernel
         return torch.cuda.get_device_capability(device) >= cls.min_capability
 
+    def _serving(self, call: TileCall, *, is_backward: bool = False) -> ScaledKernel:
+        return self if call.bias is None or self.for_bias is None else self.for_bias()
+
     @classmethod
     def describe(cls) -> str:
         """Say what it serves."""
@@ -177,8 +212,10 @@ class PlainKernel(Kernel):
         return multiples if limit is None else f" up to {limit}{multiples}"
 
 
-class RuleKernel(Kernel):
+class RuleKernel(ScaledKernel):
     """A kernel of tiles under one rule. It reads the rule itself, and skips blocks without a pair.
+
+    Its calls have no bias: it is the rule's.
 
     Attributes:
         name: for people.
@@ -204,28 +241,6 @@ class RuleKernel(Kernel):
     @abstractmethod
     def obstacle(cls, rule: Rule, head_dim: Any) -> str | None:
         """Say what about an attention it cannot compute; None if it can."""
-
-
-class AnyScale(Kernel):
-    """A kernel whose scale may be 0 or negative: the sign goes into the query.
-
-    The CPU's masks scores before it scales them: -inf times 0 is NaN, and times less is +inf.
-    CUDA's flash, besides, takes the largest product for that of the largest score.
-    """
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.takes_delta = kernel, kernel.takes_delta
-
-    def forward(self, call: TileCall) -> Partial:
-        """See `Kernel.forward`."""
-        _, positive = _split_scale(call)
-        return self.kernel.forward(positive)
-
-    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """See `Kernel.backward`."""
-        sign, positive = _split_scale(call)
-        dq, dk, dv = self.kernel.backward(positive, grad_out, whole)
-        return dq if sign == 1 else dq * sign, dk, dv
 
 
 def _split_scale(call: TileCall) -> tuple[int, TileCall]:

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,19 +80,10 @@ def block_table(
     dtype: torch.dtype,
     is_computed: Tensor | None = None,
 ) -> Tensor:
-    """Return which blocks of a tile hold pairs.
+    """Return which blocks of a tile hold pairs: what `make_block_table` says, to the pair.
 
-    Args:
-        tables: what the rule reads, at least one.
-        rule: its text.
-        geometry: of the tile, encoded.
-        batch: how many batch entries there are; 1 if what exists does not depend on them.
-        dtype: of the attention.
-        is_computed: (ceil(S / 128), ceil(T / 128)), the blocks that the tile computes; None is all.
-
-    Returns:
-        (B | 1, H | 1, ceil(S / 128), ceil(T / 128)) int8: `Cell.EMPTY` of a block without a pair,
-        `Cell.FULL` of one that holds all pairs and to which no bias is added, else `Cell.PARTIAL`.
+    It takes the text of the rule, at least one table, the geometry encoded, and one batch entry if
+    what exists does not depend on them.
     """
     indices = Indices(Geometry.decode(geometry), tables, batch, dtype, tables[0].device)
     return _find_cells(Rule.parse(rule), indices, is_computed)
@@ -131,10 +122,8 @@ def _cells_without_tables(
 def _at_blocks(geometry: Geometry, of_blocks: Tensor, *, has_heads: bool) -> Place:
     """Return what takes (B | 1, H | 1, S | 1, T | 1) to blocks of it, (n, H | 1, 128, 128).
 
-    Args:
-        geometry: of the tile.
-        of_blocks: (n, 4), of each block its batch entry, head, row and column.
-        has_heads: a block is of one head, and not of all.
+    Of each block there is its batch entry, head, row and column, (n, 4). If it `has_heads`, a block
+    is of one head, and not of all.
     """
     entry, head, row, column = (index.view(-1, 1, 1, 1) for index in of_blocks.unbind(1))
     inside, nowhere = torch.arange(BLOCK), torch.zeros(1, 1, 1, 1).long()
@@ -255,21 +244,18 @@ def _arrange(
 
 def _strips(cells: np.ndarray) -> Iterator[Strip]:
     for entry, head in np.ndindex(*cells.shape[:2]):
-        last: Strip | None = None
-        for row, of_row in enumerate(cells[entry, head]):
-            columns = tuple(np.flatnonzero(of_row).tolist())
-            is_full = not (of_row == Cell.PARTIAL).any()
-            first = row
-            if last and (last.columns, last.is_full) == (columns, is_full):
-                num_pairs = (row + 1 - last.rows.start) * len(columns) * BLOCK**2
-                if is_full or num_pairs <= MAX_BIAS:
-                    first, last = last.rows.start, None
-            if last:
-                yield last
-            rows = range(first, row + 1)
-            last = Strip(entry, head, rows, columns, is_full) if columns else None
-        if last:
-            yield last
+        seen = [
+            (tuple(np.flatnonzero(of_row).tolist()), not (of_row == Cell.PARTIAL).any())
+            for of_row in cells[entry, head]
+        ]
+        for (columns, is_full), alike in groupby(range(len(seen)), seen.__getitem__):
+            if not columns:
+                continue
+            rows = list(alike)
+            at_once = len(rows) if is_full else max(1, MAX_BIAS // (len(columns) * BLOCK**2))
+            for start in range(rows[0], rows[-1] + 1, at_once):
+                stop = min(start + at_once, rows[-1] + 1)
+                yield Strip(entry, head, range(start, stop), columns, is_full)
 
 
 def _tokens_of(blocks: Sequence[int], length: int) -> np.ndarray:
@@ -428,12 +414,9 @@ def masked_tile(
     """Attend to the keys of a tile under a rule.
 
     Args:
-        query: (B, H, S, D), any strides.
-        key, value: (B, G, T, D), any strides.
+        query, key, value: (B, H, S, D), (B, G, T, D) and (B, G, T, D), any strides.
         cells: from `block_table`; None if the rule reads no tables.
-        tables: what the rule reads.
-        rule: its text.
-        geometry: of the tile, encoded.
+        tables, rule, geometry: as there.
         scale: of the scores, positive.
 
     Returns:
@@ -524,12 +507,10 @@ class MaskedCPU(RuleKernel):
         """See `RuleKernel.obstacle`."""
         return None if rule.score == SCORE else "a score_mod that computes with scores, on the CPU"
 
-    def forward(self, call: TileCall) -> Partial:
-        """See `Kernel.forward`; the call has no bias: it is the rule's."""
+    def _attend(self, call: TileCall) -> Partial:
         return Partial(*torch.ops.cp_inductor.masked_tile(*call.tensors, *self.how, call.factor))
 
-    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """See `Kernel.backward`; gradients of key and value are in float32."""
+    def _differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         grads: Gradients = torch.ops.cp_inductor.masked_tile_backward(
             grad_out, *call.tensors, *whole, *self.how, call.factor
         )

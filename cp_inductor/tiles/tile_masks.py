@@ -13,8 +13,8 @@ Shapes: B batch, H query heads of the tile, S its queries, T its keys; 1 where o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import SymInt, Tensor
 
 from cp_inductor.mask.evaluate import Operations, evaluate
-from cp_inductor.mask.language import BATCH, HEAD, INDICES, KEY, QUERY, SCORE, is_of_pairs
+from cp_inductor.mask.language import HEAD, INDICES, KEY, QUERY, SCORE, is_of_pairs
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Span, Tile
 from cp_inductor.tiles.dims import Tokens
@@ -51,10 +51,11 @@ _FUNCTIONS: dict[str, Any] = {
 MAX_SCORE_BYTES = 1 << 28
 
 
+@dataclass(frozen=True, slots=True)
 class TileMasks:
     """Makes the masks of a rank's tiles.
 
-    Args:
+    Attributes:
         rule, tokens: of the plan: what it computes under, and lengths of spans.
         own: this rank's chunks.
         tables: of the rule, by number. Whole ones, but a table of queries and keys holds only the
@@ -62,11 +63,11 @@ class TileMasks:
         like: any tensor (B, H, S, D) of the attention.
     """
 
-    def __init__(
-        self, rule: Rule, tokens: Tokens, own: Span, tables: Sequence[Tensor], like: Tensor
-    ) -> None:
-        self.rule, self.tokens, self.own = rule, tokens, own
-        self.tables, self.like = tables, like
+    rule: Rule
+    tokens: Tokens
+    own: Span
+    tables: Sequence[Tensor]
+    like: Tensor
 
     def bias(self, tile: Tile, rows: slice) -> Tensor | None:
         """Return what is added to some rows of a tile's scores, -inf where there is no pair.
@@ -89,16 +90,17 @@ class TileMasks:
 
     def geometry(self, tile: Tile) -> Geometry:
         """Return where a tile is."""
-
-        def runs(ranges: Iterable[tuple[int | SymInt, int | SymInt]]) -> Runs:
-            return tuple((int(start), int(stop)) for start, stop in ranges)
-
-        return Geometry(
-            (tile.heads.start, tile.heads.stop),
-            runs(self.token_range(span, of_keys=False) for span in tile.queries),
-            runs(self.token_range(span, of_keys=True) for span in tile.keys),
-            runs(_local(self, span) for span in tile.queries),
+        queries, keys = (
+            [self.tokens.range_of(span, of_keys=of_keys) for span in spans]
+            for of_keys, spans in ((False, tile.queries), (True, tile.keys))
         )
+        own, _ = self.tokens.range_of(self.own, of_keys=False)
+        rows = [(first - own, last - own) for first, last in queries]
+        # Under a rule, lengths are constants of the graph.
+        runs = [
+            tuple((int(first), int(last)) for first, last in side) for side in (queries, keys, rows)
+        ]
+        return Geometry((tile.heads.start, tile.heads.stop), *runs)
 
     def change(self, tile: Tile, rows: slice) -> ScoreChange | None:
         """Return what changes the scores of some rows of a tile, as of `bias`; None if nothing."""
@@ -118,12 +120,10 @@ class TileMasks:
         total = bias.new_zeros(bias.shape, dtype=torch.promote_types(bias.dtype, torch.float32))
         for tile, part in parts:
             heads = (tile.heads.start, bias.shape[1] - tile.heads.stop)
-            row: int | SymInt = 0
-            for span in tile.queries:
-                first, last = _local(self, span)
-                column: int | SymInt = 0
-                for keys in tile.keys:
-                    left, right = self.token_range(keys, of_keys=True)
+            geometry, row = self.geometry(tile), 0
+            for first, last in geometry.row_places:
+                column = 0
+                for left, right in geometry.keys:
                     piece = part[:, :, row : row + last - first, column : column + right - left]
                     around: list[Any] = [left, bias.shape[3] - right, first, bias.shape[2] - last]
                     around += heads if bias.shape[1] > 1 else ()
@@ -133,24 +133,14 @@ class TileMasks:
         return total
 
     def keep(self, tile: Tile, rows: slice, seed: Tensor, dropout_p: float) -> Tensor:
-        """Return 1 / (1 - p) where a score's probability is kept, and 0 where it is dropped.
+        """Return what `draw_kept` draws of some rows of a tile, as of `bias`, in float32 at least.
 
-        Args:
-            tile, rows: as of `bias`.
-            seed: () int64, of this rank's first batch entry and head; see `seed_of_shard`.
-            dropout_p: p.
-
-        Returns (B, H, rows, T) in float32 (float64 for float64).
+        The seed is of this rank's first batch entry and head; see `seed_of_shard`.
         """
         indices, place = self.indices(tile), _at_rows(rows)
         places = [place(indices.of(symbol)) for symbol in INDICES]
         dtype = torch.promote_types(self.like.dtype, torch.float32)
         return draw_kept(seed, places, dropout_p, dtype)
-
-    def token_range(self, span: Span, *, of_keys: bool) -> tuple[int | SymInt, int | SymInt]:
-        """Return the first token of a span, and the one after its last."""
-        start = self.tokens.of(Span(0, span.start), of_keys=of_keys) if span.start else 0
-        return start, start + self.tokens.of(span, of_keys=of_keys)
 
 
 def bias_dtype(rule: Rule, dtype: torch.dtype) -> torch.dtype:
@@ -167,12 +157,6 @@ def make_bias(rule: Rule, indices: Indices, place: Place, *, is_full: bool = Fal
     if is_full:
         return value
     return torch.where(indices.evaluate(rule.allowed, place), value, -float("inf"))
-
-
-def _local(masks: TileMasks, span: Span) -> tuple[int | SymInt, int | SymInt]:
-    first, last = masks.token_range(span, of_keys=False)
-    own, _ = masks.token_range(masks.own, of_keys=False)
-    return first - own, last - own
 
 
 # Runs of tokens: [start, stop) each, one behind the other.
@@ -212,10 +196,14 @@ class Geometry:
             runs.append(tuple(zip(edges[::2], edges[1::2], strict=True)))
         return Geometry(heads, *runs)
 
+    def runs_of(self, symbol: sympy.Symbol) -> Runs:
+        """Return where heads, queries or keys are; () of batch entries, which are all there."""
+        return {HEAD: (self.heads,), QUERY: self.queries, KEY: self.keys}.get(symbol, ())
+
     def run_of(self, symbol: sympy.Symbol) -> tuple[int, int] | None:
         """Return the positions of queries or keys, [start, stop), if they are one run."""
-        runs = {QUERY: self.queries, KEY: self.keys}.get(symbol, ())
-        return runs[0] if len(runs) == 1 else None
+        runs = self.runs_of(symbol)
+        return runs[0] if len(runs) == 1 and symbol != HEAD else None
 
     @property
     def num_queries(self) -> int:
@@ -243,57 +231,35 @@ def _is_from_first(runs: Runs) -> bool:
 Place = Callable[[Tensor], Tensor]
 
 
+@dataclass(eq=False)
 class Indices:
-    """The indices of a tile, and what the rule says at them.
+    """The indices of a tile, for so many batch entries, and what the rule says at them."""
 
-    Args:
-        geometry: of the tile.
-        tables: of the rule.
-        batch: how many batch entries there are.
-        dtype, device: of the attention; of what is made.
-    """
-
-    def __init__(
-        self,
-        geometry: Geometry,
-        tables: Sequence[Tensor],
-        batch: int | SymInt,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.geometry, self.tables = geometry, tables
-        self.batch, self.dtype, self.device = batch, dtype, device
-        self.known: dict[sympy.Symbol, Tensor] = {}
-        self.cuts: dict[tuple[int, tuple[sympy.Expr, ...]], Tensor] = {}
+    geometry: Geometry
+    tables: Sequence[Tensor]
+    batch: int | SymInt
+    dtype: torch.dtype
+    device: torch.device
+    known: dict[sympy.Symbol, Tensor] = field(default_factory=dict)
+    cuts: dict[tuple[int, tuple[sympy.Expr, ...]], Tensor] = field(default_factory=dict)
 
     def of(self, symbol: sympy.Symbol) -> Tensor:
         """Return an index as a tensor (B, 1, 1, 1), (1, H, 1, 1), (1, 1, S, 1) or (1, 1, 1, T)."""
         if symbol not in self.known:
-            shape = [-1 if index == symbol else 1 for index in INDICES]
-            self.known[symbol] = self._flat(symbol).view(shape)
-        return self.known[symbol]
-
-    def _flat(self, symbol: sympy.Symbol) -> Tensor:
-        geometry, device = self.geometry, self.device
-        if symbol == BATCH:
             batch: Any = self.batch  # torch's types know no SymInt here
-            return torch.arange(batch, device=device)
-        if symbol == HEAD:
-            return torch.arange(*geometry.heads, device=device)
-        ranges = geometry.keys if symbol == KEY else geometry.queries
-        # Lengths are numbers here: under a rule they are constants of the graph.
-        parts = [torch.arange(start, stop, device=device) for start, stop in ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            # Lengths are numbers here: under a rule they are constants of the graph.
+            runs = self.geometry.runs_of(symbol) or ((batch,),)
+            parts = [torch.arange(*run, device=self.device) for run in runs]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            self.known[symbol] = whole.view([-1 if index == symbol else 1 for index in INDICES])
+        return self.known[symbol]
 
     def evaluate(
         self, expression: object, place: Place = lambda tensor: tensor, score: Tensor | None = None
     ) -> Tensor:
         """Return the value of an expression, broadcast as far as it depends on indices.
 
-        Args:
-            expression: of the rule.
-            place: at which scores.
-            score: these, if they may occur.
+        It is that at the scores of a place; these are given if they may occur in it.
         """
         operations = Operations(
             read=lambda number, values, where: self._read(number, values, where, place),
@@ -360,27 +326,24 @@ class Indices:
 
     def part(self, number: int, where: tuple[sympy.Expr, ...]) -> Tensor:
         """Return what a tile reads of a table at plain indices: (B | 1, H | 1, S | 1, T | 1)."""
-        table, is_rows = self.tables[number], is_of_pairs(where)
+        table = self.tables[number]
         for dim in reversed(range(len(where))):
             if where[dim].is_Integer:
                 table = table.select(dim, int(where[dim]))
         symbols = [index for index in where if index.is_Symbol]
         for dim, symbol in enumerate(symbols):
-            ranges, length = self._ranges(symbol, is_rows=is_rows), table.shape[dim]
-            if ranges is None or (_is_from_first(ranges) and is_known(ranges[0][1] == length)):
+            runs = self.geometry.runs_of(symbol)
+            if symbol == QUERY and is_of_pairs(where):
+                runs = self.geometry.row_places
+            if not runs or (_is_from_first(runs) and is_known(runs[0][1] == table.shape[dim])):
                 continue
-            parts = [table.narrow(dim, start, stop - start) for start, stop in ranges]
+            parts = [table.narrow(dim, start, stop - start) for start, stop in runs]
             table = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         order = sorted(range(len(symbols)), key=lambda dim: INDICES.index(symbols[dim]))
         if order != sorted(order):
             table = table.permute(order)
         lengths = dict(zip([symbols[dim] for dim in order], table.shape, strict=True))
         return table.reshape([lengths.get(symbol, 1) for symbol in INDICES])
-
-    def _ranges(self, symbol: sympy.Symbol, *, is_rows: bool) -> Runs | None:
-        geometry = self.geometry
-        queries = geometry.row_places if is_rows else geometry.queries
-        return {HEAD: (geometry.heads,), QUERY: queries, KEY: geometry.keys}.get(symbol)
 
 
 def _as_number(values: Tensor) -> Tensor:

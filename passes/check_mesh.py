@@ -34,12 +34,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.dtensor.wrap import is_whole
-from cp_inductor.errors import CPError, InvalidArgument, SequenceWarning, UnsupportedAttention
+from cp_inductor.errors import InvalidArgument, SequenceWarning, UnsupportedAttention
 from cp_inductor.graph.nodes import name_of
 from cp_inductor.graph.subgraphs import Calls, calls_of, method_of, source_of
 from cp_inductor.kept import cache
 from cp_inductor.passes.attentions import CAPTURED, calls_to
-from cp_inductor.passes.follow_graph import REWRAPPING
+from cp_inductor.passes.graph_types import REWRAPPING
 from cp_inductor.region.marks import regions_of
 from cp_inductor.torch_private.dynamo import (
     are_gradients_reduced,
@@ -118,35 +118,33 @@ def check_ways(gm: fx.GraphModule) -> None:
     """Check how a graph is compiled.
 
     Raises:
-        CPError: in a way that loses its exchanges.
+        InvalidArgument: in a way that loses its exchanges.
     """
     if not dist.is_initialized():
         return
     if is_compiled_for_all_ranks():
-        raise _refused(
-            "a graph that each rank compiles for itself",
-            "compile_on_one_rank, which gives all ranks one graph",
-            "unset TORCH_COMPILE_ON_ONE_RANK and TORCH_DISTRIBUTED_COMPILE_ON_ONE_RANK",
+        raise InvalidArgument(
+            site="torch.compile",
+            expected="a graph that each rank compiles for itself",
+            got="compile_on_one_rank, which gives all ranks one graph",
+            remedy="unset TORCH_COMPILE_ON_ONE_RANK and TORCH_DISTRIBUTED_COMPILE_ON_ONE_RANK",
         )
     if is_compiled_ahead():
-        raise _refused(
-            "a graph that runs where it is compiled",
-            "aot_compile, which saves it without its rank and mesh",
-            "call the compiled model: Inductor's cache keeps what it compiles",
+        raise InvalidArgument(
+            site="torch.compile",
+            expected="a graph that runs where it is compiled",
+            got="aot_compile, which saves it without its rank and mesh",
+            remedy="call the compiled model: Inductor's cache keeps what it compiles",
         )
     for node in gm.graph.find_nodes(op="call_function", target=INVOKE_SUBGRAPH):
         values = [argument.meta.get("example_value") for argument in node.all_input_nodes]
         if any(isinstance(value, DTensor) for value in values):
-            raise _refused(
-                "plain tensors in a nested_compile_region",
-                "DTensors, which torch (2.13 to 2.15) does not trace there",
-                "call it without nested_compile_region",
+            raise InvalidArgument(
                 site=name_of(node),
+                expected="plain tensors in a nested_compile_region",
+                got="DTensors, which torch (2.13 to 2.15) does not trace there",
+                remedy="call it without nested_compile_region",
             )
-
-
-def _refused(expected: str, got: str, remedy: str, site: str = "torch.compile") -> CPError:
-    return InvalidArgument(site=site, expected=expected, got=got, remedy=remedy)
 
 
 def check_placements(gm: fx.GraphModule) -> None:
@@ -157,7 +155,14 @@ def check_placements(gm: fx.GraphModule) -> None:
         for axis, placement in enumerate(_placements(query)):
             op = _first_loss(query, axis, calls) if isinstance(placement, Replicate) else None
             if op is not None:
-                _warn_of_loss(node, op)
+                given = next(p for source in op.all_input_nodes if (p := _placements(source)))
+                warnings.warn(
+                    f"{name_of(node)}: every rank computes attention over the whole sequence,"
+                    f" because {name_of(op)} turned {given} into {_placements(op)}. Call {op.name}"
+                    " before the sequence is sharded, or redistribute its result",
+                    SequenceWarning,
+                    stacklevel=2,
+                )
 
 
 def _placements(node: object) -> tuple[object, ...]:
@@ -185,15 +190,3 @@ def _first_loss(query: fx.Node, axis: int, calls: Calls) -> fx.Node | None:
             if len(given) > axis and isinstance(given[axis], Shard) and not is_weight:
                 return node
     return None
-
-
-def _warn_of_loss(attention: fx.Node, op: fx.Node) -> None:
-    given = next(placements for source in op.all_input_nodes if (placements := _placements(source)))
-    warnings.warn(
-        f"{name_of(attention)}: every rank computes attention over the"
-        f" whole sequence, because {name_of(op)} turned {given} into"
-        f" {_placements(op)}. Call {op.name} before the sequence is sharded, or redistribute"
-        " its result",
-        SequenceWarning,
-        stacklevel=2,
-    )

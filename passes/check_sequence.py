@@ -49,8 +49,7 @@ from cp_inductor.errors import InvalidArgument, SequenceMixed
 from cp_inductor.graph.nodes import name_of, nodes_of
 from cp_inductor.graph.subgraphs import method_of
 from cp_inductor.passes.attentions import Site
-from cp_inductor.passes.follow_graph import GraphTyper, follow_graph
-from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
+from cp_inductor.passes.graph_types import AlikeLengths, GraphTyper, GraphTypes, follow_graph
 from cp_inductor.region.marks import MARK, groups_of_regions, is_per_rank
 from cp_inductor.region.regions import typers_of_program
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels

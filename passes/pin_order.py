@@ -1,4 +1,4 @@
-"""Keep the order of starts, tiles and waits through Inductor, which would otherwise undo it.
+"""Prepare a scheduled graph for who runs it: its order for Inductor, its views for an interpreter.
 
     start_0 . tile_0 . wait_0 . start_1 . tile_1     =>     each depends on those before it
 
@@ -11,10 +11,19 @@ wait.
 
 There are two halves. `number_nodes` numbers the nodes of the lowered graph in their order.
 `pin_order`, which runs after Inductor's own rewrites, turns the numbers into dependencies.
+
+    flat = view(softplus_backward(...), [66, 4])     =>     flat = reshape(...)
+
+Some of torch's kernels return other strides than their fake ones (`softplus_backward` of tensors
+that differ in strides, read in torch 2.13). AOTAutograd has made `view` of every reshape that was
+one when traced. `relax_views` lets interpreted graphs copy where a view does not fit. Inductor
+generates these kernels itself, with the strides that were traced. In a functional graph nothing
+writes to a tensor that a view is made of, so a copy says the same.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from cp_inductor.graph.collectives import WAIT, is_collective
@@ -108,3 +117,12 @@ def _forget_what_changed(graph: fx.Graph) -> None:
             del node.meta[META_KEY]
             number = -1
         latest[node] = max(before, number)
+
+
+def relax_views(gm: fx.GraphModule) -> None:
+    """Replace views to a shape by reshapes, in place."""
+    nodes = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default)
+    for node in nodes:
+        node.target = torch.ops.aten.reshape.default
+    if nodes:
+        gm.recompile()

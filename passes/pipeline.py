@@ -33,25 +33,22 @@ from cp_inductor.ops.attention import attention_of
 from cp_inductor.passes import report
 from cp_inductor.passes.align_attention import align_attention
 from cp_inductor.passes.attentions import Site, Verdict, has_attentions, has_masks
-from cp_inductor.passes.capture_attention import capture_attention
+from cp_inductor.passes.capture_attention import capture_attention, drop_block_masks
 from cp_inductor.passes.check_mesh import check_mesh, check_placements, check_ways
 from cp_inductor.passes.check_sequence import check_sequence
 from cp_inductor.passes.complete_outputs import Sharing, complete_outputs, drop_idle_objects
-from cp_inductor.passes.drop_block_masks import drop_block_masks
 from cp_inductor.passes.find_attention import find_attention, groups_of_sequence
 from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
 from cp_inductor.passes.inline_attention import inline_multi_head, inline_varlen
-from cp_inductor.passes.label_exchanges import label_exchanges, number_attentions
 from cp_inductor.passes.lower_attention import lower_attention
 from cp_inductor.passes.merge_starts import bucket_sums, merge_starts
 from cp_inductor.passes.note_draws import note_draws
-from cp_inductor.passes.pin_order import number_nodes, pin_order
-from cp_inductor.passes.relax_views import relax_views
+from cp_inductor.passes.pin_order import number_nodes, pin_order, relax_views
 from cp_inductor.passes.replay_writes import replay_writes
 from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
 from cp_inductor.passes.settings import Settings
 from cp_inductor.passes.translate_policy import translate_policy
-from cp_inductor.passes.verify_graph import verify_graph
+from cp_inductor.passes.verify_graph import label_exchanges, number_attentions, verify_graph
 from cp_inductor.region.marks import regions_of, remove_marks
 from cp_inductor.region.regions import groups_of_program, typers_of_program
 from cp_inductor.torch_private.dynamo import (

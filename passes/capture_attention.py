@@ -266,10 +266,7 @@ def _expanded(site: Site, bias: fx.Node, indices: Sequence[Expr]) -> fx.Node:
 
 
 def _erase_unread(
-    graph: fx.Graph,
-    nodes: Sequence[fx.Node],
-    may_erase: Callable[[fx.Node], bool],
-    calls: Calls,
+    graph: fx.Graph, nodes: Sequence[fx.Node], may_erase: Callable[[fx.Node], bool], calls: Calls
 ) -> None:
     """Erase nodes, and what they are computed of, if nothing else reads it, also outside of bodies.
 

@@ -3,21 +3,14 @@
 options={"mesh": mesh}    a graph break: refused; no fullgraph=True: a warning
 nothing                   several ranks, and attention over tensors that nobody shards: a warning
 
-Nothing about a plain tensor says that it is a shard; the option alone does. These ways of compiling
-lose exchanges, and are refused:
-
-compile_on_one_rank                     the graphs of ranks differ
-torch.compiler.nested_compile_region    once it was called, Dynamo takes DTensors for plain tensors
-aot_compile                             what is saved does not say of which rank it is
-
-An op may turn the sequence of DTensors from Shard to Replicate before an attention:
+Nothing about a plain tensor says that it is a shard; the option alone does. Ways of compiling that
+lose exchanges are refused. And an op may turn the sequence of DTensors from Shard to Replicate:
 
     x (B, S, D) [Shard(1)]
     y = x.roll(1, 1)                       y: [Replicate]: every rank has all of it
     out = attention(split(linear(y)))      every rank computes it for the whole sequence
 
-The results are right, but every rank computes all of them, so the mesh brings nothing, and DTensor
-does not say so: a warning.
+The results are right, but the mesh brings nothing, and DTensor does not say so: a warning.
 
 Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 """
@@ -26,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -40,6 +34,7 @@ from cp_inductor.graph.subgraphs import Calls, calls_of, method_of, source_of
 from cp_inductor.kept import cache
 from cp_inductor.passes.attentions import CAPTURED, calls_to
 from cp_inductor.passes.graph_types import REWRAPPING
+from cp_inductor.passes.nodes import walk_back
 from cp_inductor.region.marks import regions_of
 from cp_inductor.torch_private.dynamo import (
     are_gradients_reduced,
@@ -139,6 +134,7 @@ def check_ways(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=INVOKE_SUBGRAPH):
         values = [argument.meta.get("example_value") for argument in node.all_input_nodes]
         if any(isinstance(value, DTensor) for value in values):
+            # Once it was called, Dynamo takes DTensors for plain tensors.
             raise InvalidArgument(
                 site=name_of(node),
                 expected="plain tensors in a nested_compile_region",
@@ -172,13 +168,7 @@ def _placements(node: object) -> tuple[object, ...]:
 
 def _first_loss(query: fx.Node, axis: int, calls: Calls) -> fx.Node | None:
     """Return the op ahead of a query that gave up its sharding on an axis; None if none did."""
-    stack, seen = [query], set[fx.Node]()
-    while stack:
-        node = source_of(stack.pop(), calls)
-        if node in seen:
-            continue
-        seen.add(node)
-        stack += node.all_input_nodes
+    for node in walk_back([query], origin=partial(source_of, calls=calls)):
         placements = _placements(node)
         is_whole_here = len(placements) > axis and isinstance(placements[axis], Replicate)
         # Who writes what converts DTensors says so himself.

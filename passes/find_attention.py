@@ -129,11 +129,7 @@ def find_attention(
 ) -> Iterator[tuple[str, Verdict]]:
     """Yield the name and the verdict of every attention of a Dynamo graph and its subgraphs.
 
-    Args:
-        gm: a graph from Dynamo.
-        axis: the axis of the mesh that the user named: plain tensors are shards on it. None if
-            plain tensors are just local.
-        plan_options: the choices for plans.
+    Plain tensors are shards on the `axis` that the user named, if any, and else just local.
     """
     calls, regions = calls_of(gm), regions_of(gm)
     masks = _Masks(calls, FlexMasks(calls))
@@ -164,10 +160,7 @@ def find_attention(
 
 
 def groups_of_sequence(gm: fx.GraphModule, axis: SequenceAxis | None) -> list[str]:
-    """Return the names of the process groups whose ranks share a sequence of the attentions.
-
-    It takes the arguments of `find_attention`, also of a graph that is refused.
-    """
+    """Return the groups whose ranks share a sequence of the attentions, also if it is refused."""
     axes = {region.axis for region in regions_of(gm).values()} | ({axis} if axis else set())
     of_tensors = {
         name
@@ -217,9 +210,7 @@ def _as_site(
     else:
         lengths = whole_lengths(options, axis, query, key, site=name)
         mask = masks.flex.read(flex, lengths, name)
-        if not isinstance(query, DTensor):
-            _check_tables_of_shards(mask, name)
-    _check_heads_and_batch(mask, query, name)
+    _check_mask(mask, query, name)
     rule = mask.rule.format()
     with _switches_at(node, masks.calls):
         where: Any = {"device": options.device, "capability": options.capability}
@@ -360,9 +351,13 @@ def _read_mask(
     )
 
 
-def _check_tables_of_shards(mask: Recognized, site: str) -> None:
-    """Refuse tensors of which a rank would have to take its part, over plain shards."""
-    for node, indices in zip(mask.tables, mask.indices, strict=True):
+def _check_mask(mask: Recognized, query: Tensor, site: str) -> None:
+    """Refuse a mask of which a rank would have to take its part, or which counts from 0 in one.
+
+    That are tensors over plain shards; and indices of heads or batch entries that are sharded.
+    """
+    is_plain = not isinstance(query, DTensor)
+    for node, indices in zip(mask.tables, mask.indices, strict=True) if is_plain else ():
         is_distributed = isinstance(node.meta["example_value"], DTensor)
         if is_distributed or is_of_pairs(indices):
             raise UnsupportedAttention(
@@ -371,18 +366,13 @@ def _check_tables_of_shards(mask: Recognized, site: str) -> None:
                 got=f"{node.name}, {'a DTensor' if is_distributed else 'a tensor of pairs'}",
                 remedy="pass DTensors, or compute what it holds from indices",
             )
-
-
-def _check_heads_and_batch(mask: Recognized, query: Tensor, site: str) -> None:
-    """Refuse a mask that computes with head or batch indices, if those dims are sharded as well."""
-    if not isinstance(query, DTensor):
-        return
-    sharded = {p.dim for p in query.placements if isinstance(p, Shard)}
+    placements = query.placements if isinstance(query, DTensor) else ()
+    sharded = {placement.dim for placement in placements if isinstance(placement, Shard)}
     symbols = {symbol for dim, symbol in ((0, BATCH), (1, HEAD)) if dim in sharded}
     if symbols & mask.rule.computed_with:
         raise UnsupportedAttention(
             site=site,
             expected="a mask that does not use the index of a head or batch entry",
-            got=f"{mask.rule.format()}, and a query with {query.placements}",
+            got=f"{mask.rule.format()}, and a query with {placements}",
             remedy="shard only the sequence, or read values that depend on the head from a tensor",
         )

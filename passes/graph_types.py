@@ -27,16 +27,16 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+from torch.utils import _pytree as pytree
 
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
 from cp_inductor.graph.nodes import name_of
 from cp_inductor.graph.subgraphs import copy_graphs, method_of
-from cp_inductor.passes.attentions import CAPTURED
+from cp_inductor.passes.attentions import CAPTURED, SDPA_OP
 from cp_inductor.region.flex_calls import FLEX
 from cp_inductor.region.marks import MARK, is_left_alone, is_per_rank
 from cp_inductor.region.regions import typers_of_program
@@ -47,15 +47,8 @@ from cp_inductor.sequence.rules.call import numbers
 from cp_inductor.sequence.types import Mixed, Own, Same, Shards, Sum, Type, conditions, describe
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.modes import autocast_restored
-from cp_inductor.torch_private.tracing import (
-    fake_copy,
-    fake_mode_of,
-    map_tensors,
-    unbacked_ignored,
-)
+from cp_inductor.torch_private.tracing import fake_copy, fake_mode_of, map_tensors, unbacked_ignored
 from cp_inductor.trust.agreement import tell_refusal
-
-aten = torch.ops.aten
 
 # What converts between DTensors and plain tensors.
 REWRAPPING = frozenset(
@@ -73,10 +66,8 @@ def follow_graph(
     """Run a graph on fake tensors; return what knows their types, the inputs and the results.
 
     Args:
-        gm: from Dynamo.
-        sites: its attentions over a sharded sequence.
-        values: of its inputs, as Dynamo has them. One of them is a tensor.
-        types: of the inputs. Those of what is no tensor are not read.
+        sites: the attentions over a sharded sequence.
+        values, types: of the inputs. One of them is a tensor; types of others are not read.
         is_even: whether all ranks have as many tokens as this one, given how many it has.
 
     Raises:
@@ -178,7 +169,7 @@ class _Follower(fx.Interpreter):
         if node.target is FLEX:
             tensors = args[:3]
         else:
-            bound = bind_arguments(aten.scaled_dot_product_attention.default, args, kwargs)
+            bound = bind_arguments(SDPA_OP, args, kwargs)
             tensors = [bound[name] for name in ("query", "key", "value")]
             self.typer.refuse_mixed(bound["attn_mask"])
         if node in self.sites:
@@ -244,19 +235,19 @@ class _Follower(fx.Interpreter):
 
     def _lose(self, node: fx.Node, args: Any) -> Any:
         """Return results of which nothing is known; of tensors that ranks share, the same."""
-        given = [self.typer.type_of(tensor) for tensor in self.typer.leaves(args)]
-        is_same = bool(given) and all(isinstance(one, Same) for one in given)
+        given = {type(self.typer.type_of(tensor)) for tensor in self.typer.leaves(args)}
         got = f"{node.target}, which is not known to keep tokens apart"
         out = map_tensors(fake_copy, node.meta["example_value"])
         for leaf in self.typer.leaves(out):
+            is_same = given == {Same}
             self.typer.types[leaf] = Same() if is_same else Mixed(name_of(node), got, REMEDY)
         return out
 
 
+# Returns a compiled graph whose calls are checked, given where its arguments are among the inputs.
+Checking = Callable[[Callable[..., Any], Sequence[int]], Callable[..., Any]]
 # Returns the type of an input, given its place.
 TypeOf = Callable[[EagerTyper, int, Tensor], Type]
-
-
 # A type, and the sizes of the tensor that it is of.
 _Sized = tuple[Type, Sequence[int]]
 # Of the inputs that a graph writes to, and of its results; None for others, and for no tensors.
@@ -325,10 +316,7 @@ class GraphTypes:
         if typer.is_idle(tensors.values()):
             return None
         given = {place: self.type_of(typer, place, value) for place, value in tensors.items()}
-        key = tuple(
-            (place, found, tensors[place].shape, *conditions(found))
-            for place, found in given.items()
-        )
+        key = tuple((p, one, tensors[p].shape, *conditions(one)) for p, one in given.items())
         if key not in self.known:
             types: list[Type] = [Same()] * len(self.values)
             for place, one in given.items():
@@ -359,36 +347,32 @@ class GraphTypes:
         return written, [*map(typed, pytree.tree_leaves(returned))]
 
 
-class AlikeLengths:
-    """Lets ranks compare how many tokens they have, in each call of a graph without attention.
+def compare_lengths(
+    dims: Mapping[int, int],
+    group_name: str,
+    error: CPError,
+    run: Callable[..., Any],
+    places: Sequence[int],
+) -> Callable[..., Any]:
+    """Return a compiled graph that lets ranks compare how many tokens they have, in each call.
 
     A mean over a rank's tokens is a part of the whole's if all ranks have as many of them. Between
-    attentions ranks agree on that; here nobody else asks.
-
-    It knows the dim of the tokens of each input that has any, by its place, the group of the ranks
-    that share the sequence, and the error that there is if lengths differ.
+    attentions ranks agree on that; in a graph without any, nobody else asks. `dims` are those of
+    the tokens of inputs, by their places. The error is raised if lengths differ.
     """
 
-    def __init__(self, dims: Mapping[int, int], group_name: str, error: CPError) -> None:
-        self.dims, self.group_name, self.error = dims, group_name, error
+    @wraps(run)
+    def call(*args: Any) -> Any:
+        args = _at_places(args, places)
+        shards = [(v, dims[p]) for p, v in zip(places, args, strict=True) if p in dims]
+        total = sum(tensor.shape[dim] for tensor, dim in shards)
+        count = torch.tensor(total, device=shards[0][0].device)
+        least, most = range_over_ranks(count, group_name)
+        if least != most:
+            raise error
+        return run(*args)
 
-    def typed(self, run: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-        """Return a compiled graph that compares lengths before each call."""
-
-        @wraps(run)
-        def call(*args: Any) -> Any:
-            args = _at_places(args, places)
-            shards = [
-                (v, self.dims[p]) for p, v in zip(places, args, strict=True) if p in self.dims
-            ]
-            total = sum(tensor.shape[dim] for tensor, dim in shards)
-            count = torch.tensor(total, device=shards[0][0].device)
-            least, most = range_over_ranks(count, self.group_name)
-            if least != most:
-                raise self.error
-            return run(*args)
-
-        return call
+    return call
 
 
 def _at_places(args: tuple[Any, ...], places: Sequence[int]) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ from torch import Tensor, fx
 
 from cp_inductor.graph.collectives import STARTS, WAIT, is_collective
 from cp_inductor.ops.plan_batch import PLAN_BATCH
-from cp_inductor.passes.nodes import is_view, merge_equal
+from cp_inductor.passes.nodes import is_view, merge_equal, walk_back
 from cp_inductor.torch_private.tracing import fake_mode_of, memory_of
 
 PAD = torch.ops.aten.constant_pad_nd.default
@@ -51,7 +51,9 @@ BUCKET_BYTES = 25 * 2**20
 
 def merge_starts(graph: fx.Graph) -> None:
     """Merge equal collectives, what pads their inputs, their waits, and plans; in place."""
-    of_plans = _of_plans(graph)
+    plans = graph.find_nodes(op="call_function", target=PLAN_BATCH)
+    # Besides plans, what they are computed of, and what is taken of them.
+    of_plans = {*walk_back(plans), *(user for plan in plans for user in plan.users)}
 
     def is_merged(node: fx.Node) -> bool:
         if is_collective(node):
@@ -94,18 +96,6 @@ def _maker(node: fx.Node) -> fx.Node:
     ):
         node = node.all_input_nodes[0]
     return node
-
-
-def _of_plans(graph: fx.Graph) -> set[fx.Node]:
-    """Return plans of batches, what they are computed of, and what is taken of them."""
-    plans = graph.find_nodes(op="call_function", target=PLAN_BATCH)
-    taken, left = {user for plan in plans for user in plan.users}, [*plans]
-    while left:
-        node = left.pop()
-        if node not in taken:
-            taken.add(node)
-            left += node.all_input_nodes
-    return taken
 
 
 def _is_pure(node: fx.Node) -> bool:

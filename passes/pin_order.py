@@ -15,10 +15,9 @@ There are two halves. `number_nodes` numbers the nodes of the lowered graph in t
     flat = view(softplus_backward(...), [66, 4])     =>     flat = reshape(...)
 
 Some of torch's kernels return other strides than their fake ones (`softplus_backward` of tensors
-that differ in strides, read in torch 2.13). AOTAutograd has made `view` of every reshape that was
-one when traced. `relax_views` lets interpreted graphs copy where a view does not fit. Inductor
-generates these kernels itself, with the strides that were traced. In a functional graph nothing
-writes to a tensor that a view is made of, so a copy says the same.
+that differ in strides, read in torch 2.13), and AOTAutograd has made `view` of every reshape that
+was one when traced. `relax_views` lets interpreted graphs copy: in a functional graph nothing
+writes to a tensor that a view is made of. Inductor's own kernels have the strides that were traced.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 from torch import fx
 
 from cp_inductor.graph.collectives import WAIT, is_collective
-from cp_inductor.passes.nodes import is_heavy, tiles_of
+from cp_inductor.passes.nodes import is_heavy, tiles_of, walk_back
 from cp_inductor.torch_private.inductor import keep_order, sort_topologically
 
 META_KEY = "cp_inductor_order"
@@ -90,16 +89,8 @@ def _number_of_made(start: fx.Node, behind: int) -> int:
     Its current place depends on the rest of the graph, which differs on other ranks. The
     collectives that it was made of have an order that all ranks agree on.
     """
-    numbers, seen = [], set[fx.Node]()
-    stack = list(start.all_input_nodes)
-    while stack:
-        source = stack.pop()
-        if READ_BY in source.meta:
-            numbers.append(source.meta[READ_BY])
-        elif source not in seen:
-            seen.add(source)
-            stack += source.all_input_nodes
-    return max(numbers, default=behind)
+    sources = walk_back(start.all_input_nodes, lambda source: READ_BY in source.meta)
+    return max((s.meta[READ_BY] for s in sources if READ_BY in s.meta), default=behind)
 
 
 def _forget_what_changed(graph: fx.Graph) -> None:

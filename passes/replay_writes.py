@@ -39,11 +39,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.func import functionalize
 
-from cp_inductor.dtensor.rules.writes import (
-    replicated_like,
-    replicated_numbers,
-    writes_as_dtensor,
-)
+from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers, writes_as_dtensor
 from cp_inductor.dtensor.wrap import is_whole
 from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.graph.nodes import call_target, graphs_of, name_of, recompile_all

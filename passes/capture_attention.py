@@ -109,11 +109,7 @@ def _results(site: Site) -> list[fx.Node]:
 
 
 def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Rewrite a site, and return the nodes that replace its results.
-
-    Args:
-        written: DTensors that the graph writes to at any point.
-    """
+    """Rewrite a site; return what replaces its results. The graph writes to what is `written`."""
     graph = site.node.graph
     with graph.inserting_before(site.node):
         sides = (site.query, site.key, site.value)

@@ -5,9 +5,9 @@
       =>
     a = all_gather(constant_pad_nd(x, [0, 2 * n - s]));  b = a; plan_batch([view(a)], ...)
 
-The shards of other ranks may need no padding. There nothing is computed of sizes, so AOTAutograd
-finds the two gathers equal, and starts one. So it does with what is computed of them, up to the
-plan of a batch, for which ranks meet as well. The graphs of all ranks have to be alike.
+The shards of other ranks may need no padding. There AOTAutograd finds the two gathers equal, and
+starts one, and so with what is computed of them, up to the plan of a batch, for which ranks meet as
+well. The graphs of all ranks have to be alike.
 
 Two outputs may then be waits for one collective, as the gradients of two biases that are added to
 one tensor. They would share memory, and who accumulates or scales one would change both: all but
@@ -19,8 +19,7 @@ the first are copied.
 
 A parallelized model reads its weights one by one, so their gradients are summed one by one. A small
 sum takes as long as a message takes at all. Large ones stay alone: they hide behind the rest of the
-backward, and are not copied. Gradients have the same sizes on all ranks, and their sums the same
-order.
+backward, and are not copied. Sizes and order of these sums are the same on all ranks.
 
 Assumes: graphs of AOTAutograd.
 """

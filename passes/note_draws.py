@@ -10,10 +10,8 @@
 
 Ranks that are seeded alike draw alike. If they are not, DTensor would silently go on with other
 numbers on each rank. Draws over plain shards stay as they are, and so does what is drawn over
-shards of a DTensor: there each rank is meant to have its own.
-
-What is drawn in one graph and read in the next, or drawn by eager code and handed in, is not
-followed.
+shards of a DTensor: there each rank is meant to have its own. What is drawn in one graph and read
+in the next, or drawn by eager code and handed in, is not followed.
 
 Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_value`.
 """

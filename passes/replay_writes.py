@@ -16,11 +16,9 @@ process is a copy here: what is written to it is lost, and what was cut before a
 What shares memory with what, and what is written, is found on plain fake tensors of the whole size,
 which do what one process does. A write becomes what `torch.func.functionalize` makes of it and of
 the views between the tensor and what is written. Views that are read after a write are computed
-again. Autograd sees a write to the whole tensor: the gradient of what was overwritten is 0, and a
-write that autograd does not follow, under `no_grad` or through `detach`, is not followed either.
-
-Writes that autograd follows, to parts of what every rank has whole, are rewritten as well: the
-gradients may be sharded.
+again. Autograd sees a write to the whole tensor, if it follows the write: not under `no_grad`, nor
+through `detach`. Then parts of what every rank has whole are rewritten as well, because gradients
+may be sharded.
 
 Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_value`.
 """

@@ -24,16 +24,12 @@ from cp_inductor.region.marks import is_left_alone
 from cp_inductor.region.modes import OPAQUE_ATTENTION
 from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.first_dtensor import FORWARD_OPS
 from cp_inductor.torch_private.sizes import size_hint
 
 # As Dynamo captures the call, and as `inline_multi_head` leaves it.
-SDPA = frozenset(
-    {
-        torch._C._nn.scaled_dot_product_attention,
-        torch.ops.aten.scaled_dot_product_attention,
-        torch.ops.aten.scaled_dot_product_attention.default,
-    }
-)
+SDPA_OP = torch.ops.aten.scaled_dot_product_attention.default
+SDPA = frozenset((torch._C._nn.scaled_dot_product_attention, SDPA_OP.overloadpacket, SDPA_OP))
 
 # What becomes a site.
 CAPTURED = SDPA | {FLEX}
@@ -41,14 +37,8 @@ CAPTURED = SDPA | {FLEX}
 # What SDPA comes down to, called by name. DTensor's handlers compute it, plain shards have none.
 KERNELS_OF_SDPA = frozenset(
     called
-    for packet in (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-        torch.ops.aten._scaled_dot_product_flash_attention,
-        torch.ops.aten._scaled_dot_product_efficient_attention,
-        torch.ops.aten._scaled_dot_product_cudnn_attention,
-        torch.ops.aten._scaled_dot_product_attention_math,
-    )
-    for called in (packet, packet.default)
+    for op in (*FORWARD_OPS, torch.ops.aten._scaled_dot_product_attention_math.default)
+    for called in (op, op.overloadpacket)
 )
 
 # All of them, and what `inline_multi_head` takes apart.
@@ -80,8 +70,7 @@ def bind_sdpa(node: fx.Node, site: str) -> dict[str, Any]:
         UnsupportedAttention: an argument that shapes the plan is not a constant.
     """
     # The builtin has no signature; the aten op that it dispatches to has a schema.
-    op = torch.ops.aten.scaled_dot_product_attention.default
-    bound = bind_arguments(op, node.args, node.kwargs)
+    bound = bind_arguments(SDPA_OP, node.args, node.kwargs)
     for name in ("dropout_p", "is_causal", "scale", "enable_gqa"):
         if isinstance(bound[name], fx.Node):
             # With dynamic=True, Dynamo makes symbols of Python's numbers.
@@ -103,7 +92,6 @@ class Site:
     Attributes:
         name: for messages, with the source line.
         node: the call of SDPA, or of flex_attention.
-        query, key, value: its inputs.
         dtype: in which it computes; under autocast its inputs may still be wider.
         axis: the mesh axis that shards the sequence.
         attention: what to compute, with the recipe of its plan, or by a plan of its batch.

@@ -17,16 +17,25 @@ inserted.
 If the graph writes in place to a tensor that the backward reads, the op gets a copy. The op saves
 the local tensor, and autograd does not know that a write to the DTensor is a write to it.
 
+Before that, the tensors of BlockMasks are dropped, which say what the rules of the attentions say.
+A BlockMask of a whole sequence is as large as the number of its blocks squared, and a model that
+makes one computes a mask of all pairs first:
+
+    kv_num_blocks = create_block_mask's ...                  erased, if nothing else reads it
+    flex_attention(q, k, v, score_mod, (256, 256, kv_num_blocks, ..., mask_mod), ...)
+      =>
+    flex_attention(q, k, v, score_mod, (mask_mod,), ...)     cannot run, and will be captured
+
 Assumes: a graph from Dynamo, before AOTAutograd; sites of this graph.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from operator import getitem, mul
+from operator import getitem, mul, setitem
 from typing import Any, cast
 
 import torch
@@ -41,7 +50,7 @@ from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.graph.derive_tables import derive_tables
 from cp_inductor.graph.nodes import graphs_of, place_of, recompile_all
 from cp_inductor.graph.subgraphs import Calls, bodies_of, bring_in, calls_of, drop_unused_inputs
-from cp_inductor.mask.reader.writes import Writes
+from cp_inductor.mask.reader.writes import Writes, is_in_place
 from cp_inductor.ops.attention import FORWARD, attention_of
 from cp_inductor.ops.plan_batch import PLAN_BATCH
 from cp_inductor.ops.rules_of_lengths import remember_mask
@@ -49,11 +58,25 @@ from cp_inductor.passes.attentions import Site
 from cp_inductor.passes.nodes import insert_call
 from cp_inductor.region.flex_bias import bias_of_scores, reads_batch_and_head
 from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, has_natural_lse
-from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.torch_private.sizes import Multiple, is_number, size_hint
+from cp_inductor.torch_private.tracing import ADD_BATCH_DIM
 from cp_inductor.trust.graph_agreement import Planned
+
+# The place of the BlockMask among the arguments of flex_attention.
+BLOCK_MASK = 4
+
+
+def drop_block_masks(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
+    """Drop the BlockMasks of the sites that are flex_attention; idempotent."""
+    calls = calls_of(gm)
+    for node in (site.node for site in sites if site.is_flex):
+        before, block_mask = node.all_input_nodes, cast("Any", node.args[BLOCK_MASK])
+        node.update_arg(BLOCK_MASK, block_mask[-1:])
+        dropped = [source for source in before if source not in node.all_input_nodes]
+        _erase_unread(node.graph, dropped, _only_computes, calls)
+    recompile_all(gm)
 
 
 def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
@@ -61,18 +84,19 @@ def capture_attention(gm: fx.GraphModule, sites: Sequence[Site]) -> None:
     calls = calls_of(gm)
     writes = Writes(gm.graph)
     # The nodes whose local tensors the op saves for its backward, if they are DTensors.
-    saved = [
-        (site.query, site.key, site.value, *_results(site), *site.mask.tables)
+    written = {
+        node
         for site in sites
         if site.is_distributed
-    ]
-    written = {node for nodes in saved for node in nodes if writes.has(node)}
+        for node in (site.query, site.key, site.value, *_results(site), *site.mask.tables)
+        if writes.has(node)
+    }
     captured: dict[fx.Node, fx.Node] = {}
     for site in sites:
         # What another attention made is made anew by the time.
-        sides = {side: getattr(site, side) for side in ("query", "key", "value")}
+        query, key, value = (captured.get(n, n) for n in (site.query, site.key, site.value))
         was_written = written | {captured[node] for node in written if node in captured}
-        site = replace(site, **{side: captured.get(node, node) for side, node in sides.items()})
+        site = replace(site, query=query, key=key, value=value)
         captured |= _capture(site, calls, was_written)
     for graph in graphs_of(gm):
         graph.lint()
@@ -85,11 +109,7 @@ def _results(site: Site) -> list[fx.Node]:
 
 
 def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Rewrite a site, and return the nodes that replace its results.
-
-    Args:
-        written: DTensors that the graph writes to at any point.
-    """
+    """Rewrite a site; return what replaces its results. The graph writes to what is `written`."""
     graph = site.node.graph
     with graph.inserting_before(site.node):
         sides = (site.query, site.key, site.value)
@@ -100,12 +120,14 @@ def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> dict[fx
         result = insert_call(site.node, FORWARD, *local, extras, *site.attention.arguments)
         replaced = {old: _replace(site, old, result, old in written) for old in _results(site)}
     sources = site.node.all_input_nodes
-    for old in {**dict.fromkeys(site.node.users if site.is_flex else ()), site.node: None}:
+    for old in [*(site.node.users if site.is_flex else ()), site.node]:
         graph.erase_node(old)
-    _erase_unused(sources, site)
-    while graph in calls:
-        _erase_unused(drop_unused_inputs(graph, calls), site)
-        graph = calls[graph].graph
+
+    def is_of_attention(node: fx.Node) -> bool:
+        is_known = node in site.mask.computed_by or node.target is DTensor.from_local
+        return is_known or (site.is_flex and node.op == "get_attr")
+
+    _erase_unread(graph, sources, is_of_attention, calls)
     return replaced
 
 
@@ -117,28 +139,23 @@ def _replace(site: Site, old: fx.Node, result: fx.Node, is_written: bool) -> fx.
         local = insert_call(site.node, mul, local, 1 / math.log(2))
     local = _copied(site, local, is_written)
     # What a region (`nested_compile_region`) returns has gradients if this says so.
-    local.meta["example_value"].requires_grad_(old.meta["example_value"].requires_grad)
-    local_users = _local_users(site, old)
+    before = old.meta["example_value"]
+    local.meta["example_value"].requires_grad_(before.requires_grad)
+    local_users = []
+    if site.is_distributed and before.placements == site.query.meta["example_value"].placements:
+        to_local: Any = ("call_method", "to_local", (old,), {})
+        local_users = [u for u in old.users if (u.op, u.target, u.args, u.kwargs) == to_local]
     for user in local_users:
         user.replace_all_uses_with(local)
         old.graph.erase_node(user)
     if site.is_distributed and (old.users or not local_users):
         local = insert_call(site.node, from_local_like, local, site.query)
-        before, after = old.meta["example_value"], local.meta["example_value"]
-        if before.placements != after.placements:  # later code relies on those before
+        # Later code relies on the placements before.
+        if before.placements != local.meta["example_value"].placements:
             wanted = before.device_mesh, list(before.placements)
             local = insert_call(site.node, "redistribute", local, *wanted)
     old.replace_all_uses_with(local)
     return local
-
-
-def _local_users(site: Site, result: fx.Node) -> list[fx.Node]:
-    """Return the users of a result that only take this rank's part of it."""
-    before = result.meta["example_value"]
-    if not site.is_distributed or before.placements != site.query.meta["example_value"].placements:
-        return []
-    calls = [user for user in result.users if (user.op, user.target) == ("call_method", "to_local")]
-    return [user for user in calls if len(user.args) == 1 and not user.kwargs]
 
 
 def _copied(site: Site, node: fx.Node, is_written: bool) -> fx.Node:
@@ -149,16 +166,14 @@ def _extras(
     site: Site, query: fx.Node, calls: Calls, written: AbstractSet[fx.Node]
 ) -> list[fx.Node]:
     """Insert the tensors that the mask reads, and the seed of dropout."""
-    mask = site.mask
-    extras = []
-    for place, (node, indices) in enumerate(zip(mask.tables, mask.indices, strict=True)):
-        is_written = node in written
-        node = bring_in(node, site.node.graph, calls)
+    mask, extras = site.mask, []
+    for place, (table, indices) in enumerate(zip(mask.tables, mask.indices, strict=True)):
+        node = bring_in(table, site.node.graph, calls)
         if mask.has_bias and not mask.is_bias_made and place == len(mask.tables) - 1:
             node = _expanded(site, node, indices)
         if site.is_distributed:
             part = insert_call(site.node, local_part, node, site.query, roles_of(indices))
-            node = _copied(site, part, is_written)
+            node = _copied(site, part, table in written)
         extras.append(node)
     if mask.is_bias_made:
         extras.append(_made_bias(site, query))
@@ -195,11 +210,11 @@ def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> lis
         hints = [size_hint(value.shape[SEQUENCE_DIM]) for value in values]
         remember_mask(mask.name, site.name, mask.holds, (hints[0], hints[1]))
     plan = insert_call(site.node, PLAN_BATCH, *args)
-    _remember(site, site.attention, args)
+    _remember(site, args)
     return [insert_call(site.node, getitem, plan, place) for place in (0, 1)]
 
 
-def _remember(site: Site, this: Attention, args: Sequence[Any]) -> None:
+def _remember(site: Site, args: Sequence[Any]) -> None:
     """Remember for `prepared` how the tables of a mask follow from the inputs."""
     shapes = [node.meta["example_value"].shape for node in args[0]]
     derived = derive_tables(site.mask.tables, shapes)
@@ -207,14 +222,12 @@ def _remember(site: Site, this: Attention, args: Sequence[Any]) -> None:
         return
     values = _values_of(args[2:7])
     sizes: Any = [int(size) if is_number(size) else Multiple.of(size) for size in values]
-    symbols = {
-        size.symbol for shape, _ in derived.like for size in shape if isinstance(size, Multiple)
-    }
-    if not all(isinstance(size, int) or getattr(size, "symbol", None) in symbols for size in sizes):
-        return
-    source, is_copied = this.source, KERNELS[this.kernel].device != "cpu"
-    plan = (source.rule, tuple(sizes[:3]), (sizes[3], sizes[4]), source.stages, this.nodes)
-    remember(Known(derived, *plan, this.group_name, is_copied))
+    known = {n.symbol for shape, _ in derived.like for n in shape if isinstance(n, Multiple)}
+    if all(isinstance(size, int) or getattr(size, "symbol", None) in known for size in sizes):
+        this = site.attention
+        source, is_copied = this.source, KERNELS[this.kernel].device != "cpu"
+        plan = (source.rule, tuple(sizes[:3]), (sizes[3], sizes[4]), source.stages, this.nodes)
+        remember(Known(derived, *plan, this.group_name, is_copied))
 
 
 def _length(site: Site, side: fx.Node, length: int | SymInt) -> fx.Node | int:
@@ -222,9 +235,7 @@ def _length(site: Site, side: fx.Node, length: int | SymInt) -> fx.Node | int:
     if not isinstance(length, SymInt):
         return length
     size = insert_call(site.node, "size", side, SEQUENCE_DIM)
-    if site.is_distributed:
-        return size
-    return insert_call(site.node, mul, size, site.axis.world_size)
+    return size if site.is_distributed else insert_call(site.node, mul, size, site.axis.world_size)
 
 
 def _made_bias(site: Site, query: fx.Node) -> fx.Node:
@@ -250,19 +261,44 @@ def _expanded(site: Site, bias: fx.Node, indices: Sequence[Expr]) -> fx.Node:
     return insert_call(site.node, "expand", bias, *sizes)
 
 
-def _erase_unused(nodes: Sequence[fx.Node], site: Site) -> None:
-    """Erase nodes that only the attention read: the computation of its mask, and wrapped shards."""
-    stack, seen = list(nodes), set[fx.Node]()
+def _erase_unread(
+    graph: fx.Graph, nodes: Sequence[fx.Node], may_erase: Callable[[fx.Node], bool], calls: Calls
+) -> None:
+    """Erase nodes, and what they are computed of, if nothing else reads it, also outside of bodies.
+
+    The BlockMask of all layers is an input of a checkpointed one.
+    """
+    erasable: dict[fx.Node, None] = {}
+    # Nothing depends on an index that a mask_mod does not read.
+    stack = [*nodes, *graph.find_nodes(op="call_function", target=ADD_BATCH_DIM)]
     while stack:
         node = stack.pop()
-        if node in seen:
-            continue
-        is_known = node in site.mask.computed_by or node.target is DTensor.from_local
-        if node.users or not (is_known or (site.is_flex and node.op == "get_attr")):
-            continue
-        seen.add(node)
-        stack += node.all_input_nodes
-        node.graph.erase_node(node)
+        if node not in erasable and may_erase(node):
+            erasable[node] = None
+            # A BlockMask is transposed by way of a tensor that is written to.
+            stack += [user for user in node.users if user.target is setitem]
+            stack += node.all_input_nodes
+    while read := [node for node in erasable if not erasable.keys() >= node.users.keys()]:
+        for node in read:
+            del erasable[node]
+    written = {node.args[0] for node in erasable if node.target is setitem}
+    if written <= erasable.keys():
+        for node in reversed(graph.nodes):
+            if node in erasable:
+                graph.erase_node(node)
+    if graph in calls:
+        outside = drop_unused_inputs(graph, calls)
+        _erase_unread(calls[graph].graph, outside, may_erase, calls)
+
+
+def _only_computes(node: fx.Node) -> bool:
+    if node.target is setitem:
+        target = node.args[0]
+        return isinstance(target, fx.Node) and target.target in ("new_zeros", torch.zeros)
+    if node.op not in ("call_function", "call_method") or is_in_place(node):
+        return False
+    is_body = isinstance(node.target, torch._ops.HigherOrderOperator)
+    return node.op == "call_method" or not (is_body or node.is_impure())
 
 
 def _to_local(site: Site, node: fx.Node) -> fx.Node:

@@ -3,21 +3,14 @@
 options={"mesh": mesh}    a graph break: refused; no fullgraph=True: a warning
 nothing                   several ranks, and attention over tensors that nobody shards: a warning
 
-Nothing about a plain tensor says that it is a shard; the option alone does. These ways of compiling
-lose exchanges, and are refused:
-
-compile_on_one_rank                     the graphs of ranks differ
-torch.compiler.nested_compile_region    once it was called, Dynamo takes DTensors for plain tensors
-aot_compile                             what is saved does not say of which rank it is
-
-An op may turn the sequence of DTensors from Shard to Replicate before an attention:
+Nothing about a plain tensor says that it is a shard; the option alone does. Ways of compiling that
+lose exchanges are refused. And an op may turn the sequence of DTensors from Shard to Replicate:
 
     x (B, S, D) [Shard(1)]
     y = x.roll(1, 1)                       y: [Replicate]: every rank has all of it
     out = attention(split(linear(y)))      every rank computes it for the whole sequence
 
-The results are right, but every rank computes all of them, so the mesh brings nothing, and DTensor
-does not say so: a warning.
+The results are right, but the mesh brings nothing, and DTensor does not say so: a warning.
 
 Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 """
@@ -26,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -34,12 +28,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.dtensor.wrap import is_whole
-from cp_inductor.errors import CPError, InvalidArgument, SequenceWarning, UnsupportedAttention
+from cp_inductor.errors import InvalidArgument, SequenceWarning, UnsupportedAttention
 from cp_inductor.graph.nodes import name_of
 from cp_inductor.graph.subgraphs import Calls, calls_of, method_of, source_of
 from cp_inductor.kept import cache
 from cp_inductor.passes.attentions import CAPTURED, calls_to
-from cp_inductor.passes.follow_graph import REWRAPPING
+from cp_inductor.passes.graph_types import REWRAPPING
+from cp_inductor.passes.nodes import walk_back
 from cp_inductor.region.marks import regions_of
 from cp_inductor.torch_private.dynamo import (
     are_gradients_reduced,
@@ -118,35 +113,34 @@ def check_ways(gm: fx.GraphModule) -> None:
     """Check how a graph is compiled.
 
     Raises:
-        CPError: in a way that loses its exchanges.
+        InvalidArgument: in a way that loses its exchanges.
     """
     if not dist.is_initialized():
         return
     if is_compiled_for_all_ranks():
-        raise _refused(
-            "a graph that each rank compiles for itself",
-            "compile_on_one_rank, which gives all ranks one graph",
-            "unset TORCH_COMPILE_ON_ONE_RANK and TORCH_DISTRIBUTED_COMPILE_ON_ONE_RANK",
+        raise InvalidArgument(
+            site="torch.compile",
+            expected="a graph that each rank compiles for itself",
+            got="compile_on_one_rank, which gives all ranks one graph",
+            remedy="unset TORCH_COMPILE_ON_ONE_RANK and TORCH_DISTRIBUTED_COMPILE_ON_ONE_RANK",
         )
     if is_compiled_ahead():
-        raise _refused(
-            "a graph that runs where it is compiled",
-            "aot_compile, which saves it without its rank and mesh",
-            "call the compiled model: Inductor's cache keeps what it compiles",
+        raise InvalidArgument(
+            site="torch.compile",
+            expected="a graph that runs where it is compiled",
+            got="aot_compile, which saves it without its rank and mesh",
+            remedy="call the compiled model: Inductor's cache keeps what it compiles",
         )
     for node in gm.graph.find_nodes(op="call_function", target=INVOKE_SUBGRAPH):
         values = [argument.meta.get("example_value") for argument in node.all_input_nodes]
         if any(isinstance(value, DTensor) for value in values):
-            raise _refused(
-                "plain tensors in a nested_compile_region",
-                "DTensors, which torch (2.13 to 2.15) does not trace there",
-                "call it without nested_compile_region",
+            # Once it was called, Dynamo takes DTensors for plain tensors.
+            raise InvalidArgument(
                 site=name_of(node),
+                expected="plain tensors in a nested_compile_region",
+                got="DTensors, which torch (2.13 to 2.15) does not trace there",
+                remedy="call it without nested_compile_region",
             )
-
-
-def _refused(expected: str, got: str, remedy: str, site: str = "torch.compile") -> CPError:
-    return InvalidArgument(site=site, expected=expected, got=got, remedy=remedy)
 
 
 def check_placements(gm: fx.GraphModule) -> None:
@@ -157,7 +151,14 @@ def check_placements(gm: fx.GraphModule) -> None:
         for axis, placement in enumerate(_placements(query)):
             op = _first_loss(query, axis, calls) if isinstance(placement, Replicate) else None
             if op is not None:
-                _warn_of_loss(node, op)
+                given = next(p for source in op.all_input_nodes if (p := _placements(source)))
+                warnings.warn(
+                    f"{name_of(node)}: every rank computes attention over the whole sequence,"
+                    f" because {name_of(op)} turned {given} into {_placements(op)}. Call {op.name}"
+                    " before the sequence is sharded, or redistribute its result",
+                    SequenceWarning,
+                    stacklevel=2,
+                )
 
 
 def _placements(node: object) -> tuple[object, ...]:
@@ -167,13 +168,7 @@ def _placements(node: object) -> tuple[object, ...]:
 
 def _first_loss(query: fx.Node, axis: int, calls: Calls) -> fx.Node | None:
     """Return the op ahead of a query that gave up its sharding on an axis; None if none did."""
-    stack, seen = [query], set[fx.Node]()
-    while stack:
-        node = source_of(stack.pop(), calls)
-        if node in seen:
-            continue
-        seen.add(node)
-        stack += node.all_input_nodes
+    for node in walk_back([query], origin=partial(source_of, calls=calls)):
         placements = _placements(node)
         is_whole_here = len(placements) > axis and isinstance(placements[axis], Replicate)
         # Who writes what converts DTensors says so himself.
@@ -185,15 +180,3 @@ def _first_loss(query: fx.Node, axis: int, calls: Calls) -> fx.Node | None:
             if len(given) > axis and isinstance(given[axis], Shard) and not is_weight:
                 return node
     return None
-
-
-def _warn_of_loss(attention: fx.Node, op: fx.Node) -> None:
-    given = next(placements for source in op.all_input_nodes if (placements := _placements(source)))
-    warnings.warn(
-        f"{name_of(attention)}: every rank computes attention over the"
-        f" whole sequence, because {name_of(op)} turned {given} into"
-        f" {_placements(op)}. Call {op.name} before the sequence is sharded, or redistribute"
-        " its result",
-        SequenceWarning,
-        stacklevel=2,
-    )

@@ -20,9 +20,8 @@ value itself). Beside such an input another dim that is as long will do, as of a
 (S, D). Without an attention, the inputs with most dims say how long that is.
 ``options={"seq_dims": {"ids": 1}}`` says it of the rest.
 
-The library spmd_types (0.2.3) does the same with DTensor's propagator, and is not used: both know
-neither a dim into which batch and tokens were flattened, nor means. It takes 2 ms for an op, and
-replaces torch.autograd.Function.apply for the whole process.
+The library spmd_types (0.2.3) does the same, but knows neither a dim into which batch and tokens
+were flattened, nor means; takes 2 ms for an op; and replaces torch.autograd.Function.apply.
 
 Losses that are means over labels are made to compare how many labels count on each rank
 (`sequence.count_labels`); nothing else is changed.
@@ -49,8 +48,7 @@ from cp_inductor.errors import InvalidArgument, SequenceMixed
 from cp_inductor.graph.nodes import name_of, nodes_of
 from cp_inductor.graph.subgraphs import method_of
 from cp_inductor.passes.attentions import Site
-from cp_inductor.passes.follow_graph import GraphTyper, follow_graph
-from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
+from cp_inductor.passes.graph_types import Checking, GraphTypes, compare_lengths, follow_graph
 from cp_inductor.region.marks import MARK, groups_of_regions, is_per_rank
 from cp_inductor.region.regions import typers_of_program
 from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels
@@ -68,15 +66,11 @@ def check_sequence(
     sites: Sequence[Site],
     seq_dims: Mapping[str, int | None],
     axis: SequenceAxis | None,
-) -> GraphTypes | AlikeLengths | None:
-    """Check a Dynamo graph over plain shards.
+) -> Checking | None:
+    """Check a Dynamo graph over plain shards, with all its attentions over a sharded sequence.
 
     Args:
-        gm: the graph.
-        sites: all its attentions over a sharded sequence. Those over plain shards tell which dims
-            are the sequence.
         seq_dims: of inputs, by their names in the model; None: the same on every rank.
-        axis: the axis of the mesh that the user named.
 
     Returns:
         What calls of the graph are checked by: of one in a region, or of one without attention that
@@ -106,7 +100,7 @@ def check_sequence(
         nodes = [site.node for site in sites]
         types = GraphTypes(gm, nodes, partial(_type_in_region, inputs))
         types.check(graph_examples(gm.graph))
-        return types
+        return types.typed
     try:
         return _check_by_convention(gm, sites, inputs, groups[0])
     except SequenceMixed as error:
@@ -121,7 +115,7 @@ def _is_of_shards(query: fx.Node) -> bool:
 
 def _check_by_convention(
     gm: fx.GraphModule, sites: Sequence[Site], inputs: Sequence[_Input], group_name: str
-) -> AlikeLengths | None:
+) -> Checking | None:
     """Check a graph of whose inputs no region knows anything.
 
     Without an attention nothing says whether all ranks have as many tokens. If that makes a
@@ -130,33 +124,31 @@ def _check_by_convention(
     uneven, nodes = _uneven_lengths(sites), {site.node for site in sites}
     values = [one.value for one in inputs]
 
-    def follow(is_even: Callable[[int], bool]) -> tuple[GraphTyper, Any]:
-        typed = [_type_of(one, one.value, is_even) for one in inputs]
-        typer, _, returned = follow_graph(gm, nodes, values, typed, is_even)
+    def check(is_even: Callable[[int], bool]) -> None:
+        types = [_type_of(one, one.value, is_even) for one in inputs]
+        typer, _, returned = follow_graph(gm, nodes, values, types, is_even)
         typer.refuse_mixed(returned)
-        return typer, returned
+        warn_of_sums(typer, returned)
 
-    checks = None
     try:
-        followed = follow(lambda length: bool(sites) and length not in uneven)
+        check(lambda length: bool(sites) and length not in uneven)
     except SequenceMixed as error:
         if sites:
             raise
-        followed = follow(lambda length: True)
+        check(lambda length: True)
         dims = {p: one.dim for p, one in enumerate(inputs) if isinstance(one.dim, int)}
-        checks = AlikeLengths(dims, group_name, error)
-    warn_of_sums(*followed)
-    return checks
+        return partial(compare_lengths, dims, group_name, error)
+    return None
 
 
 def _with_guesses(error: SequenceMixed, inputs: Sequence[_Input]) -> SequenceMixed:
     """Return a refusal that may be due to inputs of which two dims are as long as the tokens."""
-    guessed = []
-    for one in inputs:
-        if one.shard_dim is not None and not one.is_named:
-            sizes = numbers(one.value.shape)
-            if sizes.count(sizes[one.shard_dim]) > 1:
-                guessed.append(f"{one.name} {tuple(sizes)}")
+    guessed = [
+        f"{one.name} {tuple(one.sizes)}"
+        for one in inputs
+        if one.shard_dim is not None and not one.is_named
+        if one.sizes.count(one.sizes[one.shard_dim]) > 1
+    ]
     if not guessed:
         return error
     return SequenceMixed(
@@ -194,14 +186,13 @@ def _uneven_lengths(sites: Sequence[Site]) -> frozenset[int]:
     uneven = set()
     for site in sites:
         world = site.axis.world_size
-        if not site.attention.is_per_batch:
-            recipe = site.attention.recipe
-            whole = (recipe.query_length, recipe.key_length)
-            own = (_length(site.query), _length(site.key))
-            uneven |= {n for n, m in zip(own, whole, strict=True) if m % world}
+        if site.attention.is_per_batch:
+            known = [*whole_of_shard(site.plan_options.lengths, world, site.axis.rank).items()]
         else:
-            known = whole_of_shard(site.plan_options.lengths, world, site.axis.rank)
-            uneven |= {own for own, whole in known.items() if whole % world}
+            recipe = site.attention.recipe
+            known = [(_length(site.query), recipe.query_length)]
+            known += [(_length(site.key), recipe.key_length)]
+        uneven |= {own for own, whole in known if whole % world}
     return frozenset(uneven)
 
 
@@ -210,24 +201,28 @@ def _length(node: fx.Node) -> int:
     return numbers(held_by_rank(node.meta["example_value"]).shape)[SEQUENCE_DIM]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Input:
     """An input of a graph.
 
     Attributes:
         name: as an argument of the model, if it is one.
         value: as Dynamo has it.
+        sizes: of a tensor; none of anything else.
+        is_named: the user has named the dim.
+        is_of_module: it is a parameter or a buffer.
+        is_told: the convention holds where no region knows the tensor.
         dim: the convention's place of its tokens; None: it has none; text: what it is, if that is
             not known.
-        is_named: the user has named the dim.
-        is_told: the convention holds where no region knows the tensor.
     """
 
     name: str
     value: Any
-    dim: int | str | None
+    sizes: list[int]
     is_named: bool
+    is_of_module: bool
     is_told: bool
+    dim: int | str | None = None
 
     @property
     def shard_dim(self) -> int | None:
@@ -242,62 +237,47 @@ def _inputs(
     """Return the inputs of a graph, each with its sequence dim by the convention."""
     attended = {_origin(node) for site in sites for node in (site.query, site.key, site.value)}
     sources = {node: name for node, name, _ in graph_inputs(gm.graph)}
-    given = {n: n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")}
-    names = {n: re.sub(r"^L\['(\w+)'\]", r"\1", sources.get(n, "")) or n.name for n in given}
-    sizes = {n: numbers(v.shape) if isinstance(v, Tensor) else [] for n, v in given.items()}
-    of_modules = {
-        n
-        for n, v in given.items()
-        if isinstance(v, nn.Parameter) or (sources.get(n) or "L[")[:2] not in ("L[", "G[")
-    }
+    inputs: dict[fx.Node, _Input] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value, source = node.meta.get("example_value"), sources.get(node, "")
+        name = re.sub(r"^L\['(\w+)'\]", r"\1", source) or node.name
+        sizes = numbers(value.shape) if isinstance(value, Tensor) else []
+        is_of_module = isinstance(value, nn.Parameter) or (source or "L[")[:2] not in ("L[", "G[")
+        is_told = bool(sites) or is_of_module
+        inputs[node] = _Input(name, value, sizes, name in seq_dims, is_of_module, is_told)
     lengths = {_length(node) for site in sites for node in (site.query, site.key)}
     if not sites:
-        lengths = {
-            sizes[n][min(len(sizes[n]) - 1, 1)]
-            for n, value in given.items()
-            if n not in of_modules and _tells_length(value)
-        }
-    dims: dict[fx.Node, int | str | None] = {}
-    for node, value in given.items():
-        argument = names[node]
-        usual = [i for i in _PLACES.get(len(sizes[node]), (1,)) if sizes[node][i : i + 1]]
-        is_free = not lengths.intersection(sizes[node]) if sites else not sizes[node]
-        if argument in seq_dims:
-            named, site = seq_dims[argument], f"options={{'seq_dims': ...}}, {argument}"
-            dims[node] = None if named is None else dim_of(value, named, site=site)
-        elif node in of_modules or is_free:
-            dims[node] = None
-        elif node in attended:
-            dims[node] = SEQUENCE_DIM
-        else:
-            likely = [i for i in usual if sizes[node][i] in lengths]
+        telling = (one for one in inputs.values() if _tells_length(one))
+        lengths = {one.sizes[min(len(one.sizes) - 1, 1)] for one in telling}
+    for node, one in inputs.items():
+        is_free = not lengths.intersection(one.sizes) if sites else not one.sizes
+        if one.is_named:
+            named, site = seq_dims[one.name], f"options={{'seq_dims': ...}}, {one.name}"
+            one.dim = None if named is None else dim_of(one.value, named, site=site)
+        elif node in attended and not (one.is_of_module or is_free):
+            one.dim = SEQUENCE_DIM
+        elif not (one.is_of_module or is_free):
+            usual = _PLACES.get(len(one.sizes), (1,))
+            likely = [i for i in usual if lengths.intersection(one.sizes[i : i + 1])]
             is_clear = likely and (sites or len(likely) == 1)
-            dims[node] = likely[0] if is_clear else f"an input {argument} of {sizes[node]}"
-    told = {sizes[node][dim] for node, dim in dims.items() if isinstance(dim, int)}
-    for node, dim in dims.items():
-        places = [i for i, size in enumerate(sizes[node]) if size in told]
-        if isinstance(dim, str) and len(places) == 1:
-            dims[node] = places[0]
-    return [
-        _Input(
-            names[node],
-            value,
-            dims[node],
-            is_named=names[node] in seq_dims,
-            is_told=bool(sites) or node in of_modules,
-        )
-        for node, value in given.items()
-    ]
+            one.dim = likely[0] if is_clear else f"an input {one.name} of {one.sizes}"
+    told = {one.sizes[one.dim] for one in inputs.values() if isinstance(one.dim, int)}
+    for one in inputs.values():
+        places = [i for i, size in enumerate(one.sizes) if size in told]
+        if isinstance(one.dim, str) and len(places) == 1:
+            one.dim = places[0]
+    return [*inputs.values()]
 
 
-def _tells_length(value: object) -> bool:
+def _tells_length(given: _Input) -> bool:
     """Whether dim 1 of an input, or its only dim, holds tokens if no attention says what does.
 
     A matrix of floats may be a table as well, or have tokens in dim 0.
     """
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.ndim not in (1, 2, 3):
+    value, num_dims = given.value, len(given.sizes)
+    if given.is_of_module or isinstance(value, DTensor) or num_dims not in (1, 2, 3):
         return False
-    return value.ndim == 3 or not (value.is_floating_point() or value.is_complex())
+    return num_dims == 3 or not (value.is_floating_point() or value.is_complex())
 
 
 def _refuse_other_names(arguments: set[str], seq_dims: Mapping[str, int | None]) -> None:
@@ -351,9 +331,8 @@ def _type_of(given: _Input, value: Any, is_even: Callable[[int], bool]) -> Type:
 def _type_in_region(inputs: Sequence[_Input], typer: EagerTyper, place: int, value: Tensor) -> Type:
     """Return the type of an input in a region: what was made in it of what was cut for it."""
     given = inputs[place]
-    known = None if given.is_named or isinstance(value, DTensor) else typer.find(value)
-    if known is not None:
-        return known
-    if given.is_named or given.is_told or isinstance(value, DTensor):
-        return _type_of(given, value, typer.is_even)
-    return typer.type_of(value)
+    is_said = given.is_named or isinstance(value, DTensor)
+    known = None if is_said else typer.find(value)
+    if known is None and (is_said or given.is_told):
+        known = _type_of(given, value, typer.is_even)
+    return typer.type_of(value) if known is None else known

@@ -1,4 +1,13 @@
-"""Return what a caller can use by itself: scalars whole, and parts of other outputs as copies.
+"""Make a captured graph ready for AOTAutograd, and what it returns for its caller.
+
+    policy(ctx, aten::_scaled_dot_product_flash_attention) => MUST_SAVE
+      =>                                                                translate_policy
+    policy(ctx, cp_inductor::attention)                    => MUST_SAVE
+
+So policies of selective checkpoints, made by `create_selective_checkpoint_contexts`, apply to the
+op in place of SDPA's kernels. If a policy names `torch.ops.cp_inductor.attention.default` itself,
+that decides. All results of the op are saved: out, lse, and the fetched data that the recipe keeps,
+so that none of its exchanges is repeated.
 
     return loss               loss: DTensor () [Partial(sum)]: its item() is the part of this rank
       =>
@@ -32,16 +41,54 @@ Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_val
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import CheckpointPolicy
 
 from cp_inductor.dtensor.rules.partials import is_partial
 from cp_inductor.passes.nodes import insert_call
+from cp_inductor.torch_private.first_dtensor import FORWARD_OPS
 
 # What shares memory on one process, and does not here: places of outputs, and inputs.
 Sharing = list[tuple[list[int], list[fx.Node]]]
+
+# Where Dynamo leaves the `context_fn` of a checkpointed region (torch 2.13 to 2.15).
+CONTEXT_FN = "_checkpoint_context_fn"
+
+MUST = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
+
+
+def translate_policy(gm: fx.GraphModule) -> None:
+    """Translate the policies of all checkpointed regions of a graph; idempotent."""
+    for module in gm.modules():
+        meta = getattr(module, "meta", {})
+        context_fn = meta.get(CONTEXT_FN)
+        if context_fn is not None and getattr(context_fn, "func", None) is not _translated:
+            meta[CONTEXT_FN] = partial(_translated, context_fn)
+
+
+def _translated(context_fn: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return the contexts of a checkpointed region, with its policy translated."""
+    modes = context_fn()
+    for mode in modes:
+        if hasattr(mode, "policy_fn"):
+            mode.policy_fn = partial(_ask, mode.policy_fn)
+    return modes
+
+
+def _ask(policy: Callable[..., Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    own = policy(context, op, *args, **kwargs)
+    if op is not torch.ops.cp_inductor.attention.default or own is True or own in MUST:
+        return own
+    named = [policy(context, kernel, *args, **kwargs) for kernel in FORWARD_OPS]
+    firm = [answer for answer in named if answer is True or answer in MUST]
+    saved = [answer for answer in named if answer is CheckpointPolicy.PREFER_SAVE]
+    return (*firm, *saved, own)[0]
 
 
 def complete_outputs(gm: fx.GraphModule) -> Sharing:
@@ -60,10 +107,9 @@ def complete_outputs(gm: fx.GraphModule) -> Sharing:
         if not value.ndim and value.device_mesh.get_coordinate() is not None and is_partial(value):
             placements = [Replicate()] * value.device_mesh.ndim
             calls[node] = ("redistribute", node, value.device_mesh, placements)
-    made = [node for node in returned if node.op != "placeholder" and node not in calls]
-    names = Counter(map(_memory, map(returned.__getitem__, made)))
-    for node in made:
-        value = returned[node]
+    made = {n: v for n, v in returned.items() if n.op != "placeholder" and n not in calls}
+    names = Counter(map(_memory, made.values()))
+    for node, value in made.items():
         if value._base is not None and names[_memory(value)] > 1:
             calls[node] = ("clone", node)
     with gm.graph.inserting_before(output):

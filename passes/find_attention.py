@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -50,7 +51,6 @@ from cp_inductor.mask.reader.to_rule import Recognized
 from cp_inductor.mask.reader.trace import Trace
 from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.attentions import (
-    ATTENTIONS,
     CAPTURED,
     KERNELS_OF_SDPA,
     Site,
@@ -73,6 +73,9 @@ from cp_inductor.torch_private.sizes import Multiple, size_hint, solve
 # are computed before what it brings, and half behind it.
 STAGES_OF_BATCHES = 1
 
+# Symbols of lengths, and the lengths for which a mask is read.
+Numbers = Mapping[Symbol, int]
+
 
 @dataclass
 class _Masks:
@@ -87,7 +90,7 @@ class _Masks:
     known: dict[Any, tuple[Recognized, Trace]] = field(default_factory=dict)
     of_lengths: dict[Any, MaskOfLengths | None] = field(default_factory=dict)
 
-    def read(self, mask: fx.Node, numbers: Mapping[Symbol, int]) -> Recognized:
+    def read(self, mask: fx.Node, numbers: Numbers) -> Recognized:
         """Return what a mask is where symbols are these numbers; others become the graph's."""
         source = source_of(mask, self.calls)
         place = (source, *numbers.items())
@@ -97,7 +100,7 @@ class _Masks:
         return self.known[place][0]
 
     def read_of_lengths(
-        self, mask: fx.Node, numbers: Mapping[Symbol, int], query: Tensor, key: Tensor
+        self, mask: fx.Node, numbers: Numbers, query: Tensor, key: Tensor
     ) -> MaskOfLengths | None:
         """Return a mask that was read as what can be read at other lengths; None if it differs.
 
@@ -126,18 +129,11 @@ def find_attention(
 ) -> Iterator[tuple[str, Verdict]]:
     """Yield the name and the verdict of every attention of a Dynamo graph and its subgraphs.
 
-    Args:
-        gm: a graph from Dynamo.
-        axis: the axis of the mesh that the user named: plain tensors are shards on it. None if
-            plain tensors are just local.
-        plan_options: the choices for plans.
+    Plain tensors are shards on the `axis` that the user named, if any, and else just local.
     """
-    nodes, calls, regions = calls_to(gm, ATTENTIONS), calls_of(gm), regions_of(gm)
+    calls, regions = calls_of(gm), regions_of(gm)
     masks = _Masks(calls, FlexMasks(calls))
-    for node in nodes:
-        is_kernel = node.target in KERNELS_OF_SDPA
-        if not is_kernel and node.target not in OPAQUE_ATTENTION:
-            continue
+    for node in calls_to(gm, KERNELS_OF_SDPA | OPAQUE_ATTENTION):
         is_of_shards = axis is not None or node.graph in regions
         # Among what is read there is a DTensor (B, H, S, D) that shards S.
         values = [source.meta.get("example_value") for source in node.all_input_nodes]
@@ -145,13 +141,14 @@ def find_attention(
             isinstance(value, DTensor) and value.ndim == 4 and is_sequence_sharded(value)
             for value in values
         )
-        if (is_of_shards or is_distributed) and not (is_kernel and is_distributed):
-            yield f"{node.name} ({place_of(node)})", _refuse_opaque(node)
-    counts = dict.fromkeys(("sdpa", "flex"), 0)
-    for node in (node for node in nodes if node.target in CAPTURED):
+        is_handled = is_distributed and node.target in KERNELS_OF_SDPA
+        if (is_of_shards or is_distributed) and not is_handled:
+            error = _refuse_opaque(node)
+            yield error.site, error
+    counts = {"sdpa": count(), "flex": count()}
+    for node in calls_to(gm, CAPTURED):
         kind = "flex" if node.target is FLEX else "sdpa"
-        name = f"{kind}_{counts[kind]} ({place_of(node)})"
-        counts[kind] += 1
+        name = f"{kind}_{next(counts[kind])} ({place_of(node)})"
         region = region_of_query(node) or regions.get(node.graph)
         own_axis, options = axis, plan_options
         if region is not None:
@@ -163,10 +160,7 @@ def find_attention(
 
 
 def groups_of_sequence(gm: fx.GraphModule, axis: SequenceAxis | None) -> list[str]:
-    """Return the names of the process groups whose ranks share a sequence of the attentions.
-
-    It takes the arguments of `find_attention`, also of a graph that is refused.
-    """
+    """Return the groups whose ranks share a sequence of the attentions, also if it is refused."""
     axes = {region.axis for region in regions_of(gm).values()} | ({axis} if axis else set())
     of_tensors = {
         name
@@ -195,11 +189,7 @@ def _refuse_opaque(node: fx.Node) -> UnsupportedAttention:
 
 
 def _as_site(
-    node: fx.Node,
-    name: str,
-    mesh_axis: SequenceAxis | None,
-    plan_options: PlanOptions,
-    masks: _Masks,
+    node: fx.Node, name: str, mesh_axis: SequenceAxis | None, options: PlanOptions, masks: _Masks
 ) -> Site | None:
     (call, flex), example = _bind(node, name), node.meta["example_value"]
     sides = (call["query"], call["key"], call["value"])
@@ -214,28 +204,21 @@ def _as_site(
     check_attention(query=query, key=key, site=name)
     refuse_permuted(name)
     is_masked = call["attn_mask"] is not None
-    numbers = _numbers_of_lengths(query, key, plan_options) if is_masked else {}
+    numbers = _numbers_of_lengths(query, key, options) if is_masked else {}
     if flex is None:
-        mask = _read_mask(call, dtype, numbers, query, axis, name, masks)
+        mask = _read_mask(call, dtype, numbers, axis.name, name, masks)
     else:
-        lengths = whole_lengths(plan_options, axis, query, key, site=name)
+        lengths = whole_lengths(options, axis, query, key, site=name)
         mask = masks.flex.read(flex, lengths, name)
-        if not isinstance(query, DTensor):
-            _check_tables_of_shards(mask, name)
-    _check_heads_and_batch(mask, query, name)
+    _check_mask(mask, query, name)
     rule = mask.rule.format()
     with _switches_at(node, masks.calls):
-        where: dict[str, Any] = {
-            "dtype": dtype,
-            "device": plan_options.device,
-            "capability": plan_options.capability,
-            "has_bias": rule not in ("full", "causal"),
-        }
+        where: Any = {"device": options.device, "capability": options.capability}
+        where |= {"dtype": dtype, "has_bias": rule not in ("full", "causal")}
         kernel, why = choose_kernel(query, key, value, site=name, **where)
     dropout_p = float(call["dropout_p"])
-    is_at_run_time = _is_planned_at_run_time(
-        plan_options, mask, dropout_p, kernel, query.shape[-1], name
-    )
+    obstacle = KERNELS[kernel].under_rule.obstacle(mask.rule, query.shape[-1])
+    is_at_run_time = _is_planned_at_run_time(options, mask, dropout_p, obstacle, name)
     of_lengths = None
     if numbers and is_at_run_time:
         of_lengths = masks.read_of_lengths(call["attn_mask"], numbers, query, key)
@@ -244,13 +227,13 @@ def _as_site(
         for tensor in (query, key):
             int(tensor.shape[SEQUENCE_DIM])
     if is_at_run_time:
-        lengths_at_run_time(plan_options, axis, query, key, site=name)  # refuses what it cannot
-        stages = plan_options.stages or STAGES_OF_BATCHES
+        lengths_at_run_time(options, axis, query, key, site=name)  # refuses what it cannot
+        stages = options.stages or STAGES_OF_BATCHES
         shape = shape_on_rank(query, key, dtype)
-        nodes = Nodes.of(plan_options.machine_of(axis, query), axis.world_size, shape)
+        nodes = Nodes.of(options.machine_of(axis, query), axis.world_size, shape)
         source: Any = PerBatch(rule, stages, nodes.format() if nodes else "")
     else:
-        source = make_recipe(plan_options, axis, query, key, rule=rule, dtype=dtype, site=name)
+        source = make_recipe(options, axis, query, key, rule=rule, dtype=dtype, site=name)
     attention = Attention(
         source,
         ANY_RANK if is_at_run_time else axis.rank,
@@ -261,7 +244,7 @@ def _as_site(
         has_bias=mask.has_bias,
         kernel_options="" if flex is None else flex.kernel_options,
     )
-    decided = (plan_options, of_lengths, why)
+    decided = (options, of_lengths, why)
     return Site(name, node, *sides, dtype, axis, attention, mask, *decided)
 
 
@@ -274,7 +257,7 @@ def _bind(node: fx.Node, site: str) -> tuple[dict[str, Any], FlexCall | None]:
     return {**call, "dropout_p": 0, "attn_mask": None, "is_causal": False}, flex
 
 
-def _numbers_of_lengths(query: Tensor, key: Tensor, plan_options: PlanOptions) -> dict[Symbol, int]:
+def _numbers_of_lengths(query: Tensor, key: Tensor, plan_options: PlanOptions) -> Numbers:
     """Return the numbers for which a mask is read, by symbols that may have others in other calls.
 
     Empty if the plan is made when compiling: then lengths are numbers of the graph.
@@ -291,31 +274,25 @@ def _numbers_of_lengths(query: Tensor, key: Tensor, plan_options: PlanOptions) -
 
 
 def _is_planned_at_run_time(
-    plan_options: PlanOptions,
-    mask: Recognized,
-    dropout_p: float,
-    kernel: str,
-    head_dim: int | SymInt,
-    site: str,
+    options: PlanOptions, mask: Recognized, dropout_p: float, of_kernel: str | None, site: str
 ) -> bool:
-    """Whether the batch decides the plan of an attention.
+    """Whether the batch decides the plan of an attention, of whose kernel there is an obstacle.
 
     Raises:
         UnsupportedStrategy: the user wants it so, and it cannot be.
     """
-    if plan_options.plan == "static":
+    if options.plan == "static":
         return False
-    of_kernel = KERNELS[kernel].under_rule.obstacle(mask.rule, head_dim)
     obstacles = {
         "dropout": dropout_p > 0,
         "a bias with a gradient, or one that is made as a tensor": mask.has_bias
         or mask.is_bias_made,
         "a mask that is a tensor of queries and keys": mask.rule.reads_pairs,
         of_kernel: of_kernel is not None,
-        f"strategy={plan_options.strategy!r}": plan_options.strategy != "auto",
+        f"strategy={options.strategy!r}": options.strategy != "auto",
     }
     names = [name for name, is_there in obstacles.items() if name and is_there]
-    if plan_options.plan == "auto":
+    if options.plan == "auto":
         return bool(mask.rule.tables) and not names
     if names:
         raise UnsupportedStrategy(
@@ -342,18 +319,12 @@ def _switches_at(node: fx.Node, calls: Calls) -> ExitStack:
 
 
 def _read_mask(
-    call: Mapping[str, Any],
-    dtype: torch.dtype,
-    numbers: Mapping[Symbol, int],
-    query: Tensor,
-    axis: SequenceAxis,
-    site: str,
-    masks: _Masks,
+    call: dict[str, Any], dtype: torch.dtype, numbers: Numbers, axis: str, site: str, masks: _Masks
 ) -> Recognized:
     node, is_causal = call["attn_mask"], call["is_causal"]
     if node is None:
         return Recognized(Rule(CAUSAL if is_causal else FULL))
-    mask = node.meta["example_value"]
+    query, mask = (side.meta["example_value"] for side in (call["query"], node))
     if is_causal:
         refuse_both_masks(site, mask)
     if not 2 <= mask.ndim <= 4:
@@ -374,15 +345,19 @@ def _read_mask(
     # named mesh says that their sequence is sharded.
     raise UnsupportedAttention(
         site=site,
-        expected=f"attn_mask=None over plain shards on {axis.name}",
+        expected=f"attn_mask=None over plain shards on {axis}",
         got=f"an attn_mask of shape {tuple(mask.shape)}",
         remedy="use is_causal=True if it says no more, else flex_attention, or DTensors (any mask)",
     )
 
 
-def _check_tables_of_shards(mask: Recognized, site: str) -> None:
-    """Refuse tensors of which a rank would have to take its part, over plain shards."""
-    for node, indices in zip(mask.tables, mask.indices, strict=True):
+def _check_mask(mask: Recognized, query: Tensor, site: str) -> None:
+    """Refuse a mask of which a rank would have to take its part, or which counts from 0 in one.
+
+    That are tensors over plain shards; and indices of heads or batch entries that are sharded.
+    """
+    is_plain = not isinstance(query, DTensor)
+    for node, indices in zip(mask.tables, mask.indices, strict=True) if is_plain else ():
         is_distributed = isinstance(node.meta["example_value"], DTensor)
         if is_distributed or is_of_pairs(indices):
             raise UnsupportedAttention(
@@ -391,18 +366,13 @@ def _check_tables_of_shards(mask: Recognized, site: str) -> None:
                 got=f"{node.name}, {'a DTensor' if is_distributed else 'a tensor of pairs'}",
                 remedy="pass DTensors, or compute what it holds from indices",
             )
-
-
-def _check_heads_and_batch(mask: Recognized, query: Tensor, site: str) -> None:
-    """Refuse a mask that computes with head or batch indices, if those dims are sharded as well."""
-    if not isinstance(query, DTensor):
-        return
-    sharded = {p.dim for p in query.placements if isinstance(p, Shard)}
+    placements = query.placements if isinstance(query, DTensor) else ()
+    sharded = {placement.dim for placement in placements if isinstance(placement, Shard)}
     symbols = {symbol for dim, symbol in ((0, BATCH), (1, HEAD)) if dim in sharded}
     if symbols & mask.rule.computed_with:
         raise UnsupportedAttention(
             site=site,
             expected="a mask that does not use the index of a head or batch entry",
-            got=f"{mask.rule.format()}, and a query with {query.placements}",
+            got=f"{mask.rule.format()}, and a query with {placements}",
             remedy="shard only the sequence, or read values that depend on the head from a tensor",
         )

@@ -1,4 +1,4 @@
-"""Check every call of a graph that was compiled in a region, and say what it returns.
+"""Give everything in a Dynamo graph over plain shards a type, and check every call of it.
 
     with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):
         x = embedding(ids)          eager code: x is Shards(1)
@@ -6,12 +6,16 @@
         x = compiled_conv(x)        Mixed
         loss(x).backward()          raises SequenceMixed
 
+A graph is run on fake tensors, op by op (`sequence.follow`). An attention over a sharded sequence,
+and what makes DTensors of shards for it, is not run: where its tokens are is known.
+
 Code that was compiled once also runs on tensors of other types and lengths: for another block of a
 model, behind `per_rank`, on a batch of another length. So the graph is followed anew for each types
 that its inputs have, on the fake tensors of which it was traced. There tokens have another number;
 `_resized` says which.
 
-Assumes: who compiles the graph changes it behind this.
+Assumes: a graph from Dynamo whose attentions were found, and that who compiles it changes it behind
+this.
 """
 
 from __future__ import annotations
@@ -23,24 +27,227 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+from torch.utils import _pytree as pytree
 
+from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
-from cp_inductor.graph.subgraphs import copy_graphs
-from cp_inductor.passes.follow_graph import follow_graph
+from cp_inductor.graph.nodes import name_of
+from cp_inductor.graph.subgraphs import copy_graphs, method_of
+from cp_inductor.passes.attentions import CAPTURED, SDPA_OP
+from cp_inductor.region.flex_calls import FLEX
+from cp_inductor.region.marks import MARK, is_left_alone, is_per_rank
 from cp_inductor.region.regions import typers_of_program
-from cp_inductor.sequence.count_labels import range_over_ranks
+from cp_inductor.sequence.count_labels import count_labels, range_over_ranks
 from cp_inductor.sequence.eager import EagerTyper
-from cp_inductor.sequence.follow import REMEDY, warn_of_sums
+from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, warn_of_sums
 from cp_inductor.sequence.rules.call import numbers
-from cp_inductor.sequence.types import Mixed, Same, Shards, Type, conditions
+from cp_inductor.sequence.types import Mixed, Own, Same, Shards, Sum, Type, conditions, describe
+from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.modes import autocast_restored
+from cp_inductor.torch_private.tracing import fake_copy, fake_mode_of, map_tensors, unbacked_ignored
 from cp_inductor.trust.agreement import tell_refusal
 
+# What converts between DTensors and plain tensors.
+REWRAPPING = frozenset(
+    {DTensor.from_local, DTensor.to_local, DTensor.redistribute, DTensor.full_tensor}
+)
+
+
+def follow_graph(
+    gm: fx.GraphModule,
+    sites: set[fx.Node],
+    values: Sequence[Any],
+    types: Sequence[Type],
+    is_even: Callable[[int], bool],
+) -> tuple[GraphTyper, list[Any], Any]:
+    """Run a graph on fake tensors; return what knows their types, the inputs and the results.
+
+    Args:
+        sites: the attentions over a sharded sequence.
+        values, types: of the inputs. One of them is a tensor; types of others are not read.
+        is_even: whether all ranks have as many tokens as this one, given how many it has.
+
+    Raises:
+        SequenceMixed: an attention, or a tensor that the model keeps, depends on what mixes tokens.
+    """
+    like = next(value for value in values if isinstance(value, Tensor))
+    local = held_by_rank(like)
+    with (
+        torch._C.DisableTorchFunction(),
+        torch.enable_grad(),
+        fake_mode_of(local),
+        unbacked_ignored(local),
+        autocast_restored() as entered,
+    ):
+        typer = GraphTyper(is_even)
+        given = [fake_copy(value) if isinstance(value, Tensor) else value for value in values]
+        typed = [(t, one) for t, one in zip(given, types, strict=True) if isinstance(t, Tensor)]
+        typer.types.update(typed)
+        returned = _Follower(gm, typer, entered, sites).run(*given)
+        typer.refuse_kept([tensor for tensor, one in typed if isinstance(one, Same)])
+    return typer, given, returned
+
+
+class GraphTyper(Typer):
+    """Types the values of a graph."""
+
+    node: fx.Node | None = None
+
+    def locate(self) -> str:
+        """Return the name and source line of the node."""
+        assert self.node is not None
+        return name_of(self.node)
+
+    def meet_first(self, tensor: Tensor) -> Type:
+        """Return the type of a constant of the graph."""
+        return Same()
+
+    def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        """Give results their types; refuse numbers and sizes, which have none, of tokens."""
+        super().meet(op, args, kwargs, out)
+        outs = self.leaves(out)
+        found = [self.type_of(tensor) for tensor in self.leaves((args, kwargs))]
+        own = next((one for one in found if isinstance(one, (Shards, Sum, Mixed))), None)
+        is_read = torch.Tag.data_dependent_output in op.tags and not outs
+        is_sized = any(has_free_unbacked_symbols(one) for one in outs) and any(
+            isinstance(self.types[one], Mixed) for one in outs
+        )
+        if own is not None and (is_read or is_sized):
+            got = f"a number or a size that is read off {describe(own)}"
+            raise self.refusal(EXPECTED, got, f"use dist.all_reduce first; {REMEDY}")
+
+
+class _Follower(fx.Interpreter):
+    """Runs a Dynamo graph on fake tensors; handles attentions and the making of DTensors itself."""
+
+    def __init__(
+        self, gm: fx.GraphModule, typer: GraphTyper, entered: list[Any], sites: set[fx.Node]
+    ) -> None:
+        super().__init__(gm)
+        self.typer, self.entered, self.sites = typer, entered, sites
+        self.extra_traceback = False  # which would change the text of errors
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.typer.node = n
+        if n.op not in ("call_function", "call_method"):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if (by_hand := self._by_hand(n)) is not None:
+            return by_hand(n, args, kwargs)
+        if is_per_rank(n):
+            with self.typer.trusting(args, kwargs) as made:
+                made.append(getattr(self, n.op)(n.target, args, kwargs))
+            return made[0]
+        self.typer.check_call(n.target, args, kwargs)
+        with self.typer:
+            return getattr(self, n.op)(n.target, args, kwargs)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return fake_copy(value) if isinstance(value, Tensor) else value
+
+    def _by_hand(self, node: fx.Node) -> Callable[..., Any] | None:
+        if (method_of(node) or node.target) in REWRAPPING:
+            return self._rewrap
+        if node.op == "call_method":
+            return None
+        if node.target in CAPTURED and (node in self.sites or is_left_alone(node)):
+            return self._attend
+        if node.target in (torch.amp._enter_autocast, torch.amp._exit_autocast):
+            return self._autocast
+        if node.target is count_labels:
+            return self._count
+        if node.target is MARK:
+            return lambda node, args, kwargs: args[0]
+        is_body = isinstance(node.target, torch._ops.HigherOrderOperator)
+        return self._call_body if is_body else None
+
+    def _attend(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if node.target is FLEX:
+            tensors = args[:3]
+        else:
+            bound = bind_arguments(SDPA_OP, args, kwargs)
+            tensors = [bound[name] for name in ("query", "key", "value")]
+            self.typer.refuse_mixed(bound["attn_mask"])
+        if node in self.sites:
+            self.typer.check_attention(name_of(node), *tensors)
+        results = map_tensors(fake_copy, node.meta["example_value"])
+        for result in self.typer.leaves(results):
+            self.typer.attended(result, tensors, is_local=node not in self.sites)
+        return results
+
+    def _count(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        counted, given = fake_copy(args[0]), self.typer.type_of(args[0])
+        if isinstance(given, Shards):
+            given = replace(given, is_counted=True)
+        self.typer.types[counted] = given
+        return counted
+
+    def _rewrap(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Convert between a local tensor and a DTensor: the tokens stay where they are."""
+        found, out = self.typer.type_of(args[0]), fake_copy(node.meta["example_value"])
+        if isinstance(found, Shards):
+            if node.target is DTensor.from_local and isinstance(out, DTensor):
+                dims = [getattr(placement, "dim", None) for placement in out.placements]
+                found = next((place for place in found.places() if place.dim in dims), found)
+            size = numbers(out.shape)[found.dim]
+            found = replace(found, length=size // (found.outer * found.inner), others=())
+        self.typer.types[out] = found
+        return out
+
+    def _autocast(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if node.target is torch.amp._enter_autocast:
+            self.entered.append(torch.amp._enter_autocast(*args, **kwargs))
+            return self.entered[-1]
+        self.entered.remove(args[0])
+        return torch.amp._exit_autocast(*args, **kwargs)
+
+    def _call_body(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Run the bodies of a higher-order op that are called once, with its operands."""
+        bodies = [arg for arg in args if isinstance(arg, fx.GraphModule)]
+        operands = [] if not bodies else list(args[1 + args.index(bodies[-1]) :])
+        # Some are named, some are given their operands as one.
+        operands = [operand for operand in operands if not isinstance(operand, str)]
+        if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+            operands = list(operands[0])
+        is_function = node.target is torch.ops.higher_order.autograd_function_apply
+        bodies = bodies[:1] if is_function else bodies
+        is_known = len(bodies) == 1 and not any(isinstance(one, (tuple, list)) for one in operands)
+        if node.target is torch.ops.higher_order.cond:
+            # All ranks must take one branch.
+            is_known = not isinstance(args[0], Tensor) or isinstance(
+                self.typer.type_of(args[0]), (Same, Own)
+            )
+        counts = {len(body.graph.find_nodes(op="placeholder")) for body in bodies}
+        if not is_known or counts != {len(operands)}:
+            return self._lose(node, args)
+        followers = [_Follower(body, self.typer, self.entered, self.sites) for body in bodies]
+        results = [follower.run(*operands) for follower in followers]
+        self.typer.node = node
+        types = [[*map(self.typer.types.get, self.typer.leaves(out))] for out in results]
+        if any(other != types[0] for other in types):
+            return self._lose(node, args)
+        # A function with a backward of its own returns as well what that needs.
+        return results[0][0] if is_function else results[0]
+
+    def _lose(self, node: fx.Node, args: Any) -> Any:
+        """Return results of which nothing is known; of tensors that ranks share, the same."""
+        given = {type(self.typer.type_of(tensor)) for tensor in self.typer.leaves(args)}
+        got = f"{node.target}, which is not known to keep tokens apart"
+        out = map_tensors(fake_copy, node.meta["example_value"])
+        for leaf in self.typer.leaves(out):
+            is_same = given == {Same}
+            self.typer.types[leaf] = Same() if is_same else Mixed(name_of(node), got, REMEDY)
+        return out
+
+
+# Returns a compiled graph whose calls are checked, given where its arguments are among the inputs.
+Checking = Callable[[Callable[..., Any], Sequence[int]], Callable[..., Any]]
 # Returns the type of an input, given its place.
 TypeOf = Callable[[EagerTyper, int, Tensor], Type]
-
-
 # A type, and the sizes of the tensor that it is of.
 _Sized = tuple[Type, Sequence[int]]
 # Of the inputs that a graph writes to, and of its results; None for others, and for no tensors.
@@ -109,10 +316,7 @@ class GraphTypes:
         if typer.is_idle(tensors.values()):
             return None
         given = {place: self.type_of(typer, place, value) for place, value in tensors.items()}
-        key = tuple(
-            (place, found, tensors[place].shape, *conditions(found))
-            for place, found in given.items()
-        )
+        key = tuple((p, one, tensors[p].shape, *conditions(one)) for p, one in given.items())
         if key not in self.known:
             types: list[Type] = [Same()] * len(self.values)
             for place, one in given.items():
@@ -143,36 +347,32 @@ class GraphTypes:
         return written, [*map(typed, pytree.tree_leaves(returned))]
 
 
-class AlikeLengths:
-    """Lets ranks compare how many tokens they have, in each call of a graph without attention.
+def compare_lengths(
+    dims: Mapping[int, int],
+    group_name: str,
+    error: CPError,
+    run: Callable[..., Any],
+    places: Sequence[int],
+) -> Callable[..., Any]:
+    """Return a compiled graph that lets ranks compare how many tokens they have, in each call.
 
     A mean over a rank's tokens is a part of the whole's if all ranks have as many of them. Between
-    attentions ranks agree on that; here nobody else asks.
-
-    It knows the dim of the tokens of each input that has any, by its place, the group of the ranks
-    that share the sequence, and the error that there is if lengths differ.
+    attentions ranks agree on that; in a graph without any, nobody else asks. `dims` are those of
+    the tokens of inputs, by their places. The error is raised if lengths differ.
     """
 
-    def __init__(self, dims: Mapping[int, int], group_name: str, error: CPError) -> None:
-        self.dims, self.group_name, self.error = dims, group_name, error
+    @wraps(run)
+    def call(*args: Any) -> Any:
+        args = _at_places(args, places)
+        shards = [(v, dims[p]) for p, v in zip(places, args, strict=True) if p in dims]
+        total = sum(tensor.shape[dim] for tensor, dim in shards)
+        count = torch.tensor(total, device=shards[0][0].device)
+        least, most = range_over_ranks(count, group_name)
+        if least != most:
+            raise error
+        return run(*args)
 
-    def typed(self, run: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-        """Return a compiled graph that compares lengths before each call."""
-
-        @wraps(run)
-        def call(*args: Any) -> Any:
-            args = _at_places(args, places)
-            shards = [
-                (v, self.dims[p]) for p, v in zip(places, args, strict=True) if p in self.dims
-            ]
-            total = sum(tensor.shape[dim] for tensor, dim in shards)
-            count = torch.tensor(total, device=shards[0][0].device)
-            least, most = range_over_ranks(count, self.group_name)
-            if least != most:
-                raise self.error
-            return run(*args)
-
-        return call
+    return call
 
 
 def _at_places(args: tuple[Any, ...], places: Sequence[int]) -> tuple[Any, ...]:

@@ -9,7 +9,20 @@
     out, lse = combine((out_0, lse_0), (out_1, lse_1))
 
 This module does not write the expansion. It traces `run_forward` and `run_backward` on fake
-tensors, the functions that the op's eager kernel runs.
+tensors, the functions that the op's eager kernel runs. A long expansion that layers have in common
+is cut at its collectives. What is between them, layers share:
+
+    rows = ...                                    rows = invoke_subgraph(piece_0, q, k, v)
+    arriving = exchange_rows(rows, ...)           arriving = exchange_rows(rows, ...)
+    tile, sums = ...                        =>    tile = invoke_subgraph(piece_1, rows, tables)
+    message = wait_tensor(arriving)               message = wait_tensor(arriving)
+    out = combine(tile, message)                  out = invoke_subgraph(piece_2, tile, message)
+
+The attentions of layers that are alike are copies of one trace, and call the same pieces. Inductor
+lowers a piece once, and generates one function for it; how long it takes does not grow with the
+layers. Exchanges stay outside, where the schedule moves them. What computes numbers, such as the
+tables of tiles, stays outside as well: layers share its results. A piece returns tensors that have
+memory of their own; views of them are made again outside.
 
 Assumes: a forward, backward or inference graph from AOTAutograd, whose nodes carry `val`.
 """
@@ -18,35 +31,41 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from operator import getitem
-from typing import Any, cast
+from typing import Any
 
+import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from cp_inductor.graph.collectives import START, STARTS
+from cp_inductor.graph.collectives import START, STARTS, is_collective
 from cp_inductor.graph.nodes import modules_of, source_line
 from cp_inductor.ops.attention import BACKWARD, FORWARD, NUM_TENSORS, attention_of
 from cp_inductor.passes.nodes import (
     BYTES_KEY,
     EXCHANGE_KEY,
+    SIZE,
     TILE_KEY,
     TILES_KEY,
     computes_numbers,
     free_name,
     insert_graph,
+    is_view,
     merge_equal,
+    replace_results,
 )
-from cp_inductor.passes.share_pieces import share_pieces
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.run.executor import run_backward, run_forward
 from cp_inductor.tiles.kernel_table import KERNELS, TILE_OPS
 from cp_inductor.torch_private.inductor import ONE_KERNEL_KEY
-from cp_inductor.torch_private.sizes import size_hint
+from cp_inductor.torch_private.sizes import size_expression, size_hint
 from cp_inductor.torch_private.tracing import (
     INVOKE_SUBGRAPH,
     fake_mode_of,
+    known_results,
     trace_fake,
 )
 from cp_inductor.trust.claims import kind_of, tables_to_note
@@ -55,7 +74,6 @@ from cp_inductor.trust.graph_agreement import NOTE_TABLES
 # What nodes of an expansion do not share with their site.
 OWN_KEYS = (BYTES_KEY, EXCHANGE_KEY, TILES_KEY, TILE_KEY, ONE_KERNEL_KEY)
 OWN_META = ("val", "unbacked_bindings", *OWN_KEYS)
-
 # In the meta of nodes of an expansion.
 IS_OURS = "cp_inductor_expansion"
 
@@ -65,18 +83,17 @@ EXPANSIONS: Mapping[object, Callable[..., Sequence[Tensor]]] = {
     BACKWARD: run_backward,
 }
 
+# A piece of fewer nodes is not worth a function.
+MIN_NODES = 4
+
 
 def lower_attention(
     gm: fx.GraphModule, decompositions: Mapping[Any, Any], *, note_tables: bool
 ) -> int:
     """Expand every op of the pair, in place and in subgraphs as well; return how many there were.
 
-    Args:
-        gm: the graph.
-        decompositions: aten op to function, so that the expansion uses the ops of the rest of the
-            graph.
-        note_tables: insert ops that hand over tables which all ranks must read alike; see
-            `agreement`.
+    By `decompositions` an expansion uses the ops of the rest of the graph. To `note_tables` is to
+    insert ops that hand over tables which all ranks must read alike; see `agreement`.
     """
     num_lowered = 0
     for module in modules_of(gm):
@@ -130,11 +147,7 @@ def _lower(node: fx.Node, traced: fx.GraphModule) -> None:
     for original, copy in copies.items():
         own = {key: original.meta[key] for key in OWN_META if key in original.meta}
         copy.meta = {**_meta_of_site(node), **own, IS_OURS: True}
-    for index, user in _used_of(node).items():
-        assert user.target is getitem
-        user.replace_all_uses_with(outputs[index])
-        node.graph.erase_node(user)
-    node.graph.erase_node(node)
+    replace_results(node, outputs.__getitem__)
 
 
 def _trace(
@@ -165,27 +178,22 @@ def _trace(
             numbered.meta[key] = number, len(nodes)
     for cat in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         cat.meta[ONE_KERNEL_KEY] = True
-    _drop_whole_views(traced.graph)
+    for view in traced.graph.nodes:
+        # Aliases, and slices that cut nothing off: decompositions leave them by the dozen. All but
+        # the tensor and the dim of such a slice are what they are by default.
+        is_whole = view.target is torch.ops.aten.slice.Tensor and len(view.args) == 2
+        if is_whole or view.target is torch.ops.aten.alias.default:
+            view.replace_all_uses_with(view.args[0])
     traced.graph.eliminate_dead_code()
     # A template computes all tiles under a mask: such an expansion is long.
     if is_repeated and this.is_per_batch and KERNELS[this.kernel].under_rule.needs_graph:
-        share_pieces(traced)
+        _share_pieces(traced)
     return traced
-
-
-def _drop_whole_views(graph: fx.Graph) -> None:
-    """Drop aliases, and slices that cut nothing off: decompositions leave them by the dozen."""
-    aten = torch.ops.aten
-    for node in graph.nodes:
-        # All but the tensor and the dim of such a slice are what they are by default.
-        is_whole = node.target is aten.slice.Tensor and len(node.args) == 2
-        if is_whole or node.target is aten.alias.default:
-            node.replace_all_uses_with(node.args[0])
 
 
 def _key(node: fx.Node) -> Any:
     """Return what a trace depends on."""
-    return node.target, attention_of(node), frozenset(_used_of(node)), _layouts(_inputs_of(node))
+    return node.target, attention_of(node), _used_of(node), _layouts(_inputs_of(node))
 
 
 def _inputs_of(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -195,9 +203,9 @@ def _inputs_of(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(inputs)
 
 
-def _used_of(node: fx.Node) -> dict[int, fx.Node]:
-    """Return which results are used, and the nodes that take them: getitem(node, index)."""
-    return {cast(int, user.args[1]): user for user in node.users}
+def _used_of(node: fx.Node) -> frozenset[Any]:
+    """Return which results are used."""
+    return frozenset(user.args[1] for user in node.users)
 
 
 def _layouts(inputs: Sequence[fx.Node]) -> tuple[Any, ...]:
@@ -233,3 +241,113 @@ def _meta_of_site(node: fx.Node) -> dict[str, Any]:
     # What the site's own arguments were in eager ("eager_input_vals"), Inductor holds them to.
     own = ("val", "tensor_meta", "eager_input_vals")
     return {key: value for key, value in node.meta.items() if key not in own}
+
+
+class Piece(fx.GraphModule):
+    """What layers share of the expansion of an attention."""
+
+
+def _share_pieces(gm: fx.GraphModule) -> None:
+    """Cut a traced expansion, whose nodes carry `val`; it is changed in place."""
+    outside: set[fx.Node] = set()
+    piece: list[fx.Node] = []
+    for node in [*gm.graph.nodes]:
+        if node.op == "output" or is_collective(node):
+            if len(piece) >= MIN_NODES:
+                _cut(gm, piece)
+            piece = []
+        is_light = node.op != "call_function" or is_view(node) or computes_numbers(node)
+        if is_collective(node) or (is_light and outside.issuperset(node.all_input_nodes)):
+            outside.add(node)
+        else:
+            piece.append(node)
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+
+
+def _cut(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
+    """Put the call of a piece in the place of nodes, if they can be one."""
+    graph, inside = gm.graph, set(nodes)
+    leaving = [node for node in nodes if not inside.issuperset(node.users)]
+    views_of = {node: _views(node) for node in leaving}
+    results = list(dict.fromkeys(views[-1] for views in views_of.values()))
+    are_own = all(node in inside and isinstance(node.meta["val"], Tensor) for node in results)
+    sizes = _sizes_read(graph, nodes) if are_own else None
+    if sizes is None:
+        return
+    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+    given = [node for node in read if node not in inside and node.op != "get_attr"]
+    given = list(dict.fromkeys(sizes + given))
+    piece, name = _piece_of(gm, nodes, given, results), free_name(gm, "piece")
+    setattr(gm, name, piece)
+
+    behind: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(nodes[-1].next):
+        call = graph.call_function(INVOKE_SUBGRAPH, (graph.get_attr(name), name, *given))
+        call.meta["val"] = tuple(node.meta["val"] for node in results)
+        call.meta[TILES_KEY] = tuple(node for node in piece.graph.nodes if node.target in TILE_OPS)
+        for place, node in enumerate(results):
+            behind[node] = graph.call_function(getitem, (call, place))
+            behind[node].meta = dict(node.meta)
+        for node in (view for views in views_of.values() for view in reversed(views)):
+            if node not in behind:
+                behind[node] = graph.node_copy(node, lambda source: behind.get(source, source))
+    copies = set(behind.values())
+    for node in leaving:
+        node.replace_all_uses_with(
+            behind[node], lambda user: user not in inside and user not in copies
+        )
+    for node in reversed(nodes):
+        graph.erase_node(node)
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    """Return a node and what it is a view of, down to what has memory of its own."""
+    found = [node]
+    while is_view(node) or (node.target is getitem and is_view(node.all_input_nodes[0])):
+        node = node.all_input_nodes[0]
+        found.append(node)
+    return found
+
+
+def _sizes_read(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node] | None:
+    """Return nodes of the symbols in the sizes of a piece, which its function has to be given.
+
+    None if one of them is nowhere a size, but only a part of sizes.
+    """
+    read = (source for node in nodes for source in (node, *node.all_input_nodes))
+    symbols = free_symbols([node.meta.get("val") for node in read])
+    found: dict[sympy.Symbol, fx.Node] = {}
+    last, inside = nodes[-1], set(nodes)
+    for node in takewhile(lambda node: node is not last, graph.nodes):
+        if node in inside:
+            continue
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            found.setdefault(size_expression(value), node)
+        for dim, length in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            symbol = size_expression(length)
+            if symbol in symbols and symbol not in found:
+                with graph.inserting_before(last):
+                    found[symbol] = graph.call_function(SIZE, (node, dim))
+                found[symbol].meta["val"] = length
+    is_given = symbols.issubset(found)
+    return [found[symbol] for symbol in sorted(symbols, key=str)] if is_given else None
+
+
+def _piece_of(
+    gm: fx.GraphModule, nodes: Sequence[fx.Node], given: list[fx.Node], results: list[fx.Node]
+) -> Piece:
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for place, node in enumerate(given):
+        copies[node] = graph.placeholder(f"given_{place}")
+        copies[node].meta["val"] = node.meta["val"]
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in copies:
+                copies[source] = graph.node_copy(source)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    piece = Piece(gm, graph)
+    known_results(piece, [node.meta["val"] for node in results])
+    return piece

@@ -5,9 +5,9 @@
       =>
     a = all_gather(constant_pad_nd(x, [0, 2 * n - s]));  b = a; plan_batch([view(a)], ...)
 
-The shards of other ranks may need no padding. There nothing is computed of sizes, so AOTAutograd
-finds the two gathers equal, and starts one. So it does with what is computed of them, up to the
-plan of a batch, for which ranks meet as well. The graphs of all ranks have to be alike.
+The shards of other ranks may need no padding. There AOTAutograd finds the two gathers equal, and
+starts one, and so with what is computed of them, up to the plan of a batch, for which ranks meet as
+well. The graphs of all ranks have to be alike.
 
 Two outputs may then be waits for one collective, as the gradients of two biases that are added to
 one tensor. They would share memory, and who accumulates or scales one would change both: all but
@@ -19,8 +19,7 @@ the first are copied.
 
 A parallelized model reads its weights one by one, so their gradients are summed one by one. A small
 sum takes as long as a message takes at all. Large ones stay alone: they hide behind the rest of the
-backward, and are not copied. Gradients have the same sizes on all ranks, and their sums the same
-order.
+backward, and are not copied. Sizes and order of these sums are the same on all ranks.
 
 Assumes: graphs of AOTAutograd.
 """
@@ -37,7 +36,7 @@ from torch import Tensor, fx
 
 from cp_inductor.graph.collectives import STARTS, WAIT, is_collective
 from cp_inductor.ops.plan_batch import PLAN_BATCH
-from cp_inductor.passes.nodes import is_view, merge_equal
+from cp_inductor.passes.nodes import is_view, merge_equal, walk_back
 from cp_inductor.torch_private.tracing import fake_mode_of, memory_of
 
 PAD = torch.ops.aten.constant_pad_nd.default
@@ -51,7 +50,9 @@ BUCKET_BYTES = 25 * 2**20
 
 def merge_starts(graph: fx.Graph) -> None:
     """Merge equal collectives, what pads their inputs, their waits, and plans; in place."""
-    of_plans = _of_plans(graph)
+    plans = graph.find_nodes(op="call_function", target=PLAN_BATCH)
+    # Besides plans, what they are computed of, and what is taken of them.
+    of_plans = {*walk_back(plans), *(user for plan in plans for user in plan.users)}
 
     def is_merged(node: fx.Node) -> bool:
         if is_collective(node):
@@ -94,18 +95,6 @@ def _maker(node: fx.Node) -> fx.Node:
     ):
         node = node.all_input_nodes[0]
     return node
-
-
-def _of_plans(graph: fx.Graph) -> set[fx.Node]:
-    """Return plans of batches, what they are computed of, and what is taken of them."""
-    plans = graph.find_nodes(op="call_function", target=PLAN_BATCH)
-    taken, left = {user for plan in plans for user in plan.users}, [*plans]
-    while left:
-        node = left.pop()
-        if node not in taken:
-            taken.add(node)
-            left += node.all_input_nodes
-    return taken
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -1,9 +1,10 @@
-"""Insert calls and graphs, classify nodes of a lowered graph, and merge equal ones."""
+"""Insert, replace and merge nodes, walk back from them, and classify those of lowered graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
+from operator import getitem
 from typing import Any
 
 import torch
@@ -53,6 +54,16 @@ def insert_graph(
     return outputs, {old: new for old, new in copies.items() if old.op != "placeholder"}
 
 
+def replace_results(node: fx.Node, result_at: Callable[[Any], fx.Node]) -> None:
+    """Put others in the place of what getitem takes of a node, by its index; erase the node."""
+    for user in list(node.users):
+        assert user.target is getitem
+        if user.users:
+            user.replace_all_uses_with(result_at(user.args[1]))
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
 def free_name(module: nn.Module, prefix: str) -> str:
     """Return the first of `prefix_0`, `prefix_1`, ... that a module has no attribute of."""
     names = (f"{prefix}_{number}" for number in count())
@@ -68,6 +79,21 @@ def _value(node: fx.Node) -> Any:
     return value.detach() if is_plain and value.is_leaf else value
 
 
+def walk_back(
+    nodes: Iterable[fx.Node],
+    is_end: Callable[[fx.Node], bool] = lambda node: False,
+    origin: Callable[[fx.Node], fx.Node] = lambda node: node,
+) -> Iterator[fx.Node]:
+    """Yield nodes, or their origins, and what they are computed of as far as an end; each once."""
+    stack, seen = list(nodes), set[fx.Node]()
+    while stack:
+        node = origin(stack.pop())
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack += () if is_end(node) else node.all_input_nodes
+
+
 SIZE = torch.ops.aten.sym_size.int
 
 # In the meta of a start: what the rank moves that moves most in this exchange, in bytes.
@@ -76,7 +102,7 @@ BYTES_KEY = "cp_inductor_bytes"
 # In the meta of a start, or a tile: its number among those of its attention, from 1, and theirs.
 EXCHANGE_KEY, TILE_KEY = "cp_inductor_exchange", "cp_inductor_tile"
 
-# In the meta of the call of a piece (see `share_pieces`): the tiles in it.
+# In the meta of the call of a piece (see `lower_attention`): the tiles in it.
 TILES_KEY = "cp_inductor_tiles"
 
 

@@ -10,10 +10,8 @@
 
 Ranks that are seeded alike draw alike. If they are not, DTensor would silently go on with other
 numbers on each rank. Draws over plain shards stay as they are, and so does what is drawn over
-shards of a DTensor: there each rank is meant to have its own.
-
-What is drawn in one graph and read in the next, or drawn by eager code and handed in, is not
-followed.
+shards of a DTensor: there each rank is meant to have its own. What is drawn in one graph and read
+in the next, or drawn by eager code and handed in, is not followed.
 
 Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_value`.
 """
@@ -60,41 +58,28 @@ def has_notes(gm: fx.GraphModule) -> bool:
 
 
 def _note_in(graph: fx.Graph, numbers: Iterator[int]) -> None:
-    drawn = _Drawn()
+    # Nodes that draw, or read what is drawn, and the memory of plain tensors that hold it: it may
+    # be written in place.
+    drawn = set[object]()
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
-        sources = [source for source in node.all_input_nodes if drawn.has(source)]
-        beside = [source for source in node.all_input_nodes if _is_distributed(source)]
+        inputs = node.all_input_nodes
+        sources = [one for one in inputs if not drawn.isdisjoint((one, *_storages(one)))]
+        beside = [source for source in inputs if _is_distributed(source)]
         if beside:
             mesh = beside[0].meta["example_value"].device_mesh
             for source in sources:
                 _note_plain(node, source, mesh, numbers)
-        if not _is_distributed(node):
-            if sources or _is_draw(node):
-                drawn.add(node)
-        elif _is_draw(node):
-            _note_distributed(node, numbers)
-
-
-class _Drawn:
-    """Plain tensors that hold what was drawn, by their memory: it may be written in place."""
-
-    def __init__(self) -> None:
-        self.storages: set[int] = set()
-        self.nodes: set[fx.Node] = set()
-
-    def has(self, node: fx.Node) -> bool:
-        return node in self.nodes or not self.storages.isdisjoint(_storages(node))
-
-    def add(self, node: fx.Node) -> None:
-        """Note a node that draws, or reads what is drawn."""
-        self.nodes.add(node)
-        self.storages.update(_storages(node))
-        if not _storages(node) or "out" in node.kwargs:  # x[...] = drawn, and the like
-            for written in (*node.args[:1], node.kwargs.get("out")):
-                if isinstance(written, fx.Node):
-                    self.storages.update(_storages(written))
+        if _is_distributed(node):
+            if _is_draw(node):
+                _note_distributed(node, numbers)
+        elif sources or _is_draw(node):
+            drawn.update((node, *_storages(node)))
+            if not _storages(node) or "out" in node.kwargs:  # x[...] = drawn, and the like
+                for written in (*node.args[:1], node.kwargs.get("out")):
+                    if isinstance(written, fx.Node):
+                        drawn.update(_storages(written))
 
 
 def _storages(node: fx.Node) -> list[int]:

@@ -1,4 +1,4 @@
-"""Keep the order of starts, tiles and waits through Inductor, which would otherwise undo it.
+"""Prepare a scheduled graph for who runs it: its order for Inductor, its views for an interpreter.
 
     start_0 . tile_0 . wait_0 . start_1 . tile_1     =>     each depends on those before it
 
@@ -11,14 +11,22 @@ wait.
 
 There are two halves. `number_nodes` numbers the nodes of the lowered graph in their order.
 `pin_order`, which runs after Inductor's own rewrites, turns the numbers into dependencies.
+
+    flat = view(softplus_backward(...), [66, 4])     =>     flat = reshape(...)
+
+Some of torch's kernels return other strides than their fake ones (`softplus_backward` of tensors
+that differ in strides, read in torch 2.13), and AOTAutograd has made `view` of every reshape that
+was one when traced. `relax_views` lets interpreted graphs copy: in a functional graph nothing
+writes to a tensor that a view is made of. Inductor's own kernels have the strides that were traced.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from cp_inductor.graph.collectives import WAIT, is_collective
-from cp_inductor.passes.nodes import is_heavy, tiles_of
+from cp_inductor.passes.nodes import is_heavy, tiles_of, walk_back
 from cp_inductor.torch_private.inductor import keep_order, sort_topologically
 
 META_KEY = "cp_inductor_order"
@@ -81,16 +89,8 @@ def _number_of_made(start: fx.Node, behind: int) -> int:
     Its current place depends on the rest of the graph, which differs on other ranks. The
     collectives that it was made of have an order that all ranks agree on.
     """
-    numbers, seen = [], set[fx.Node]()
-    stack = list(start.all_input_nodes)
-    while stack:
-        source = stack.pop()
-        if READ_BY in source.meta:
-            numbers.append(source.meta[READ_BY])
-        elif source not in seen:
-            seen.add(source)
-            stack += source.all_input_nodes
-    return max(numbers, default=behind)
+    sources = walk_back(start.all_input_nodes, lambda source: READ_BY in source.meta)
+    return max((s.meta[READ_BY] for s in sources if READ_BY in s.meta), default=behind)
 
 
 def _forget_what_changed(graph: fx.Graph) -> None:
@@ -108,3 +108,12 @@ def _forget_what_changed(graph: fx.Graph) -> None:
             del node.meta[META_KEY]
             number = -1
         latest[node] = max(before, number)
+
+
+def relax_views(gm: fx.GraphModule) -> None:
+    """Replace views to a shape by reshapes, in place."""
+    nodes = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default)
+    for node in nodes:
+        node.target = torch.ops.aten.reshape.default
+    if nodes:
+        gm.recompile()

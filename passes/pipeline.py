@@ -24,6 +24,7 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.errors import CPError
 from cp_inductor.graph.collectives import STARTS, is_start
 from cp_inductor.graph.nodes import graphs_of, nodes_of
@@ -31,27 +32,27 @@ from cp_inductor.modules.along_sequence import GATHERS
 from cp_inductor.modules.ties import check_ties
 from cp_inductor.ops.attention import attention_of
 from cp_inductor.passes import report
-from cp_inductor.passes.align_attention import align_attention
+from cp_inductor.passes.align_attention import align_attention, inline_multi_head, inline_varlen
 from cp_inductor.passes.attentions import Site, Verdict, has_attentions, has_masks
-from cp_inductor.passes.capture_attention import capture_attention
+from cp_inductor.passes.capture_attention import capture_attention, drop_block_masks
 from cp_inductor.passes.check_mesh import check_mesh, check_placements, check_ways
 from cp_inductor.passes.check_sequence import check_sequence
-from cp_inductor.passes.complete_outputs import Sharing, complete_outputs, drop_idle_objects
-from cp_inductor.passes.drop_block_masks import drop_block_masks
+from cp_inductor.passes.complete_outputs import (
+    Sharing,
+    complete_outputs,
+    drop_idle_objects,
+    translate_policy,
+)
 from cp_inductor.passes.find_attention import find_attention, groups_of_sequence
-from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
-from cp_inductor.passes.inline_attention import inline_multi_head, inline_varlen
-from cp_inductor.passes.label_exchanges import label_exchanges, number_attentions
+from cp_inductor.passes.graph_types import Checking
 from cp_inductor.passes.lower_attention import lower_attention
 from cp_inductor.passes.merge_starts import bucket_sums, merge_starts
 from cp_inductor.passes.note_draws import note_draws
-from cp_inductor.passes.pin_order import number_nodes, pin_order
-from cp_inductor.passes.relax_views import relax_views
+from cp_inductor.passes.pin_order import number_nodes, pin_order, relax_views
 from cp_inductor.passes.replay_writes import replay_writes
-from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
+from cp_inductor.passes.schedule_exchange import schedule_exchange
 from cp_inductor.passes.settings import Settings
-from cp_inductor.passes.translate_policy import translate_policy
-from cp_inductor.passes.verify_graph import verify_graph
+from cp_inductor.passes.verify_graph import label_exchanges, number_attentions, verify_graph
 from cp_inductor.region.marks import regions_of, remove_marks
 from cp_inductor.region.regions import groups_of_program, typers_of_program
 from cp_inductor.torch_private.dynamo import (
@@ -78,20 +79,14 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One line of the list.
-
-    Attributes:
-        stage: when it runs, and on what.
-        name: of the function.
-        run: called with the `Capture`, the `Lowering`, or the graph of the stage.
-        is_wanted: whether it runs, asked right before.
-        is_spare: numbers are the same without it, so that torch's bisector may leave it out.
-    """
+    """One line of the list, run with the `Capture`, the `Lowering`, or the graph of its stage."""
 
     stage: Stage
     name: str
     run: Callable[[Any], object]
+    # Asked right before.
     is_wanted: Callable[[Any], bool] = lambda _: True
+    # Numbers are the same without it, so that torch's bisector may leave it out.
     is_spare: bool = False
 
 
@@ -100,14 +95,10 @@ class Capture:
     """A Dynamo graph on its way through FIND and REWRITE.
 
     Attributes:
-        gm: changed in place.
-        settings: of the compile.
         is_explained: the verdicts alone are asked for. Warnings, some of which are given once in a
             process, are for the compile.
-        verdicts: of `find_attention`.
         kept: the places of the inputs that are left at the end.
         types: what checks calls of the graph, if they must be.
-        sharing: of `complete_outputs`.
     """
 
     gm: fx.GraphModule
@@ -115,18 +106,13 @@ class Capture:
     is_explained: bool = False
     verdicts: list[tuple[str, Verdict]] = field(default_factory=list)
     kept: tuple[int, ...] = ()
-    types: GraphTypes | AlikeLengths | None = None
+    types: Checking | None = None
     sharing: Sharing = field(default_factory=list)
 
     @property
     def sites(self) -> list[Site]:
         """The attentions to rewrite."""
         return [verdict for _, verdict in self.verdicts if isinstance(verdict, Site)]
-
-    @property
-    def has_axis(self) -> bool:
-        """Whether the user named the mesh axis on which plain tensors are shards."""
-        return self.settings.axis is not None
 
     @cached_property
     def has_attention(self) -> bool:
@@ -140,7 +126,7 @@ class Capture:
         DTensor's handler computes the same where nothing is to be rewritten, but knows no masks.
         Plain tensors have no handler, and would attend within their shard.
         """
-        is_asked_for = self.settings.enabled or self.has_axis or typers_of_program()
+        is_asked_for = self.settings.enabled or self.settings.axis or typers_of_program()
         return bool(is_asked_for or has_masks(self.gm) or regions_of(self.gm))
 
     @property
@@ -174,20 +160,16 @@ class Lowering:
     """A graph of AOTAutograd on its way through LOWER, SCHEDULE and INTERPRET.
 
     Attributes:
-        gm: changed in place.
         kind: "forward", "backward" or "inference".
-        scheduling: the choices of the user.
-        decompositions: aten op to function, so that an expansion uses the ops of the rest of the
-            graph.
+        decompositions: aten op to function, as the rest of the graph is decomposed.
         check_tables: let ranks compare the tables of masks and the seeds of dropout.
         place_of: of `number_attentions`, from the forward of a compile to its backward.
-        num_lowered: how many attentions were lowered.
         order: of the collectives, once it is known.
     """
 
     gm: fx.GraphModule
     kind: str
-    scheduling: Scheduling
+    options: PlanOptions
     decompositions: Mapping[Any, Any] = field(default_factory=dict)
     check_tables: bool = False
     place_of: dict[Any, int] = field(default_factory=dict)
@@ -212,7 +194,7 @@ class Lowering:
         """Schedule every graph that starts an exchange of attentions or of recurrences."""
         for graph in graphs_of(self.gm):
             if any(node.target in STARTS or _passes_states(node) for node in graph.nodes):
-                costs = schedule_exchange(graph, self.kind, self.scheduling)
+                costs = schedule_exchange(graph, self.kind, self.options)
                 report.report_schedule(self.kind, *costs)
         self.gm.recompile()
 
@@ -253,10 +235,10 @@ PASSES = (
         this.gm, this.settings.axis, is_mesh_named=this.settings.is_mesh_named,
         has_attention=this.has_attention), lambda this: not this.is_explained),
     # The next three change how attention is written, not what it is; so before it is found.
-    Pass(FIND, "inline_multi_head", lambda this: inline_multi_head(this.gm, has_axis=this.has_axis),
+    Pass(FIND, "inline_multi_head", lambda this: inline_multi_head(this.gm, this.settings.axis),
          SEARCHED),
     Pass(FIND, "inline_varlen", lambda this: inline_varlen(this.gm), SEARCHED),
-    Pass(FIND, "align_attention", lambda this: align_attention(this.gm, has_axis=this.has_axis),
+    Pass(FIND, "align_attention", lambda this: align_attention(this.gm, this.settings.axis),
          SEARCHED),
     # Before masks are read: of 2 * s1 more can be said than of two symbols.
     Pass(FIND, "relate_local_lengths", lambda this: relate_local_lengths(this.gm.graph),
@@ -353,10 +335,7 @@ def capture(gm: fx.GraphModule, settings: Settings) -> Capture:
 
 
 def judge(gm: fx.GraphModule, settings: Settings) -> list[tuple[str, Verdict]]:
-    """Return what `capture` would do with every attention of a Dynamo graph, in order.
-
-    It takes the arguments of `capture`. The graph must not be used afterwards.
-    """
+    """Return what `capture` would do with every attention of a graph, not to be used afterwards."""
     this = Capture(gm, replace(settings, enabled=True), is_explained=True)
     try:
         run_passes(Stage.FIND, this)

@@ -16,11 +16,9 @@ process is a copy here: what is written to it is lost, and what was cut before a
 What shares memory with what, and what is written, is found on plain fake tensors of the whole size,
 which do what one process does. A write becomes what `torch.func.functionalize` makes of it and of
 the views between the tensor and what is written. Views that are read after a write are computed
-again. Autograd sees a write to the whole tensor: the gradient of what was overwritten is 0, and a
-write that autograd does not follow, under `no_grad` or through `detach`, is not followed either.
-
-Writes that autograd follows, to parts of what every rank has whole, are rewritten as well: the
-gradients may be sharded.
+again. Autograd sees a write to the whole tensor, if it follows the write: not under `no_grad`, nor
+through `detach`. Then parts of what every rank has whole are rewritten as well, because gradients
+may be sharded.
 
 Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_value`.
 """
@@ -39,11 +37,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.func import functionalize
 
-from cp_inductor.dtensor.rules.writes import (
-    replicated_like,
-    replicated_numbers,
-    writes_as_dtensor,
-)
+from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers, writes_as_dtensor
 from cp_inductor.dtensor.wrap import is_whole
 from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.graph.nodes import call_target, graphs_of, name_of, recompile_all
@@ -285,7 +279,7 @@ class _Replay:
             was_tracked = self.is_tracked
             self._track(was_tracked and self._tracks(node, bases))
             for base, new in zip(bases, written, strict=True):
-                self._add("call_method", "copy_", (base, new), node, base)
+                self._add(node, "copy_", base, new)
             self._track(was_tracked)
             if node in self.aliases.same:
                 self.current[node] = self._now(self.aliases.same[node])
@@ -333,7 +327,7 @@ class _Replay:
             if one.op == "get_attr":
                 numbers: Tensor = getattr(traced, one.target)
                 made = (numbers.tolist(), numbers.dtype, like)
-                env[one] = self._add("call_function", replicated_numbers, made, node)
+                env[one] = self._add(node, replicated_numbers, *made)
             elif one.op == "call_function":
                 if torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ()):
                     raise _refusal(node, f"{one.target}, which draws random numbers")
@@ -341,9 +335,9 @@ class _Replay:
                 if one.target is aten.lift_fresh_copy.default:
                     env[one] = args[0]
                     continue
-                env[one] = self._add("call_function", one.target, args, node, kwargs=kwargs)
+                env[one] = self._add(node, one.target, *args, **kwargs)
                 if not one.all_input_nodes:
-                    env[one] = self._add("call_function", replicated_like, (env[one], like), node)
+                    env[one] = self._add(node, replicated_like, env[one], like)
         results: Any = traced.graph.output_node().args[0]
         return [env[one] for one in results]
 
@@ -360,7 +354,7 @@ class _Replay:
             args, kwargs = self._now(self.given[view])
             was_tracked = self.is_tracked
             self._track(self.tracked[view])
-            self.current[view] = self._add(view.op, view.target, args, view, kwargs=kwargs)
+            self.current[view] = self._add(view, view.target, *args, **kwargs)
             self._track(was_tracked)
 
     def _tracks(self, node: fx.Node, bases: list[fx.Node]) -> bool:
@@ -379,22 +373,14 @@ class _Replay:
             self.graph.call_function(torch._C._set_grad_enabled, (is_tracked,))
             self.is_tracked = is_tracked
 
-    def _add(
-        self,
-        op: str,
-        target: Any,
-        args: Any,
-        source: fx.Node,
-        value_of: fx.Node | None = None,
-        *,
-        kwargs: Any = None,
-    ) -> fx.Node:
-        """Insert a node that stands for another in errors, with its value."""
-        node = self.graph.create_node(op, target, args, kwargs or {})
+    def _add(self, source: fx.Node, target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a call of a function or method, which stands for another node in errors."""
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        node = self.graph.create_node(kind, target, args, kwargs)
         kept = ("stack_trace", "nn_module_stack", "custom")
         node.meta = {key: source.meta[key] for key in kept if key in source.meta}
-        if value_of is not None:
-            node.meta["example_value"] = value_of.meta["example_value"]
+        if target == "copy_":  # the value of what it writes to is known, and must not be written
+            node.meta["example_value"] = args[0].meta["example_value"]
         else:
             with torch.set_grad_enabled(self.is_tracked), fake_mode_of(self.aliases.like):
                 node.meta["example_value"] = _call(node, lambda one: one.meta["example_value"])

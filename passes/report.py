@@ -19,8 +19,8 @@ from cp_inductor.kept import cache
 from cp_inductor.mask.language import is_of_pairs
 from cp_inductor.mask.rule import describe
 from cp_inductor.passes.attentions import Site
+from cp_inductor.passes.lower_attention import Piece
 from cp_inductor.passes.nodes import tiles_of
-from cp_inductor.passes.share_pieces import Piece
 from cp_inductor.plan import backward_plan, forward_plan
 from cp_inductor.plan.facade import format_program
 from cp_inductor.schedule.overlap import Measured

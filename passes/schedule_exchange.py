@@ -18,8 +18,7 @@ Assumes: a graph from AOTAutograd whose attentions were lowered. The order of co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from itertools import chain
 from math import prod
 from operator import getitem
@@ -30,8 +29,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from cp_inductor import config
-from cp_inductor.dtensor.machines import machine_text
+from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.flags import AUTO
 from cp_inductor.graph.collectives import WAIT, is_start
 from cp_inductor.passes.nodes import BYTES_KEY, TILES_KEY, is_heavy, is_view, tiles_of
@@ -51,48 +49,11 @@ MARGIN = 1.25
 MOST_READ = 8
 MOST_USERS = 2
 
-
 USUAL = {"cpu": Machine.parse("cpu:tcp")}
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduling:
-    """The choices of the user for the schedule, by flags or options.
-
-    Attributes:
-        schedule: "none": nothing overlaps. "local": overlap within an attention, as its plan says.
-            "global": overlap over the whole graph.
-        memory_budget_bytes: how much peak memory may rise over a schedule in which nothing
-            overlaps; if negative, as much as two exchanges bring.
-        link_bytes_per_s: how fast a rank receives; 0 for the usual speed of its device type.
-        device_flops_per_s: how fast a rank computes; 0 likewise.
-        machine: as text; "" and "auto" are what is usual for the device type.
-    """
-
-    schedule: str
-    memory_budget_bytes: int
-    link_bytes_per_s: float
-    device_flops_per_s: float
-    machine: str = ""
-
-    @staticmethod
-    def read(options: Mapping[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
-        """Return the choices from flags and options, and all options that are not part of them."""
-        names = [field.name for field in fields(Scheduling)]
-        own = {name: options.get(name, getattr(config, name)) for name in names}
-        own["machine"] = machine_text(own["machine"], site="options and flags")
-        rest = {name: value for name, value in options.items() if name not in names}
-        return Scheduling(**own), rest
-
-    def machine_of(self, device: torch.device) -> Machine:
-        """Return how fast a rank with this device is."""
-        usual = USUAL.get(device.type, Machine())
-        machine = usual if self.machine in ("", AUTO) else Machine.parse(self.machine)
-        return machine.with_speeds(self.link_bytes_per_s, self.device_flops_per_s)
-
-
 def schedule_exchange(
-    graph: fx.Graph, kind: str, scheduling: Scheduling
+    graph: fx.Graph, kind: str, options: PlanOptions
 ) -> tuple[Measured, Measured, int]:
     """Reorder a lowered graph with exchanges, in place.
 
@@ -101,8 +62,8 @@ def schedule_exchange(
         was allowed to rise.
     """
     nodes = [node for node in graph.nodes if node.op != "output"]
-    instructions = Description(nodes, kind, scheduling).instructions
-    budget = scheduling.memory_budget_bytes
+    instructions = Description(nodes, kind, options).instructions
+    budget = options.memory_budget_bytes
     if budget < 0:
         budget = 2 * max((one.num_bytes for one in instructions if one.is_start), default=0)
     exposed = expose(instructions)
@@ -111,7 +72,7 @@ def schedule_exchange(
         "local": lambda: list(range(len(nodes))),
         "global": lambda: schedule(instructions, budget),
     }
-    order = orders[scheduling.schedule]()
+    order = orders[options.schedule]()
     inputs = [index for index in order if instructions[index].is_input]
     assert inputs == order[: len(inputs)] == sorted(inputs), "the schedule moved an input"
     output = graph.output_node()
@@ -123,12 +84,12 @@ def schedule_exchange(
 class Description:
     """The nodes of a graph as instructions."""
 
-    def __init__(self, nodes: Sequence[fx.Node], kind: str, scheduling: Scheduling) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], kind: str, options: PlanOptions) -> None:
         self.nodes = nodes
         self.index = {node: index for index, node in enumerate(nodes)}
         self.is_backward = kind == "backward"
-        self.scheduling = scheduling
-        self.makes_buffer: dict[fx.Node, bool] = {}
+        self.options = options
+        # The buffers that a node's value consists of: itself, or what it shares or is inlined with.
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
         # Where a node's value is used, views looked through: from the last node to the first.
         self.users: dict[fx.Node, list[fx.Node]] = {}
@@ -144,13 +105,14 @@ class Description:
             inputs |= effects.before(index, node)
             self.instructions.append(self._instruction(node, tuple(sorted(inputs))))
 
+    def _read_by(self, node: fx.Node) -> frozenset[fx.Node]:
+        return frozenset().union(*(self.sources[source] for source in node.all_input_nodes))
+
     def _find_sources(self, node: fx.Node) -> None:
-        """Record which buffers a node's value consists of."""
-        read = frozenset().union(*(self.sources[source] for source in node.all_input_nodes))
+        read = self._read_by(node)
         passes = looks_through(node) or node.target is WAIT
         if not passes and is_fusible(node):
             passes = self._is_inlined(node, read)
-        self.makes_buffer[node] = not passes
         self.sources[node] = read if passes else frozenset((node,))
 
     def _is_inlined(self, node: fx.Node, read: frozenset[fx.Node]) -> bool:
@@ -159,9 +121,9 @@ class Description:
         return is_cheap and all(map(is_fusible, users))
 
     def _instruction(self, node: fx.Node, inputs: tuple[int, ...]) -> Instruction:
-        if not self.makes_buffer[node] and node.target is not WAIT:
+        if node not in self.sources[node] and node.target is not WAIT:
             return Instruction(inputs, is_view=True)
-        read = frozenset().union(*(self.sources[source] for source in node.all_input_nodes))
+        read = self._read_by(node)
         reads = tuple(sorted(self.index[source] for source in read))
         if node.target is WAIT:
             start = _start_of(node)
@@ -187,7 +149,7 @@ class Description:
         if node.op != "call_function" or not isinstance(_value(node), (Tensor, list, tuple)):
             return 0.0
         tensors = tensors_in(_value(node))
-        machine = self.scheduling.machine_of(tensors[0].device if tensors else torch.device("cpu"))
+        machine = _machine_of(tensors[0].device.type if tensors else "cpu", self.options)
         link, device = machine.levels[-1], machine.device
         if is_start(node):
             own = max(num_bytes_of(node), sum(map(num_bytes_of, node.all_input_nodes)))
@@ -228,17 +190,20 @@ class _Effects:
         return found
 
 
+def _machine_of(device: str, options: PlanOptions) -> Machine:
+    """Return how fast a rank with a type of device is: by default as usual."""
+    is_usual = options.machine in ("", AUTO)
+    machine = USUAL.get(device, Machine()) if is_usual else Machine.parse(options.machine)
+    return machine.with_speeds(options.link_bytes_per_s, options.device_flops_per_s)
+
+
 def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
 def num_bytes_of(node: fx.Node) -> int:
     """Return the bytes of a node's tensors."""
-    return sum(_numel(tensor) * tensor.element_size() for tensor in tensors_in(_value(node)))
-
-
-def _numel(tensor: Tensor) -> int:
-    return prod(map(size_hint, tensor.shape))
+    return sum(prod(map(size_hint, t.shape)) * t.element_size() for t in tensors_in(_value(node)))
 
 
 def looks_through(node: fx.Node) -> bool:
@@ -268,19 +233,20 @@ def num_flops_of(node: fx.Node) -> float:
     """Return the floating-point operations of a heavy node."""
     if tiles := tiles_of(node):
         return sum(map(_flops_of_tile, tiles))
-    target: Any = node.target
-    args, kwargs = pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))
-    flops = flop_registry[target.overloadpacket](*args, **kwargs, out_val=_value(node))
+    op, args, kwargs = _called(node)
+    flops = flop_registry[op.overloadpacket](*args, **kwargs, out_val=_value(node))
     return float(size_hint(flops))
 
 
 def _flops_of_tile(tile: fx.Node) -> float:
-    target: Any = tile.target
-    args, kwargs = pytree.tree_map_only(fx.Node, _value, (tile.args, tile.kwargs))
-    if target in FLEX_OPS:
-        call = dict(zip(("query", "key"), args, strict=False))
-    else:
-        call = bind_arguments(target, args, kwargs)
-    pairs = _numel(call["query"]) * size_hint(call["key"].shape[2])
-    num_matmuls = 5 if target in BACKWARD_TILE_OPS else 2
+    op, args, kwargs = _called(tile)
+    is_flex = op in FLEX_OPS
+    call = {"query": args[0], "key": args[1]} if is_flex else bind_arguments(op, args, kwargs)
+    pairs = prod(map(size_hint, call["query"].shape)) * size_hint(call["key"].shape[2])
+    num_matmuls = 5 if op in BACKWARD_TILE_OPS else 2
     return 2.0 * num_matmuls * pairs / (2 if call.get("is_causal") else 1)
+
+
+def _called(node: fx.Node) -> tuple[Any, Any, Any]:
+    """Return the op that a node calls, and the values of its arguments."""
+    return node.target, *pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -16,9 +15,6 @@ from cp_inductor.dtensor.axis import SequenceAxis, axis_of_mesh
 from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from cp_inductor.flags import FLAGS_ONLY, check_options
-from cp_inductor.passes.schedule_exchange import Scheduling
-
-log = logging.getLogger("cp_inductor")
 
 # Names beside flags (docs/options.md).
 NO_FLAGS = ("mesh", "seq_dims", "seq_len")
@@ -27,23 +23,18 @@ SITE = "options of torch.compile"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Options and flags of one compile.
+    """Options and flags of one compile (docs/options.md).
 
     Attributes:
         enabled: lower attentions in the graph; otherwise the op computes them at run time.
-        plan_options: the choices for plans.
-        scheduling: the choices for the schedule of exchanges.
         axis: the axis of the mesh that the user named, on which plain tensors are shards; or None.
         inductor_options: all options that are not ours.
-        check_agreement: let ranks compare what they are about to run.
-        check_sequence: refuse operations other than attention that mix tokens of plain shards.
         seq_dims: of plain inputs, by the names of the model's arguments.
         is_mesh_named: options say what plain tensors are; `{"mesh": None}`: whole.
     """
 
     enabled: bool
     plan_options: PlanOptions
-    scheduling: Scheduling
     axis: SequenceAxis | None
     inductor_options: Mapping[str, Any]
     check_agreement: bool = True
@@ -67,9 +58,6 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
         )
     check_options(options or {})
     plan_options, rest = PlanOptions.read(options or {})
-    # How fast link and device are matters to both.
-    scheduling, unscheduled = Scheduling.read(options or {})
-    rest = {name: value for name, value in rest.items() if name in unscheduled}
     is_mesh_named = "mesh" in rest
     mesh = rest.pop("mesh", None)
     if not isinstance(mesh, DeviceMesh | None):
@@ -85,7 +73,7 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
     for name in rest:
         _check_is_inductors(name)
     checks = (bool(config.check_agreement), is_checked, seq_dims, is_mesh_named)
-    return Settings(bool(config.enabled), plan_options, scheduling, axis, rest, *checks)
+    return Settings(bool(config.enabled), plan_options, axis, rest, *checks)
 
 
 def _seq_dims(given: object) -> dict[str, int | None]:

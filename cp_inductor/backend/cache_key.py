@@ -11,5 +11,5 @@ from cp_inductor.source import source_hash
 def cache_key(settings: Settings) -> str:
     """Return it as text: this rank, the options, and the source of this library."""
     rank = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    asked_for = (settings.enabled, settings.plan_options, settings.scheduling)
-    return repr((rank, settings.axis, source_hash(), *asked_for, settings.check_agreement))
+    asked_for = (settings.enabled, settings.plan_options, settings.check_agreement)
+    return repr((rank, settings.axis, source_hash(), *asked_for))

@@ -24,7 +24,7 @@ from cp_inductor.dtensor.rules.writes import note_copies, refuse_stale_copies
 from cp_inductor.graph.collectives import Collective
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.check_sequence import shards_of
-from cp_inductor.passes.graph_types import AlikeLengths, GraphTypes
+from cp_inductor.passes.graph_types import Checking
 from cp_inductor.passes.note_draws import has_notes
 from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.settings import Settings
@@ -53,7 +53,7 @@ class Captured:
     kept: tuple[int, ...]
     agree: Callable[[Sequence[Any]], Any]
     attentions: tuple[Planned, ...] = ()
-    types: GraphTypes | AlikeLengths | None = None
+    types: Checking | None = None
     collectives: dict[str, Sequence[Collective]] = field(default_factory=dict)
     sharing: Sequence[tuple[list[int], list[int]]] = ()
     written: Sequence[int] = ()
@@ -78,8 +78,8 @@ class Captured:
                 flags={
                     "machine": settings.plan_options.priced_by,
                     "enabled": str(settings.enabled),
-                    "schedule": settings.scheduling.schedule,
-                    "memory budget": str(settings.scheduling.memory_budget_bytes),
+                    "schedule": settings.plan_options.schedule,
+                    "memory budget": str(settings.plan_options.memory_budget_bytes),
                 },
                 collectives=collectives,
                 whole=whole,
@@ -132,4 +132,4 @@ class Captured:
                 note_copies([results[i] for i in outputs] + [args[i] for i in inputs])
             return results
 
-        return run if self.types is None else self.types.typed(run, self.kept)
+        return run if self.types is None else self.types(run, self.kept)

@@ -209,7 +209,7 @@ def _compile_lowered(
     of AOTAutograd, which does not see which part of a replicated tensor a rank takes.
     """
     if settings.enabled:
-        how = (settings.scheduling, select_decomp_table(), settings.check_agreement, place_of)
+        how = (settings.plan_options, select_decomp_table(), settings.check_agreement, place_of)
         _lower(Lowering(gm, kind_of(kwargs), *how), captured)
     # A backward may be compiled later, when it is first called, on any thread.
     with one_compile_at_a_time, meshes_keyed(), lowered_as_asked(ROWS_OF_TILES):
@@ -239,7 +239,7 @@ def _interpret_lowered(
     captured: Captured,
 ) -> Callable[..., Any]:
     if settings.enabled:
-        lowering = Lowering(gm, kind, settings.scheduling, {}, settings.check_agreement, place_of)
+        lowering = Lowering(gm, kind, settings.plan_options, {}, settings.check_agreement, place_of)
         _lower(lowering, captured)
         run_passes(Stage.INTERPRET, lowering)
     return make_boxed_func(gm.forward)

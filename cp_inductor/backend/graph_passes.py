@@ -21,10 +21,14 @@ from typing import Any
 
 from torch import fx
 
+from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.flags import check_options
 from cp_inductor.passes.pipeline import Lowering, Stage, run_passes
-from cp_inductor.passes.schedule_exchange import Scheduling
+
+# The options of a schedule.
+SCHEDULED_BY = {"schedule", "memory_budget_bytes", "machine"}
+SCHEDULED_BY |= {"link_bytes_per_s", "device_flops_per_s"}
 
 
 def lower_attention(
@@ -41,7 +45,7 @@ def lower_attention(
     Returns:
         gm.
     """
-    run_passes(Stage.LOWER, Lowering(gm, "forward", Scheduling.read({})[0]))
+    run_passes(Stage.LOWER, Lowering(gm, "forward", PlanOptions.read({})[0]))
     return gm
 
 
@@ -66,7 +70,7 @@ def schedule_exchange(
         InvalidArgument: an option is unknown, or the budget is not a number of bytes.
     """
     check_options(options)
-    scheduling, unknown = Scheduling.read(options)
+    unknown = options.keys() - SCHEDULED_BY
     if unknown:
         raise InvalidArgument(
             site="schedule_exchange",
@@ -75,5 +79,5 @@ def schedule_exchange(
             remedy="see docs/options.md for their names",
         )
     # A graph of both directions holds what its forward saves until its backward reads it.
-    run_passes(Stage.SCHEDULE, Lowering(gm, "forward", scheduling))
+    run_passes(Stage.SCHEDULE, Lowering(gm, "forward", PlanOptions.read(options)[0]))
     return gm

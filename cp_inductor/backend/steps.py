@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from cp_inductor.errors import CPError
-from cp_inductor.passes.label_exchanges import LABEL
+from cp_inductor.passes.verify_graph import LABEL
 from cp_inductor.torch_private.inductor import label_of
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import replace_backward

@@ -30,7 +30,7 @@ from cp_inductor.torch_private.sizes import is_demanded, is_number, size_hint
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the user asked for, by flags or options, for every attention of a compile.
+    """What the user asked for, by flags or options, for all attentions and graphs of a compile.
 
     Attributes:
         strategy: one of `cp_inductor.plan.STRATEGIES`, or "heads2+blocks" and the like.
@@ -47,6 +47,10 @@ class PlanOptions:
         can_keep: whether the forward can hand what it fetched to the backward.
         plan: "static", "runtime" or "auto": whether plans are made when graphs are compiled, or
             once per batch.
+        schedule: "none": nothing overlaps. "local": overlap within an attention, as its plan says.
+            "global": overlap over the whole graph.
+        memory_budget_bytes: how much peak memory may rise over a schedule in which nothing
+            overlaps; if negative, as much as two exchanges bring.
     """
 
     strategy: str
@@ -61,6 +65,8 @@ class PlanOptions:
     capability: tuple[int, int] | None = None
     can_keep: bool = True
     plan: str = "auto"
+    schedule: str = "global"
+    memory_budget_bytes: int = -1
 
     def __post_init__(self) -> None:
         if self.seq_len is not None:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import Placement
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_inductor.backend.compile import kind_of
+from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import InvalidArgument, UnsupportedTarget
 from cp_inductor.flags import AUTO
@@ -39,7 +40,6 @@ from cp_inductor.inspect.price_graph import Price, Pricing, price_graph, shared_
 from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.world import Example, place, pretended_world
 from cp_inductor.mask.grammar import shortened
-from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.plan import Machine
 from cp_inductor.plan.checks import check_count
 from cp_inductor.plan.machine import known_machine
@@ -276,7 +276,7 @@ def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
 def estimate_here(example: Example, *, target: Target, checkpoint: str, states: States) -> Estimate:
     """Estimate for this rank in the current process group; the model loses layers."""
     world_size = torch.distributed.get_world_size()
-    machine = machine_for(target, Scheduling.read(example.options)[0].machine, world_size)
+    machine = machine_for(target, PlanOptions.read(example.options)[0].machine, world_size)
     _check_choice("checkpoint", checkpoint, ("none", "layers", "offload"))
     model: Any = example.model
     is_module = isinstance(model, nn.Module)

@@ -23,17 +23,17 @@ from torch import fx
 from torch._inductor import config
 from torch.fx.node import map_arg
 
+from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.graph.collectives import WAIT, is_start
+from cp_inductor.passes.lower_attention import Piece
 from cp_inductor.passes.nodes import BYTES_KEY, is_heavy
 from cp_inductor.passes.schedule_exchange import (
     Description,
-    Scheduling,
     is_fusible,
     looks_through,
     num_bytes_of,
     num_flops_of,
 )
-from cp_inductor.passes.share_pieces import Piece
 from cp_inductor.plan import Device, Machine
 from cp_inductor.plan.machine import DEVICES
 from cp_inductor.schedule.overlap import measure
@@ -144,7 +144,7 @@ def shared_with_inputs(gm: fx.GraphModule) -> frozenset[str]:
 
     They are views of its inputs, such as transposed weights, or of another result.
     """
-    description = Description([*gm.graph.nodes][:-1], "forward", Scheduling.read({})[0])
+    description = Description([*gm.graph.nodes][:-1], "forward", PlanOptions.read({})[0])
     seen: set[fx.Node] = set()
     shared = set()
     for node in gm.graph.output_node().all_input_nodes:
@@ -172,7 +172,7 @@ class _Priced(Description):
             passes = node.op != "call_function" or looks_through(node) or is_fusible(node)
             before = max((self.depth[source] for source in node.all_input_nodes), default=0)
             self.depth[node] = before + (not passes)
-        super().__init__(nodes, kind, Scheduling.read({})[0])
+        super().__init__(nodes, kind, PlanOptions.read({})[0])
         # What is received is kept as well, if a wait for it is returned.
         results = gm.graph.output_node().all_input_nodes
         kept = {self.index[source] for result in results for source in self.sources[result]}
@@ -183,7 +183,7 @@ class _Priced(Description):
     def _find_sources(self, node: fx.Node) -> None:
         if node.target is getitem and node.all_input_nodes[0].target is INVOKE_SUBGRAPH:
             # The results of a subgraph do not end together.
-            self.makes_buffer[node], self.sources[node] = True, frozenset((node,))
+            self.sources[node] = frozenset((node,))
         else:
             super()._find_sources(node)
 

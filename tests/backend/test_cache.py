@@ -26,7 +26,6 @@ from cp_inductor.backend import compile as backend
 from cp_inductor.backend.captured import Captured
 from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.passes.pipeline import PostGrad
-from cp_inductor.passes.schedule_exchange import Scheduling
 from cp_inductor.passes.settings import Settings
 from cp_inductor.sequence.count_labels import count_labels
 from tests.support.graphs import AttentionBlock
@@ -115,11 +114,9 @@ def test_a_mean_over_labels_of_plain_shards_is_cached(monkeypatch: pytest.Monkey
 
 def key_of(**settings: Any) -> str:
     plan_options = PlanOptions("auto", stages=0, keep_bytes=0)
-    scheduling, _ = Scheduling.read({})
     values = {
         "enabled": True,
         "plan_options": plan_options,
-        "scheduling": scheduling,
         "axis": None,
         "inductor_options": {},
         **settings,
@@ -136,7 +133,7 @@ def test_the_key_changes_with_rank_world_config_and_axis(monkeypatch: pytest.Mon
             keys.append(key_of(axis=axis))
             keys.append(key_of(enabled=False))
             keys.append(key_of(plan_options=PlanOptions("auto", stages=3, keep_bytes=0)))
-            keys.append(key_of(scheduling=Scheduling.read({"schedule": "none"})[0]))
+            keys.append(key_of(plan_options=PlanOptions("auto", 0, 0, schedule="none")))
     keys.append(key_of())
     monkeypatch.setattr(cache_key, "source_hash", lambda: "another source")
     keys.append(key_of())

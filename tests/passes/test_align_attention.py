@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.passes.align_attention import align_attention
 from cp_inductor.passes.attentions import SDPA
 from tests.support.ranks import on_ranks, run_ranks, world_mesh
@@ -114,7 +115,7 @@ def test_keys_travel_before_they_are_repeated(
     found = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: object) -> object:
-        align_attention(gm, has_axis=True)
+        align_attention(gm, SequenceAxis("axis 0", "group", 0, 2))
         (call,) = (node for node in gm.graph.nodes if node.target in SDPA)
         found.append((call.args[1].op == "placeholder", call.kwargs.get("enable_gqa", False)))
         return gm.forward

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cp_inductor.passes.relax_views import relax_views
+from cp_inductor.passes.pin_order import relax_views
 
 
 def flattened_gradient(grad: Tensor, x: Tensor) -> Tensor:

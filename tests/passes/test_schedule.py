@@ -14,15 +14,17 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
+from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.graph.collectives import START, WAIT, is_start
 from cp_inductor.passes.nodes import BYTES_KEY
-from cp_inductor.passes.schedule_exchange import Scheduling, schedule_exchange
+from cp_inductor.passes.schedule_exchange import schedule_exchange
 from tests.support.combinations import assert_beside
 from tests.support.graphs import Layer, lowered_graphs
 from tests.support.ranks import fake_mesh, on_ranks, world_mesh
 from tests.support.reference import shard
 
 SLOW: Mapping[str, Any] = {"link_bytes_per_s": 1e6, "device_flops_per_s": 1e10}
+SLOWEST = PlanOptions("auto", 0, 0, link_bytes_per_s=1.0, device_flops_per_s=1e9)
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -118,7 +120,7 @@ def test_random_numbers_and_writes_keep_their_order() -> None:
     second = call(aten.rand_like.default, x)
     after = call(aten.mm.default, x, x)
     graph.output((used, first, free, written, second, after))
-    schedule_exchange(graph, "forward", Scheduling("global", -1, 1.0, 1e9))
+    schedule_exchange(graph, "forward", SLOWEST)
     names = [node.name for node in graph.nodes]
     assert names.index(free.name) < names.index(wait.name)  # it was pulled into the flight
     order = [node.name for node in (first, written, second, after)]
@@ -135,7 +137,7 @@ def test_what_another_graph_started_is_not_read_before_its_wait() -> None:
     arrived = call(WAIT, x)
     read, free = call(mm, x, x), call(mm, y, y)
     graph.output((used, arrived, read, free))
-    schedule_exchange(graph, "forward", Scheduling("global", -1, 1.0, 1e9))
+    schedule_exchange(graph, "forward", SLOWEST)
     names = [node.name for node in graph.nodes]
     assert names.index(arrived.name) < names.index(read.name)
 

@@ -20,8 +20,8 @@ from cp_inductor.backend.compile import kind_of
 from cp_inductor.graph.collectives import is_collective
 from cp_inductor.inspect import compile_for
 from cp_inductor.inspect.cross_compile import Done
+from cp_inductor.passes.lower_attention import Piece
 from cp_inductor.passes.nodes import tiles_of
-from cp_inductor.passes.share_pieces import Piece
 from cp_inductor.tiles.kernel_table import FLEX_OPS
 from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH
 from tests.support.packed import packed_on_meta

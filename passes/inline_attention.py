@@ -40,7 +40,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from cp_inductor.dtensor.pad import document_numbers
+from cp_inductor.dtensor.packed import document_numbers
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import name_of
 from cp_inductor.passes.attentions import calls_to

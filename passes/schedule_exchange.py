@@ -31,7 +31,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from cp_inductor import config
-from cp_inductor.dtensor.machines import machine_text
+from cp_inductor.dtensor.recipe import machine_text
 from cp_inductor.flags import AUTO
 from cp_inductor.graph.collectives import WAIT, is_start
 from cp_inductor.passes.nodes import BYTES_KEY, TILES_KEY, is_heavy, is_view, tiles_of

@@ -27,7 +27,7 @@ import numpy as np
 from tabulate import tabulate
 
 from benchmarks.packed import KINDS, pack
-from cp_inductor.dtensor.balance import EVEN_LENGTH, assign
+from cp_inductor.dtensor.packed import EVEN_LENGTH, assign
 
 
 def measure(kind: str, replicas: int, tokens: int, seed: int) -> dict[str, float]:

@@ -35,8 +35,7 @@ from cp_inductor.torch_private.first_dtensor import attend_with
 
 if TYPE_CHECKING:
     from cp_inductor.batches.plans import batch_plans, prepared
-    from cp_inductor.dtensor.balance import balanced, loss_weight
-    from cp_inductor.dtensor.pad import pad_packed
+    from cp_inductor.dtensor.packed import balanced, loss_weight, pad_packed
     from cp_inductor.dtensor.shard import shard, unshard
     from cp_inductor.inspect.calibrate import calibrate
     from cp_inductor.inspect.cross_compile import CrossCompiled, cross_compile
@@ -115,8 +114,7 @@ __version__ = "0.3.0"
 # than torch.
 _HOMES = {
     "batches.plans": "batch_plans prepared",
-    "dtensor.balance": "balanced loss_weight",
-    "dtensor.pad": "pad_packed",
+    "dtensor.packed": "balanced loss_weight pad_packed",
     "dtensor.shard": "shard unshard",
     "inspect.calibrate": "calibrate",
     "inspect.cross_compile": "CrossCompiled cross_compile",

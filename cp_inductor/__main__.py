@@ -369,7 +369,7 @@ def _example(args: argparse.Namespace) -> Iterator[Example]:
 def _plan(args: argparse.Namespace) -> tuple[str, bool]:
     _check_rank(args)
     if args.machine == CALIBRATED:
-        from cp_inductor.dtensor.machines import machine_text
+        from cp_inductor.dtensor.recipe import machine_text
 
         args.machine = machine_text(CALIBRATED, site="--machine")
     machine = Machine.parse(args.machine, site="--machine") if args.machine else Machine()

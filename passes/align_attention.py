@@ -54,7 +54,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor.dtensor.axis import SequenceAxis, attention_placements, is_sequence_sharded
-from cp_inductor.dtensor.pad import document_numbers
+from cp_inductor.dtensor.packed import document_numbers
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.graph.nodes import call_target, name_of

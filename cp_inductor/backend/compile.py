@@ -31,7 +31,7 @@ from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.backend.progress import compile_announced
 from cp_inductor.dtensor.axis import from_local_like, local_part, seed_of_shard
-from cp_inductor.dtensor.pad import document_numbers
+from cp_inductor.dtensor.packed import document_numbers
 from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.rules.draws import note_drawn
 from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers

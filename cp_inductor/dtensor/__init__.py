@@ -1,9 +1,9 @@
 """Tensors over a mesh: the sequence axis, shards, and what teaches DTensor the rest.
 
 axis                which mesh axis shards a sequence
-recipe, machines    from tensors to the recipe of a plan, and the machine that it is made for
+recipe              from tensors to the recipe of a plan, and the machine that it is made for
 limits              what is refused
 shard, wrap         shards of a batch, and DTensors of them
-pad, balance        packed batches
+packed              packed batches
 rules               ops that DTensor has no rule for, or a wrong one
 """

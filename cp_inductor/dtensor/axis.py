@@ -103,10 +103,6 @@ def attention_placements(
     One mesh axis shards the sequence. The others shard batch or heads, if any of the tensors does,
     and heads only if groups of query heads stay with their key head.
 
-    Args:
-        query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D).
-        site: for errors.
-
     Returns:
         None if no tensor is sharded along the sequence.
     """
@@ -140,18 +136,14 @@ def batch_and_heads(query: DTensor, key: DTensor, value: DTensor) -> tuple[Place
         dims = [getattr(placement, "dim", None) for placement in of_axis]
         sharded = [Shard(dim) for dim in dims if dim in (BATCH_DIM, HEADS_DIM)]
         placements.append(sharded[0] if sharded else Replicate())
-    of_heads = Shard(HEADS_DIM)
-    num_ranks = prod(mesh.size(axis) for axis, p in enumerate(placements) if p == of_heads)
     num_heads, num_kv_heads = query.shape[HEADS_DIM], key.shape[HEADS_DIM]
-    if num_heads != num_kv_heads and num_kv_heads % num_ranks:
-        placements = [Replicate() if p == of_heads else p for p in placements]
-    for dim in (BATCH_DIM, HEADS_DIM):
+    for dim in (HEADS_DIM, BATCH_DIM):
+        sizes = [mesh.size(axis) for axis, p in enumerate(placements) if p == Shard(dim)]
         smallest = min(query.shape[dim], key.shape[dim])
-        for axis, placement in enumerate(placements):
-            if placement == Shard(dim):
-                ranks = mesh.size(axis)
-                smallest -= (ranks - 1) * -(-smallest // ranks)
-        if smallest < 1:
+        for ranks in sizes:
+            smallest -= (ranks - 1) * -(-smallest // ranks)
+        is_grouped = dim == HEADS_DIM and num_heads != num_kv_heads
+        if (is_grouped and num_kv_heads % prod(sizes)) or smallest < 1:
             placements = [Replicate() if p == Shard(dim) else p for p in placements]
     return tuple(placements)
 
@@ -210,20 +202,16 @@ def roles_of(indices: Sequence[Expr]) -> str:
 def local_part(tensor: Tensor, like: Tensor, roles: str) -> Tensor:
     """Return the part that this rank reads of a mask, or of a table that a mask is made from.
 
-    Args:
-        tensor: a DTensor, or a plain tensor that is the same on every rank.
-        like: the query, a DTensor (B, H, S, D).
-        roles: of the tensor's dims; see `roles_of`.
+    It is a DTensor, or the same on every rank; `like` is the query, a DTensor; roles: `roles_of`.
     """
     assert isinstance(like, DTensor)
     mesh = like.device_mesh
     if not isinstance(tensor, DTensor):
         tensor = wrap_whole(tensor, mesh)
-    role_of_dim = {BATCH_DIM: "b", HEADS_DIM: "h", SEQUENCE_DIM: "q"}
+    dims = {BATCH_DIM: roles.find("b"), HEADS_DIM: roles.find("h"), SEQUENCE_DIM: roles.find("q")}
     placements: list[Placement] = []
     for placement in like.placements:
-        role = role_of_dim.get(placement.dim) if isinstance(placement, Shard) else None
-        dim = roles.find(role) if role is not None else -1
+        dim = dims.get(placement.dim, -1) if isinstance(placement, Shard) else -1
         is_sharded = dim >= 0 and tensor.shape[dim] != 1
         placements.append(Shard(dim) if is_sharded else Replicate())
     return tensor.redistribute(mesh, placements).to_local()
@@ -236,17 +224,16 @@ def first_batch_and_head(tensor: Tensor) -> tuple[int | SymInt, int | SymInt]:
     """
     if not isinstance(tensor, DTensor):
         return 0, 0
-    first: dict[int, int | SymInt] = {BATCH_DIM: 0, HEADS_DIM: 0}
-    lengths = dict(zip(first, tensor.shape, strict=False))
+    first: list[int | SymInt] = [0] * tensor.ndim
+    lengths: list[int | SymInt] = [*tensor.shape]
     for axis, placement in enumerate(tensor.placements):
-        if not isinstance(placement, Shard) or placement.dim not in first:
-            continue
-        # As torch.chunk cuts what the axes before have left.
-        length, dim = lengths[placement.dim], placement.dim
-        most = -(-length // tensor.device_mesh.size(axis))
-        before = torch.sym_min(length, most * tensor.device_mesh.get_local_rank(axis))
-        first[dim] += before
-        lengths[dim] = torch.sym_min(most, length - before)
+        if isinstance(placement, Shard) and placement.dim in (BATCH_DIM, HEADS_DIM):
+            # As torch.chunk cuts what the axes before have left.
+            length, dim = lengths[placement.dim], placement.dim
+            most = -(-length // tensor.device_mesh.size(axis))
+            before = torch.sym_min(length, most * tensor.device_mesh.get_local_rank(axis))
+            first[dim] += before
+            lengths[dim] = torch.sym_min(most, length - before)
     return first[BATCH_DIM], first[HEADS_DIM]
 
 

@@ -129,19 +129,16 @@ def refuse_plain_ids(site: str, ids: Tensor) -> NoReturn:
 def may_be_permuted() -> bool:
     """Whether torch's context parallelism has sharded something here, with its load balancer on.
 
-    Nothing about a tensor tells the order of its tokens, but torch leaves flags in the process when
-    it shards. Not noticed are batches that a program has permuted itself.
+    Torch leaves flags in the process. Not noticed are batches that a program has permuted itself.
     """
     torchs = torchs_context_parallel()
     return torchs.is_balanced and (torchs.is_around or torchs.has_shards)
 
 
 def refuse_permuted(site: str, *, remedy: str = UNPERMUTED) -> None:
-    """Refuse shards that torch's load balancer may have permuted.
+    """Refuse shards that torch's load balancer may have permuted, where an attention is planned.
 
-    Called when an attention is planned, and whenever a compiled graph runs: ranks must hold
-    contiguous shards, in the order of the ranks. `cp_inductor.context_parallel` shards its own
-    buffers, and clears torch's flag inside.
+    Compiled graphs ask in each run. `cp_inductor.context_parallel` clears torch's flag inside.
     """
     if may_be_permuted():
         raise UnsupportedPlacement(

@@ -2,30 +2,44 @@
 
 q (B, H, 512, D) on each of 2 ranks, PlanOptions(strategy="auto")
   =>  world_size=2 query_length=1024 ... strategy=blocks stages=3 chunks=8
+
+And from what the user says of the machine to the machine of the ranks of a group:
+
+"8xh100:nvlink4 x 8:ib400", ranks 0, 8, 16, ...                =>   one level, ib400
+"calibrated"                                                   =>   what `calibrate` measured
+"auto", on 16 H100, 8 on each host                             =>   "8xh100:nvlink4 x ib400"
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import SymInt, Tensor
 from torch.distributed.tensor import DTensor
 
 from cp_inductor import config
 from cp_inductor.dtensor.axis import SequenceAxis, whole_of_shard
-from cp_inductor.dtensor.machines import machine_of, machine_text
 from cp_inductor.dtensor.wrap import held_by_rank
-from cp_inductor.errors import UnevenSequence
+from cp_inductor.errors import InvalidArgument, UnevenSequence
 from cp_inductor.flags import AUTO
 from cp_inductor.plan import Machine, Recipe, forward_plan, resolve
 from cp_inductor.plan.checks import MAX_LENGTH, check_count
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.plan.ir import Shape
+from cp_inductor.plan.machine import CHIPS, DEVICES, known_machine
+from cp_inductor.plan.machine_file import CALIBRATED, read_calibrated
 from cp_inductor.tiles.dims import SEQUENCE_DIM
+from cp_inductor.torch_private.groups import group_of
+from cp_inductor.torch_private.inductor import cache_folder
 from cp_inductor.torch_private.sizes import is_demanded, is_number, size_hint
+
+# GPUs of a node, where none can be counted.
+USUAL_NODE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +105,44 @@ class PlanOptions:
         return machine.with_speeds(self.link_bytes_per_s, self.device_flops_per_s).format()
 
     def machine_of(self, axis: SequenceAxis, tensor: Tensor) -> Machine:
-        """Return the machine of an axis, with the speeds that the user gave apart from it."""
-        device = self.device or tensor.device.type
-        machine = machine_of(self.machine, axis.group_name, device, self.capability)
+        """Return the machine as an axis sees it, with the speeds that the user gave apart."""
+        device, capability = self.device or tensor.device.type, self.capability
+        group, world_size = group_of(axis.group_name), dist.get_world_size()
+        node_size = 0 if dist.get_backend(group) == "fake" else config.ranks_of_this_host()
+        if self.machine != AUTO or device not in ("cpu", "cuda"):
+            machine = Machine() if self.machine in ("", AUTO) else Machine.parse(self.machine)
+        elif device == "cpu":
+            num_cores = os.cpu_count() or 1
+            machine = known_machine("cpu", world_size, node_size or world_size, num_cores)
+        else:
+            is_here = capability is None and torch.cuda.is_available()
+            chip = chip_of_this_process() if is_here else CHIPS.get(capability or (0, 0), "gpu")
+            usual = torch.cuda.device_count() if is_here else USUAL_NODE
+            machine = known_machine(chip, world_size, node_size or usual)
+        machine = machine.among(dist.get_process_group_ranks(group))
         return machine.with_speeds(self.link_bytes_per_s, self.device_flops_per_s)
+
+
+def machine_text(machine: object, *, site: str) -> str:
+    """Return as text a `Machine`, its text, "calibrated", "auto", or "", which is the default."""
+    if isinstance(machine, Machine):
+        return machine.format()
+    if not isinstance(machine, str):
+        raise InvalidArgument(
+            site=site,
+            expected="machine to be a cp_inductor.Machine, or its text",
+            got=repr(machine)[:60],
+            remedy="write '8xh100:nvlink4 x 8:ib400' for 8 nodes of 8 H100",
+        )
+    if machine == CALIBRATED:
+        return read_calibrated(cache_folder()).format()
+    return Machine.parse(machine, site=site).format() if machine not in ("", AUTO) else machine
+
+
+def chip_of_this_process() -> str:
+    """Return the name in `DEVICES` of the GPU of this process; "gpu" if nothing is known of it."""
+    name = torch.cuda.get_device_name().lower()
+    return next((chip for chip in DEVICES if chip in name), "gpu")
 
 
 def make_recipe(
@@ -116,6 +164,7 @@ def make_recipe(
         dtype: in which the attention is computed and its data is moved.
         site: for errors.
     """
+    shape = shape_on_rank(query, key, dtype)
     query_length, key_length = whole_lengths(plan_options, axis, query, key, site=site)
     # What is empty under other rules depends on lengths: those are constants of the graph.
     is_dynamic = rule in ("full", "causal") and not all(
@@ -125,10 +174,10 @@ def make_recipe(
         world_size=axis.world_size,
         query_length=query_length,
         key_length=key_length,
-        num_heads=size_hint(held_by_rank(query).shape[1]),
-        num_kv_heads=size_hint(held_by_rank(key).shape[1]),
-        head_dim=size_hint(query.shape[-1]),
-        itemsize=dtype.itemsize,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        itemsize=shape.itemsize,
         rule=rule,
         strategy=plan_options.strategy,
         stages=plan_options.stages,

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from cp_inductor.dtensor.axis import axis_of_mesh
-from cp_inductor.dtensor.machines import chip_of_this_process
+from cp_inductor.dtensor.recipe import chip_of_this_process
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cp_inductor
 from cp_inductor import InvalidArgument, UnsupportedPlacement
-from cp_inductor.dtensor.balance import assign
-from cp_inductor.dtensor.pad import capacity_of
+from cp_inductor.dtensor.packed import assign, capacity_of
 from tests.support.ranks import on_ranks, run_ranks
 
 EVEN = 64

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from cp_inductor.dtensor.axis import SequenceAxis
-from cp_inductor.dtensor.machines import machine_of
+from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.plan.machine import Machine
 from tests.support.ranks import fake_rank
 
@@ -31,7 +32,10 @@ def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         seems = mock.patch.object(dist, "get_backend", return_value=backend)
         with fake_rank(3, 16), seems:
             axis = SequenceAxis("axis 0", dist.group.WORLD.group_name, 3, 16)
-            return machine_of("auto", axis.group_name, device, capability).format()
+            options = PlanOptions(
+                "auto", 0, 0, machine="auto", device=device, capability=capability
+            )
+            return options.machine_of(axis, torch.empty(0)).format()
 
     return find
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 import cp_inductor
 from cp_inductor.__main__ import main
-from cp_inductor.dtensor import machines
+from cp_inductor.dtensor import recipe
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.inspect.calibrate import _fit
 from cp_inductor.plan.machine import Machine
@@ -91,7 +91,7 @@ def _calibrate(folder: str, hosts: str) -> tuple[str, str, str]:
     }
     with (
         mock.patch.multiple(measuring, create=True, **little),
-        mock.patch.object(machines, "cache_folder", return_value=folder),
+        mock.patch.object(recipe, "cache_folder", return_value=folder),
     ):
         try:
             machine = cp_inductor.calibrate(world_mesh()).format()
@@ -100,7 +100,7 @@ def _calibrate(folder: str, hosts: str) -> tuple[str, str, str]:
         whole = make_qkv(64)
         found = with_grads(compiled, on_mesh(whole, world_mesh(), Shard(2)))
         assert_shards_close(found, attend_with_grads(*whole, is_causal=True), torch.float32)
-        planned = machines.machine_text(CALIBRATED, site="a test")
+        planned = recipe.machine_text(CALIBRATED, site="a test")
     return machine, planned, "\n".join(lines)
 
 

@@ -31,7 +31,7 @@ from cp_inductor import (
     parallelize,
     reset,
 )
-from cp_inductor.dtensor.pad import capacity_of
+from cp_inductor.dtensor.packed import capacity_of
 from cp_inductor.graph.collectives import list_collectives
 from cp_inductor.plan import batch as planning
 from tests.support.graphs import format_graph, lowered_graphs, recorded_lowering

@@ -12,26 +12,62 @@ All are registered here. Where no sequences lie (`dtensor/axis.py`), losses, par
 numbers stay DTensor's own. Programs that do not use the library keep all of its rules.
 """
 
-from cp_inductor.dtensor.rules import draws, loss, partials
-from cp_inductor.dtensor.rules.attention import register_dtensor_attention
-from cp_inductor.dtensor.rules.on_whole import compute_on_whole
-from cp_inductor.dtensor.rules.single_ops import complete_single_ops
-from cp_inductor.dtensor.rules.writes import refuse_lost_writes
-from cp_inductor.torch_private.dtensor import follow_memory, ops_that_draw, register_dtensor_handler
+from functools import partial
+
+import torch
+from torch.distributed.tensor.experimental import register_sharding
+
+from cp_inductor.dtensor.rules import attention, draws, loss, on_whole, partials, single_ops, writes
+from cp_inductor.torch_private.dispatch import on_failed_sharding
+from cp_inductor.torch_private.dtensor import (
+    dispatch_as_dtensor,
+    dtensor_handler,
+    flex_attention_op,
+    follow_memory,
+    ops_that_draw,
+    register_dtensor_handler,
+    varlen_op,
+    without_handler,
+)
+from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
+
+aten = torch.ops.aten
 
 
 def register_rules() -> None:
     """Register all, when the library is first used over DTensors; again, nothing changes.
 
     That is when a backend is loaded, a model parallelized, a tensor sharded, or an attention met.
+    Handlers of attention of torch's context parallelism stay while its dispatcher is on (on CUDA).
     """
-    register_dtensor_attention()
-    for op in loss.COMPUTED:
-        register_dtensor_handler(op, loss.compute_loss, is_loss=True)
-    refuse_lost_writes()
-    complete_single_ops()
-    compute_on_whole()
-    register_dtensor_handler(partials.ITEM, partials.read_item)
+    on_failed_sharding(
+        on_whole.run_on_whole, on_whole.is_misjudged, partials.makes_parts, partials.compute_whole
+    )
     follow_memory(partials.whole_of_sequence)
-    for op in (*draws.OF_VALUES, *draws.FILLS, *ops_that_draw()):
-        register_dtensor_handler(op, draws.draw)
+    for op in single_ops.ALONE:
+        register_sharding(op)(partial(single_ops.places, len(op._schema.returns)))
+    for handler, ops in writes.handled().items():
+        for op in ops:
+            if dtensor_handler(op) is dispatch_as_dtensor:
+                register_dtensor_handler(op, handler)
+    for op in on_whole.HANDLED:
+        before = dtensor_handler(op)
+        is_dispatch = before is dispatch_as_dtensor
+        on_whole.TORCHS.setdefault(op, without_handler if is_dispatch else before)
+    table = {
+        attention.handle_forward: FORWARD_OPS,
+        attention.handle_backward: BACKWARD_OPS,
+        attention.handle_flex: (flex_attention_op(),),
+        attention.handle_varlen: filter(None, [varlen_op()]),
+        loss.compute_loss: loss.COMPUTED,
+        single_ops.accumulate: single_ops.ACCUMULATED,
+        single_ops.concatenate: (aten.cat.default,),
+        on_whole.call_equal: on_whole.EQUALS,
+        on_whole.view_as_strided: (aten.as_strided.default,),
+        on_whole.run_if_right: on_whole.HANDLED,
+        partials.read_item: (aten._local_scalar_dense.default,),
+        draws.draw: (*draws.OF_VALUES, *draws.FILLS, *ops_that_draw()),
+    }
+    for handler, ops in table.items():
+        for op in ops:
+            register_dtensor_handler(op, handler, is_loss=handler is loss.compute_loss)

@@ -8,8 +8,7 @@ Dynamo, which runs DTensor on fake tensors to learn placements, that the output 
 sequence. Query, key and value may be placed otherwise than each other: each rank takes its part.
 An attention whose sequence is not sharded is computed on each rank's batch entries and heads.
 
-SDPA passes a kernel its mask as numbers that are added to the scores. The mask becomes a table of
-the rule, of which each rank reads the rows of its queries.
+A mask becomes a table of the rule, of which each rank reads the rows of its queries.
 
 With dropout, SDPA may choose a kernel that has no handler here. A region therefore intercepts eager
 attention before SDPA chooses a kernel, and calls `attend`.
@@ -19,7 +18,7 @@ Assumes: DTensor calls the handlers below autograd, with the arguments of the at
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -56,11 +55,8 @@ from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import (
     are_plain_tensors_replicated,
     dispatch_as_dtensor,
-    flex_attention_op,
     is_propagating_shapes,
-    register_dtensor_handler,
     replicated,
-    varlen_op,
 )
 from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
 from cp_inductor.torch_private.modes import run_uncompiled
@@ -74,25 +70,11 @@ SIDES = ("query", "key", "value")
 PLACED = ROWS | {"logsumexp", "grad_out", "grad_out_"}
 
 
-def register_dtensor_attention() -> None:
-    """Register the handlers of attention along a sharded sequence; again, nothing changes.
-
-    Those of torch's context parallelism stay in place while its dispatcher is on (on CUDA).
-    """
-    for forward, backward in zip(FORWARD_OPS, BACKWARD_OPS, strict=True):
-        register_dtensor_handler(forward, _handle_forward)
-        register_dtensor_handler(backward, _handle_backward)
-    op = varlen_op()
-    if op is not None:
-        register_dtensor_handler(op, _handle_varlen)
-    register_dtensor_handler(flex_attention_op(), _handle_flex)
-
-
-def _handle_forward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def handle_forward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     """Handle a forward op: run the plan's part of this rank, or that of its batch and heads."""
     bound = bind_arguments(op, args, kwargs)
     query, *_ = tensors = [bound[side] for side in SIDES]
-    site = _site(op)
+    site = f"{op.name()} on DTensors"
     if isinstance(query, DTensor) and query.device_mesh.get_coordinate() is None:
         return _shapes_of(op, query, bound)
     is_propagating = isinstance(query, DTensor) and is_propagating_shapes(query.to_local())
@@ -112,8 +94,7 @@ def _handle_forward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
                 remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
             )
         refuse_permuted(site)
-        call = (_mask_of(bound), 0.0, bound["is_causal"], bound["scale"])
-        this, sides, local, extras = _prepare(tensors, *call, dtype=query.dtype, site=site)
+        this, sides, local, extras = _prepare(bound, dtype=query.dtype, site=site)
     except CPError as error:
         if is_propagating:
             # Let Dynamo go on: the graph pass will raise the same error, with the source line.
@@ -136,7 +117,7 @@ def _handle_forward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     return _results_of(op, from_local_like(out, sides[0]), from_local_like(lse, sides[0]), bound)
 
 
-def _handle_flex(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def handle_flex(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tell Dynamo the shapes of flex_attention on DTensors; refuse it in eager code."""
     query, key, value, *_ = args
     is_propagating = is_propagating_shapes(held_by_rank(query))
@@ -160,7 +141,7 @@ def _handle_flex(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise error
 
 
-def _handle_varlen(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def handle_varlen(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     """Tell Dynamo the shapes of varlen_attn on sharded tokens; refuse it in eager code."""
     query = bind_arguments(op, args, kwargs)["query"]
     placements = query.placements if isinstance(query, DTensor) else ()
@@ -181,11 +162,11 @@ def _handle_varlen(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _handle_backward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-    """Handle a backward op, for the attention that `_handle_forward` computed."""
+def handle_backward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """Handle a backward op, for the attention that `handle_forward` computed."""
     bound = bind_arguments(op, args, kwargs)
     tensors = tuple(bound[side] for side in SIDES)
-    site = _site(op)
+    site = f"{op.name()} on DTensors"
     if isinstance(tensors[0], DTensor) and tensors[0].device_mesh.get_coordinate() is None:
         return _gradients_of(op, map(torch.empty_like, tensors), tensors)
     if axis_of_tensors(*tensors, site=site) is None:
@@ -197,8 +178,7 @@ def _handle_backward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     # must not change that choice.
     chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
     with chosen if tensors[0].device.type == "cpu" else nullcontext():
-        call = (_mask_of(bound), 0.0, bound["is_causal"], bound["scale"])
-        this, sides, local, extras = _prepare(tensors, *call, dtype=tensors[0].dtype, site=site)
+        this, sides, local, extras = _prepare(bound, dtype=tensors[0].dtype, site=site)
     grad_out = bound["grad_out"] if "grad_out" in bound else bound["grad_out_"]
     grad_out = _placed(grad_out, sides[0].placements).to_local()
     if _is_traced(local[0]):
@@ -295,13 +275,10 @@ def attend(
 ) -> DTensor:
     """Compute SDPA along a sharded sequence in eager code, with a mask or dropout if wanted.
 
+    The arguments are those of SDPA. The mask is over the whole sequence, has no gradient, and is a
+    DTensor, or the same on every rank. Ranks draw the seed of dropout, and must be seeded alike.
+
     Args:
-        query, key, value: (B, H, S, D), (B, G, T, D), (B, G, T, D), sharded along the sequence.
-        attn_mask: a bool mask (True: the pair exists), or numbers that are added to the scores,
-            without a gradient. Broadcasts to (B, H, S, T) of the whole sequence. A DTensor, or a
-            plain tensor that is the same on every rank, which reads the rows of its queries.
-        dropout_p, is_causal, scale, enable_gqa: as of SDPA. The seed of dropout is drawn from
-            torch's generator, which must be in the same state on every rank.
         like: the original query, if its placements also shard batch or heads; used by dropout.
 
     Returns:
@@ -318,39 +295,33 @@ def attend(
     is_cast = torch.is_autocast_enabled(device)
     refuse_permuted(EAGER)
     dtype = torch.get_autocast_dtype(device) if is_cast else query.dtype
-    sides, call = (query, key, value), (attn_mask, dropout_p, is_causal, scale)
-    this, placed, tensors, extras = _prepare(sides, *call, dtype=dtype, site=EAGER, like=like)
+    call = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "scale": scale}
+    call |= {"dropout_p": dropout_p, "is_causal": is_causal}
+    this, placed, tensors, extras = _prepare(call, dtype=dtype, site=EAGER, like=like)
     has_grad = torch.is_grad_enabled()
     with agreed(this, tensors[0], tensors[1], extras, site=EAGER, has_grad=has_grad):
         out: Tensor = _AttendWithGradient.apply(this, *tensors, *extras)
     return from_local_like(out, placed[0])
 
 
-def _mask_of(bound: dict[str, Any]) -> Any:
+def _mask_of(bound: Mapping[str, Any]) -> Any:
     """Return what a kernel adds to the scores, by the name that the kernel has for it."""
     return bound.get("attn_mask", bound.get("attn_bias"))
 
 
 def _prepare(
-    tensors: Sequence[Tensor],
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    *,
-    dtype: torch.dtype,
-    site: str,
-    like: Tensor | None = None,
+    call: Mapping[str, Any], *, dtype: torch.dtype, site: str, like: Tensor | None = None
 ) -> tuple[Attention, list[DTensor], list[Tensor], list[Tensor]]:
     """Return an attention, its query, key and value placed alike and local, and what else it reads.
 
     Args:
-        tensors: query, key and value.
-        attn_mask, dropout_p, is_causal, scale, like: as for `attend`.
+        call: the arguments of SDPA, or of a kernel, by name.
         dtype: in which the attention is computed.
         site: for errors.
+        like: as for `attend`.
     """
-    query, key, _ = sides = _placed_alike(*tensors, site=site)
+    attn_mask, is_causal, dropout_p = _mask_of(call), call["is_causal"], call["dropout_p"]
+    query, key, _ = sides = _placed_alike(*(call[side] for side in SIDES), site=site)
     axis = axis_of_tensors(*sides, site=site)
     assert axis is not None
     hold_sequences_along(query.device_mesh, axis.group_name)
@@ -377,7 +348,7 @@ def _prepare(
     # SDPA's own op saves only its results: nothing of what was fetched.
     flags = replace(PlanOptions.read({})[0], can_keep=False)
     recipe = make_recipe(flags, axis, query, key, rule=rule.format(), dtype=dtype, site=site)
-    this = Attention(recipe, axis.rank, scale, kernel, axis.group_name, dropout_p)
+    this = Attention(recipe, axis.rank, call["scale"], kernel, axis.group_name, dropout_p)
     return this, sides, local, extras
 
 
@@ -436,10 +407,6 @@ def _check_mask(mask: Tensor, query: DTensor, key: DTensor, *, is_causal: bool, 
 def _is_traced(local: Tensor) -> bool:
     """Whether the call is being traced, so that the graph must contain the op itself."""
     return type(local) is not Tensor or torch.compiler.is_compiling()
-
-
-def _site(op: torch._ops.OpOverload) -> str:
-    return f"{op.name()} on DTensors"
 
 
 def _shapes_of(op: torch._ops.OpOverload, query: DTensor, bound: dict[str, Any]) -> tuple[Any, ...]:

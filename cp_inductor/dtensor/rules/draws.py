@@ -8,10 +8,8 @@
 Each rank draws with a generator of its own. DTensor (torch 2.13 to 2.15) assumes that ranks draw
 the same numbers, whether they are seeded alike or not. In eager code over a replicated DTensor, all
 ranks take here what the first rank drew, unless DTensor's own generator makes them draw alike,
-which it does not on the CPU. There, shards would otherwise all drop the same features, and ranks
-with shards of other lengths would draw other numbers from then on. Nobody can tell where a plain
-tensor comes from, so eager code takes it as it is. Graphs compare what they draw by `note_drawn`
-and `note_draw`: see `passes/note_draws.py`.
+which it does not on the CPU. Nobody can tell where a plain tensor comes from, so eager code takes
+it as it is. Graphs compare what they draw: see `passes/note_draws.py`.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ def draw(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
 def _part_of_whole(op: torch._ops.OpOverload, bound: dict[str, Any], of: DTensor) -> Any:
     """Draw what one process would draw, and keep this rank's part of it."""
     mesh, own = of.device_mesh, of.to_local().detach()
-    name, *_ = bound
+    name = next(iter(bound))
 
     def part(whole: Tensor) -> DTensor:
         return wrap_parts(part_of(whole, of), mesh, of.placements, of.shape)
@@ -110,8 +108,8 @@ def take_from_first(drawn: DTensor) -> None:
 
 def _axes_of_equals(tensor: DTensor) -> list[int]:
     """Return the mesh axes on whose ranks a DTensor is the same."""
-    mesh, placements = tensor.device_mesh, enumerate(tensor.placements)
-    return [axis for axis, p in placements if p.is_replicate() and mesh.size(axis) > 1]
+    places = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return [axis for axis, (p, size) in enumerate(places) if p.is_replicate() and size > 1]
 
 
 def note_drawn(drawn: DTensor, number: int, site: str) -> DTensor:
@@ -119,8 +117,7 @@ def note_drawn(drawn: DTensor, number: int, site: str) -> DTensor:
 
     The number is that of the draw in the program.
     """
-    mesh = drawn.device_mesh
-    local = drawn.to_local()
+    mesh, local = drawn.device_mesh, drawn.to_local()
     for axis in _axes_of_equals(drawn):
         local = note_draw(local, number, site, mesh.get_group(axis).group_name)
     places, size, stride = drawn.placements, drawn.shape, drawn.stride()

@@ -9,9 +9,8 @@ target of the sequence, which one rank holds; padding is at the end; packed docu
 anywhere. DTensor also refuses shards of unequal length. For losses of elements (`mse_loss`,
 `huber_loss`, ...) it averages as well, with gradients that are too large by the number of ranks.
 
-A program may count on DTensor's average, and correct it by hand. So this module takes the mean over
-all tokens only where this library is used (`dtensor/axis.py`). Everything that is not a mean over
-sharded tokens is always left to DTensor.
+Where this library is not used (`dtensor/axis.py`), programs may correct the average by hand: it
+stays. Everything that is not a mean over sharded tokens is always left to DTensor.
 
 `torch.distributed.tensor.parallel.loss_parallel` has its own handlers for a sharded vocabulary,
 which refuse the mean if tokens are sharded as well. They are asked for the sum instead.
@@ -25,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -64,19 +62,17 @@ def compute_loss(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
 
 def _mean_loss(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
     logits = bound["self"]
-    if (
-        bound["reduction"] != MEAN
-        or not _is_of_sharded_tokens(logits)
-        or not holds_sequences(logits.device_mesh)
-    ):
+    if not _is_mean_of_tokens(bound) or not holds_sequences(logits.device_mesh):
         return None
-    total, weight = (parallel or dispatch_as_dtensor)(op, _with_reduction(bound, SUM), {})
+    total, weight = (parallel or dispatch_as_dtensor)(op, _as_sum(bound), {})
     mesh = total.device_mesh
-    if parallel is not None:  # it sums over this rank's tokens; its backward divides by the count
-        shares = [Partial() if place.is_partial() else Replicate() for place in total.placements]
-        weight = DTensor.from_local(weight, mesh, shares, run_check=False)
-    count = whole_tensor(weight)
-    return _divided(total, count), count if parallel is not None else wrap_whole(count, mesh)
+    if parallel is None:
+        count = whole_tensor(weight)
+        return _divided(total, count), wrap_whole(count, mesh)
+    # It sums over this rank's tokens, and its backward divides by the count.
+    shares = [Partial() if place.is_partial() else Replicate() for place in total.placements]
+    count = whole_tensor(DTensor.from_local(weight, mesh, shares, run_check=False))
+    return _divided(total, count), count
 
 
 def _divided(total: DTensor, count: Any) -> DTensor:
@@ -86,14 +82,10 @@ def _divided(total: DTensor, count: Any) -> DTensor:
 
 def _mean_loss_backward(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
     weight = bound["total_weight"]
-    if (
-        parallel is not None
-        or bound["reduction"] != MEAN
-        or not _is_of_sharded_tokens(bound["self"])
-        # Ours covers all ranks; DTensor sums its own later. Between a forward and its backward, a
-        # mesh may have started to hold sequences.
-        or not (isinstance(weight, DTensor) and is_whole(weight))
-    ):
+    # Our count covers all ranks; DTensor sums its own later. Between a forward and its backward, a
+    # mesh may have started to hold sequences.
+    is_ours = parallel is None and isinstance(weight, DTensor) and is_whole(weight)
+    if not is_ours or not _is_mean_of_tokens(bound):
         return None
     return _sum_backward(op, bound, weight.device_mesh, weight.to_local())
 
@@ -104,7 +96,7 @@ def _sum_backward(
     """Call the backward of the sum, with the gradient of a mean over a count."""
     grad = bound["grad_output"]
     grad = wrap_whole((whole_tensor(grad) if isinstance(grad, DTensor) else grad) / count, mesh)
-    return dispatch_as_dtensor(op, _with_reduction(bound | {"grad_output": grad}, SUM), {})
+    return dispatch_as_dtensor(op, _as_sum(bound | {"grad_output": grad}), {})
 
 
 def _mean_of_elements(_: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
@@ -114,7 +106,7 @@ def _mean_of_elements(_: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) 
     count = prod(torch.broadcast_shapes(bound["self"].shape, bound["target"].shape))
     if "grad_output" in bound:
         return _sum_backward(op, bound, sharded[0].device_mesh, count)
-    return _divided(dispatch_as_dtensor(op, _with_reduction(bound, SUM), {}), count)
+    return _divided(dispatch_as_dtensor(op, _as_sum(bound), {}), count)
 
 
 def _with_logits(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
@@ -141,14 +133,15 @@ def _sharded_of(bound: dict[str, Any]) -> list[DTensor]:
     return [t for t in placed if any(place.is_shard() for place in t.placements)]
 
 
-def _is_of_sharded_tokens(tensor: Tensor) -> bool:
-    if not isinstance(tensor, DTensor) or tensor.ndim <= CLASS_DIM:
+def _is_mean_of_tokens(bound: dict[str, Any]) -> bool:
+    tensor = bound["self"]
+    if bound["reduction"] != MEAN or not isinstance(tensor, DTensor) or tensor.ndim <= CLASS_DIM:
         return False
     return bool({getattr(p, "dim", None) for p in tensor.placements} - {None, CLASS_DIM})
 
 
-def _with_reduction(bound: dict[str, Any], reduction: int) -> tuple[Any, ...]:
-    return tuple((bound | {"reduction": reduction}).values())
+def _as_sum(bound: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple((bound | {"reduction": SUM}).values())
 
 
 # (what `loss_parallel` computes the op by; the op; its arguments by name) -> the results, or None

@@ -12,16 +12,11 @@ of an input is sharded like that input, so that the rest of the model stays shar
 result of a convolution along a sharded dim, such as a spectrogram in time. All other results stay
 whole.
 
-An op that writes to its input writes to a whole copy, and every rank takes its part of that copy;
-so do writes to a partial that are not linear.
+An op that writes to its input writes to a whole copy, and every rank takes its part of that copy.
 An op that draws random numbers takes those of the first rank. If a size depends on values, as that
 of x[mask] does, every rank gets the size of the whole.
 
-Some rules of torch (read in 2.13) are wrong, and are not used: rules that would write to a copy;
-rules for indices that are masks, for reductions over an empty list of dims, for pixels in dims with
-uneven shards, for convolutions along a sharded dim, for a gather along a dim of which a rank has no
-elements, for gradients of a table that are divided by how often a row was looked up, and for ops
-that change shapes in place. Other rules claim strides that the results do not have.
+Rules of torch (read in 2.13) that are wrong are not used: `is_misjudged` and `HANDLED` know them.
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.rules.draws import take_from_first
-from cp_inductor.dtensor.rules.partials import compute_whole, makes_parts, part_of
+from cp_inductor.dtensor.rules.partials import part_of
 from cp_inductor.dtensor.wrap import is_whole, whole_tensor
 from cp_inductor.errors import CPError, UnsupportedPlacement
 from cp_inductor.kept import cache
@@ -50,15 +45,8 @@ from cp_inductor.torch_private.dispatch import (
     as_view,
     become,
     is_composite,
-    on_failed_sharding,
 )
-from cp_inductor.torch_private.dtensor import (
-    dispatch_as_dtensor,
-    dtensor_handler,
-    register_dtensor_handler,
-    replicated,
-    without_handler,
-)
+from cp_inductor.torch_private.dtensor import replicated
 
 log = logging.getLogger("cp_inductor")
 
@@ -78,12 +66,14 @@ LAID_LIKE_INPUT = (
     *(aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default),
     aten._adaptive_avg_pool2d_backward.default,
 )
-# torch 2.13 takes a name that ends in "_" for that of an op which writes to its first argument.
-NAMES = {
+# Ops without a right rule => others that compute the same. torch 2.13 takes a name that ends in "_"
+# for that of an op which writes to its first argument. Complex numbers have no hash.
+EQUALS: dict[Any, Callable[..., Any]] = {
     aten.__lshift__.Scalar: aten.bitwise_left_shift.Tensor_Scalar,
     aten.__lshift__.Tensor: aten.bitwise_left_shift.Tensor,
     aten.__rshift__.Scalar: aten.bitwise_right_shift.Tensor_Scalar,
     aten.__rshift__.Tensor: aten.bitwise_right_shift.Tensor,
+    aten.mul.Scalar: torch.mul,
 }
 # No dims are all dims to other reductions, as in the backward of x.amax(), and none to DTensor.
 KEEP_ALL_OF_NO_DIMS = (aten.any.dims, aten.all.dims)
@@ -92,22 +82,15 @@ BATCH_DIM = 0  # of what is convolved: (batch, channels, ...)
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "cp_inductor")
 
 
-def compute_on_whole() -> None:
-    """Register the functions; a second call changes nothing."""
-    on_failed_sharding(run_on_whole, _is_misjudged, makes_parts, compute_whole)
-    for op in NAMES:
-        register_dtensor_handler(op, lambda op, args, kwargs: NAMES[op](*args, **kwargs))
-    register_dtensor_handler(aten.as_strided.default, _as_strided)
-    for op in HANDLED:
-        before = dtensor_handler(op)
-        _torchs.setdefault(op, without_handler if before is dispatch_as_dtensor else before)
-        register_dtensor_handler(op, _if_right)
-
-
-def _if_right(op: Any, args: Any, kwargs: Any) -> Any:
+def run_if_right(op: Any, args: Any, kwargs: Any) -> Any:
     """Call what torch has for an op, if it gets the call right."""
     is_right = HANDLED[op](bind_arguments(op, args, kwargs))
-    return (_torchs[op] if is_right else run_on_whole)(op, args, kwargs)
+    return (TORCHS[op] if is_right else run_on_whole)(op, args, kwargs)
+
+
+def call_equal(op: Any, args: Any, kwargs: Any) -> Any:
+    """Call what computes the same as an op."""
+    return EQUALS[op](*args, **kwargs)
 
 
 def _is_found_in_parts(bound: dict[str, Any]) -> bool:
@@ -156,10 +139,11 @@ HANDLED: dict[Any, Callable[[dict[str, Any]], bool]] = {
     aten.rrelu_with_noise.default: lambda bound: not bound["training"],
 }
 # What torch calls for them.
-_torchs: dict[Any, Callable[..., Any]] = {}
+TORCHS: dict[Any, Callable[..., Any]] = {}
 
 
-def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def view_as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """View a tensor as it is, or what every rank has whole; else refuse."""
     bound = bind_arguments(op, args, kwargs)
     tensor, offset = bound["self"], bound["storage_offset"]
     # The stride of a dim of size 1 says nothing.
@@ -181,12 +165,20 @@ def _as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _is_misjudged(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+def is_misjudged(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether the rule that DTensor has for a call is wrong."""
     if op in INDEXED:
         masks = (torch.bool, torch.uint8)
         return any(getattr(index, "dtype", None) in masks for index in args[1])
+    if op is aten.gather.default and isinstance(args[0], DTensor) and args[0].ndim:
+        # A rank without elements along the dim would fail, and others wait.
+        tensor, dim = args[:2]
+        along, length = Shard(dim % tensor.ndim), tensor.shape[dim]
+        sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+        ranks = prod(size for place, size in sizes if place == along)
+        return bool((ranks - 1) * -(-length // ranks) >= length)
     is_known = op in PIXELS or op in LAID_LIKE_INPUT or torch.Tag.inplace_view in op.tags
-    return is_known or _place_of_no_dims(op, args) is not None or _lacks_elements(op, args)
+    return is_known or _place_of_no_dims(op, args) is not None
 
 
 def _place_of_no_dims(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> int | None:
@@ -195,17 +187,6 @@ def _place_of_no_dims(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> int |
         return None
     named = zip(op._schema.arguments, args, strict=False)
     return next((i for i, (it, dims) in enumerate(named) if it.name == "dim" and dims == []), None)
-
-
-def _lacks_elements(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether a rank has no elements along the dim of a gather: it would fail, and others wait."""
-    if op is not aten.gather.default or not isinstance(args[0], DTensor) or not args[0].ndim:
-        return False
-    tensor, dim = args[:2]
-    along, length = Shard(dim % tensor.ndim), tensor.shape[dim]
-    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    ranks = prod(size for place, size in sizes if place == along)
-    return bool((ranks - 1) * -(-length // ranks) >= length)
 
 
 def run_on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -217,8 +198,14 @@ def run_on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
         all_dims = [*range(args[0].ndim)]
         return op(*args[:no_dims], all_dims, *args[no_dims + 1 :], **kwargs)
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
-    if not _is_computable(op, given):
-        error = sys.exc_info()[1]
+    error, meshes = sys.exc_info()[1], {one.device_mesh for one in given}
+    if (
+        isinstance(error, CPError)
+        or op.namespace in COLLECTIVES
+        or is_composite(op)
+        or len(meshes) != 1
+        or given[0].device_mesh.get_coordinate() is None
+    ):
         assert error is not None, op
         raise error
     written = tensors_written_by(op, args, kwargs)
@@ -255,14 +242,6 @@ def _change_shape(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     views = (getattr(packet, overload) for overload in packet.overloads())
     view = next(v for v in views if [str(one.type) for one in v._schema.arguments] == taken)
     return become(args[0], view(*args, **kwargs), op, args, kwargs)
-
-
-def _is_computable(op: torch._ops.OpOverload, given: Sequence[DTensor]) -> bool:
-    if isinstance(sys.exc_info()[1], CPError) or op.namespace in COLLECTIVES or not given:
-        return False
-    mesh = given[0].device_mesh
-    is_on_one = all(one.device_mesh == mesh for one in given)
-    return not is_composite(op) and is_on_one and mesh.get_coordinate() is not None
 
 
 def _tell(op: torch._ops.OpOverload, given: Sequence[DTensor]) -> None:

@@ -15,14 +15,10 @@ A sum stays partial in a backward, where it is a gradient on its way to its sum,
 product, as in layers whose weights are sharded by rows. DTensor's rules for both are linear. A
 write to such a partial is computed on the whole, unless it is linear: see `writes`.
 
-One all-reduce of a reduced tensor for each, which says of maxima where they are NaN. DTensor has
-one at the first op that is not linear.
-
 A rank that reads only its own part divides its loss by its own count, or takes another branch than
 the others, and then waits for them for ever. All ways in which Python reads a number go through one
-op (`item`, `int`, `bool`, `if`, an index, a format), in eager code and in graphs, where the sum
-over ranks stands. `tolist` and `numpy` read memory, which torch refuses for every DTensor: eager
-code reads a copy of the whole. All ranks must ask for it, as they run the same program.
+op (`item`, `int`, `bool`, `if`, an index, a format). `tolist` and `numpy` read memory, which torch
+refuses for every DTensor: eager code reads a copy of the whole. All ranks must ask for it.
 """
 
 from __future__ import annotations
@@ -40,7 +36,6 @@ from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, replicated, w
 from cp_inductor.torch_private.modes import is_in_backward
 
 aten = torch.ops.aten
-ITEM = aten._local_scalar_dense.default
 # Sums over a sharded dim of what they multiply.
 PRODUCTS = (
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
@@ -97,14 +92,12 @@ def makes_parts(op: torch._ops.OpOverload, args: tuple[Any, ...], output_spec: A
     is a DTensorSpec, several, or none.
     """
     specs = output_spec if isinstance(output_spec, (tuple, list)) else (output_spec,)
+    places = [place for spec in specs for place in getattr(spec, "placements", ())]
+    parts = [place for place in places if place.is_partial()]
     tensors = (leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, DTensor))
     # It multiplies matrices, or is linear in what is a sum already.
     may_sum = op in PRODUCTS or any(map(is_partial, tensors))
-    return any(
-        place.is_partial() and not (_is_sum(place) and may_sum)
-        for spec in specs
-        for place in getattr(spec, "placements", ())
-    )
+    return bool(parts) and not (may_sum and all(map(_is_sum, parts)))
 
 
 def compute_whole(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:

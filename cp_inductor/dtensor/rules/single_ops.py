@@ -13,7 +13,7 @@ Caches of keys often begin with a tensor of shape (0,), which torch skips, howev
 others have. DTensor (2.13 to 2.15) looks for the sharded dim in it, and fails.
 
 Rotary embeddings of some models (DeepSeek-V2, Llama 4) turn angles into complex numbers, and some
-activations have rules in the forward alone. In the backward of `polar` is a number without a hash.
+activations have rules in the forward alone.
 
 As `cumsum` are `cumprod`, `cummax` and `cummin`, whose indices are those of the whole. DTensor
 (2.13) gathers the whole of such a tensor on every rank. Here it gathers a column of each.
@@ -28,15 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
 
 from cp_inductor.dtensor.wrap import whole_tensor, wrap_parts
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.dtensor import (
-    dispatch_as_dtensor,
-    register_dtensor_handler,
-    without_handler,
-)
+from cp_inductor.torch_private.dtensor import dispatch_as_dtensor, without_handler
 
 aten = torch.ops.aten
 
@@ -49,17 +44,8 @@ ALONE = (
 )
 
 
-def complete_single_ops() -> None:
-    """Register the handlers and the rules; a second call changes nothing."""
-    register_dtensor_handler(aten.cat.default, _cat)
-    register_dtensor_handler(aten.mul.Scalar, lambda op, args, kwargs: torch.mul(*args, **kwargs))
-    for op in ACCUMULATED:
-        register_dtensor_handler(op, _accumulate)
-    for op in ALONE:
-        register_sharding(op)(partial(_places, len(op._schema.returns)))
-
-
-def _cat(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def concatenate(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Concatenate as DTensor does, without what torch skips."""
     bound = bind_arguments(op, args, kwargs)
     given: list[Tensor] = list(bound["tensors"])
     rest = [tensor for tensor in given if tensor.shape != (0,)]
@@ -72,36 +58,25 @@ def _cat(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     return dispatch_as_dtensor(op, (rest, bound["dim"]), {})
 
 
-def _places(num_results: int, *given: Any) -> list[tuple[list[Any], list[Any]]]:
+def places(num_results: int, *given: Any) -> list[tuple[list[Any], list[Any]]]:
     """Return placements of the results and of what is given, on one axis of a mesh.
 
-    Args:
-        num_results: of the op.
-        given: tensors, some of which are broadcast to the shape of the result, then numbers.
+    Given are tensors, some of which are broadcast to the shape of the results, then numbers.
     """
-    tensors = [one for one in given if hasattr(one, "shape")]
-    numbers = [None] * (len(given) - len(tensors))  # all behind the tensors
-    num_dims = max(len(one.shape) for one in tensors)
-    whole: list[Any] = [Replicate()]
-    places = [(whole * num_results, [*whole * len(tensors), *numbers])]
-    for dim in range(num_dims):
-        inputs = [_place_of(one, dim - num_dims) for one in tensors]
-        results: list[Any] = [Shard(dim)]
-        places.append((results * num_results, [*inputs, *numbers]))
-    return places
-
-
-def _place_of(tensor: Any, dim: int) -> Any:
-    """Return the placement of a tensor if a dim of the result, counted from its end, is sharded."""
-    is_broadcast = len(tensor.shape) < -dim or tensor.shape[dim] == 1
-    return Replicate() if is_broadcast else Shard(len(tensor.shape) + dim)
+    shapes = [one.shape for one in given if hasattr(one, "shape")]
+    numbers = [None] * (len(given) - len(shapes))
+    num_dims = max(map(len, shapes))
+    shardings: list[Any] = [([Replicate()] * num_results, [Replicate()] * len(shapes) + numbers)]
+    for dim in range(-num_dims, 0):
+        inputs = [
+            Replicate() if len(shape) < -dim or shape[dim] == 1 else Shard(len(shape) + dim)
+            for shape in shapes
+        ]
+        shardings.append(([Shard(num_dims + dim)] * num_results, inputs + numbers))
+    return shardings
 
 
 _Results = tuple[Tensor, ...]
-
-
-def _each(join: Callable[[Tensor, Tensor], Tensor], last: _Results, own: _Results) -> _Results:
-    return (join(last[0], own[0]),)
 
 
 def _further(is_further: Callable[[Tensor, Tensor], Tensor], last: _Results, own: _Results) -> Any:
@@ -112,15 +87,15 @@ def _further(is_further: Callable[[Tensor, Tensor], Tensor], last: _Results, own
 
 # What a rank makes of what those before it leave, and its own.
 ACCUMULATED: dict[Any, Callable[[_Results, _Results], _Results]] = {
-    aten.cumsum.default: partial(_each, torch.add),
-    aten.logcumsumexp.default: partial(_each, torch.logaddexp),
-    aten.cumprod.default: partial(_each, torch.mul),
+    aten.cumsum.default: lambda last, own: (torch.add(*last, *own),),
+    aten.logcumsumexp.default: lambda last, own: (torch.logaddexp(*last, *own),),
+    aten.cumprod.default: lambda last, own: (torch.mul(*last, *own),),
     aten.cummax.default: partial(_further, torch.ge),
     aten.cummin.default: partial(_further, torch.le),
 }
 
 
-def _accumulate(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def accumulate(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     """Accumulate along a sharded dim, a column of every rank gathered; other dims as DTensor."""
     bound = bind_arguments(op, args, kwargs)
     tensor, dim = bound["self"], bound["dim"]

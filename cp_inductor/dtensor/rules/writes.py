@@ -17,7 +17,7 @@ The same handlers refuse views of empty DTensors, for which torch would loop for
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -38,10 +38,8 @@ from cp_inductor.torch_private.arguments import bind_arguments, tensors_written_
 from cp_inductor.torch_private.dtensor import (
     are_plain_tensors_replicated,
     dispatch_as_dtensor,
-    dtensor_handler,
     is_propagating_shapes,
     local_of,
-    register_dtensor_handler,
     without_handler,
 )
 from cp_inductor.torch_private.symbolic_dtensor import has_symbols_as_strides, is_whole_slice
@@ -60,8 +58,6 @@ OTHERS = (
     *(aten.permute.default, aten.unsqueeze.default, aten.expand.default, aten.unfold.default),
     *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
 )
-# Not views to autograd, but as `view` is to DTensor.
-RESHAPES = (aten._unsafe_view.default,)
 # What each part of a sum takes by itself: multiples, whose factors are whole, and further sums.
 SCALED = {
     *(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.neg_.default),
@@ -81,13 +77,15 @@ _copied: Any = WeakTensorKeyDictionary()
 _is_strict: ContextVar[bool] = ContextVar("is_strict", default=False)
 
 
-def refuse_lost_writes() -> None:
-    """Register the handlers; a second call changes nothing."""
-    handled = (_view, VIEWS), (_view_of_all, OTHERS), (_reshape, RESHAPES)
-    for handle, ops in (*handled, (_write, _ops_that_write())):
-        for op in ops:
-            if dtensor_handler(op) is dispatch_as_dtensor:
-                register_dtensor_handler(op, handle)
+def handled() -> dict[Any, Iterable[torch._ops.OpOverload]]:
+    """Return the ops that each handler is for, if torch has no other: views, and all writes."""
+    names = (getattr(aten, name) for name in dir(aten))
+    packets = [packet for packet in names if isinstance(packet, torch._ops.OpOverloadPacket)]
+    ops = (getattr(packet, name) for packet in packets for name in packet.overloads())
+    that_write = [op for op in ops if op._schema.is_mutable]
+    # The last is no view to autograd, but as `view` is to DTensor.
+    views = {_view: VIEWS, _view_of_all: OTHERS, _reshape: (aten._unsafe_view.default,)}
+    return {**views, _write: that_write}
 
 
 @contextmanager
@@ -98,14 +96,6 @@ def writes_as_dtensor() -> Iterator[None]:
         yield
     finally:
         _is_strict.reset(token)
-
-
-def _ops_that_write() -> Iterator[torch._ops.OpOverload]:
-    for name in dir(aten):
-        packet = getattr(aten, name)
-        if isinstance(packet, torch._ops.OpOverloadPacket):
-            ops = (getattr(packet, overload) for overload in packet.overloads())
-            yield from (op for op in ops if op._schema.is_mutable)
 
 
 def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -181,13 +171,10 @@ def _takes_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     """Whether a write to sums is right on each rank's part of them."""
     to, *others = map(tensors_in, bind_arguments(op, args, kwargs).values())
     if op in SCALED:
-        tensors = [value for values in others for value in values if isinstance(value, DTensor)]
+        tensors = (x for values in others for x in values if isinstance(x, DTensor))
         return not any(map(is_partial, tensors))
-    if op in ADDED:
-        pairs = (to, others[0])
-        places = [[getattr(value, "placements", None) for value in values] for values in pairs]
-        return places[0] == places[1]
-    return False
+    places = [[getattr(x, "placements", None) for x in values] for values in (to, *others[:1])]
+    return op in ADDED and places[0] == places[1]
 
 
 def _trace(
@@ -221,7 +208,7 @@ def _check(op: torch._ops.OpOverload, tensor: DTensor) -> None:
 
 def refuse_stale_copies(tensor: DTensor, site: str) -> None:
     """Refuse to write to a tensor while there are copies of it that are views on one process."""
-    copies = [copy for copy in _copies.get(_root(tensor), ()) if copy() is not None]
+    copies = _living_copies(tensor)
     if copies:
         raise _refusal(
             site,
@@ -235,8 +222,11 @@ def note_copies(tensors: Sequence[Any]) -> None:
     for one in tensors:
         if isinstance(one, DTensor):
             others = (weakref.ref(other) for other in tensors if other is not one)
-            alive = (copy for copy in _copies.get(_root(one), ()) if copy() is not None)
-            _copies[_root(one)] = [*alive, *others]
+            _copies[_root(one)] = [*_living_copies(one), *others]
+
+
+def _living_copies(tensor: DTensor) -> list[Any]:
+    return [copy for copy in _copies.get(_root(tensor), ()) if copy() is not None]
 
 
 def _refusal(site: str, expected: str, got: str) -> UnsupportedWrite:

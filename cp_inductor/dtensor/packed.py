@@ -1,39 +1,141 @@
-"""Hand documents from one data-parallel replica to another, so that the work of all is even.
+"""Packed batches: fill them up to a few lengths, and hand documents from replica to replica.
+
+    input_ids     (1, 301)    =>  (1, 320)   19 x pad_token_id
+    labels        (1, 301)    =>  (1, 320)   19 x -100
+    position_ids  (1, 301)    =>  (1, 320)   19 x 0: each token is a document of its own
+    cu_seqlens 0 3 3 7, T = 9   =>  0 0 0 2 2 2 2 3 3
+
+Few lengths compile few graphs. Padding changes no loss and no gradient: no other token attends to
+it, and it has no label. If the plan is made for each batch, attention computes next to nothing for
+it: one pair per token.
 
     replica 0   32k 32k                      a document of 32k, and 32 of 1k
     replica 1   1k 1k 1k ... (64 of them)    likewise
 
 Tokens move before a batch is sharded: kilobytes, where attention would move its tensors. Which
-document goes where, every replica derives alike from the lengths that they tell each other: the
-dearest document first, to the replica that has least to do and has room for it. If that makes the
-busiest replica's work no less, the batches stay as they are.
-
-Every replica says in the same message what its batch cannot do, so that all refuse together.
+document goes where, every replica derives alike from the lengths that they tell each other. Every
+replica says in the same message what its batch cannot do, so that all refuse together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.limits import check_mesh
-from cp_inductor.dtensor.pad import IGNORED_LABEL, NUMBERED, pad_packed
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.plan.checks import MAX_LENGTH, check_count
 
+IGNORED_LABEL = -100
+# Capacities between two powers of two. The longest padding is 1 / (PARTS + 1) of a batch.
+PARTS = 4
+LEAST = 64
+# Usual names of inputs: those that tell documents apart, those that are padded with one number, and
+# those that are padded with new numbers.
+_TELL_APART = ("position_ids", "seq_idx", "document_ids", "attention_mask")
+_FIXED = {"labels": IGNORED_LABEL, "position_ids": 0, "attention_mask": 0}
+_NUMBERED = ("seq_idx", "document_ids")
 # The length of a document whose attention takes as long as all else for its tokens, if nobody says
 # it: twelve times a hidden size of 4,096.
 EVEN_LENGTH = 49_152
-SITE = "cp_inductor.balanced"
 # Of the longest batch, what a replica may get.
 SLACK = 1.2
+BALANCED = "cp_inductor.balanced"
+
+
+def capacity_of(length: int) -> int:
+    """Return the length that a batch of `length` tokens is filled up to, at least `length`.
+
+    Powers of two, at least 64, and three lengths between each two of them.
+    """
+    if length <= LEAST:
+        return LEAST
+    power: int = 1 << ((length - 1).bit_length() - 1)
+    step = power // PARTS
+    return -(-length // step) * step
+
+
+def pad_packed(
+    batch: Mapping[str, Any],
+    length: int | None = None,
+    *,
+    pad_token_id: int = 0,
+    values: Mapping[str, int | float] | None = None,
+) -> dict[str, Any]:
+    """Fill a packed batch up at its end.
+
+    Args:
+        batch: the inputs of the model by name, before they are sharded. Tensors (B, S) are filled
+            up, S as in `input_ids`; everything else is left as it is. Labels are filled with -100,
+            positions with 0, which begins a document for each token, `attention_mask` with 0,
+            document numbers with new numbers.
+        length: to fill up to, in tokens. None chooses the next length of `capacity_of`: lengths
+            from 256 to 131,072 then compile 37 graphs.
+        pad_token_id: for `input_ids`.
+        values: for tensors of other names.
+
+    Returns:
+        The batch, filled up; tensors that need no filling are the same.
+
+    Raises:
+        InvalidArgument: it is longer than `length`; it holds a (B, S) tensor of an unknown name;
+            it holds boundaries of sequences, which would have to count the padding; or nothing in
+            it tells documents apart, so that tokens would attend to the padding.
+    """
+    given = {**_FIXED, "input_ids": pad_token_id, **(values or {})}
+    if not isinstance(batch, Mapping):
+        raise _no_padding("inputs by name", _kind(batch), "give a dict, as in {'input_ids': ids}")
+    tokens = batch.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        raise _no_padding("input_ids of shape (B, S)", _kind(tokens), "name the tokens so")
+    shape = tokens.shape
+    target = capacity_of(shape[1]) if length is None else length
+    missing = target - shape[1]
+    if missing < 0:
+        got = f"{shape[1]} tokens"
+        raise _no_padding(f"at most length={length} tokens", got, "give a greater length, or None")
+    bounds = [name for name in batch if name.startswith(("cu_seq", "max_length"))]
+    if bounds:
+        remedy = "give position_ids, which begin at 0 in each document, and leave these out"
+        raise _no_padding("documents by numbers or positions", ", ".join(bounds), remedy)
+    if not any(isinstance(batch.get(name), Tensor) for name in (*_TELL_APART, *(values or {}))):
+        remedy = "give position_ids; of one document per entry, torch.arange(S)"
+        raise _no_padding(f"one of {', '.join(_TELL_APART)}", ", ".join(batch), remedy)
+    filled = dict(batch)
+    for name, tensor in batch.items():
+        if not isinstance(tensor, Tensor) or tensor.shape != shape or not missing:
+            continue
+        if name in given:
+            end = tensor.new_full((shape[0], missing), given[name])
+        elif name in _NUMBERED:
+            numbers = torch.arange(1, missing + 1, dtype=tensor.dtype, device=tensor.device)
+            end = tensor.amax(1, keepdim=True) + numbers
+        else:
+            remedy = f"say what fills it up: values={{{name!r}: ...}}"
+            raise _no_padding("tensors that are known by name", name, remedy)
+        filled[name] = torch.cat([tensor, end], 1)
+    return filled
+
+
+def document_numbers(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Return the number of each token's document, (T,) int64, the same on all ranks.
+
+    Args:
+        cu_seqlens: (N + 1,), where each document begins, and where the last ends; the same on all
+            ranks, or a DTensor.
+        length: T, tokens of the whole sequence. Those behind the last document are one more.
+    """
+    whole = cu_seqlens.full_tensor() if isinstance(cu_seqlens, DTensor) else cu_seqlens
+    positions = torch.arange(length, device=whole.device, dtype=whole.dtype)
+    return torch.searchsorted(whole[1:].contiguous(), positions, right=True)
 
 
 def balanced(
@@ -72,110 +174,93 @@ def balanced(
             raised, which that replica raises itself. There is no mesh; a number is not positive.
         UnsupportedPlacement: the mesh has several axes.
     """
-    among = _Replicas(replicas, even_length, max_tokens)
+    check_mesh(replicas, site=BALANCED)
+    check_count("even_length", even_length, 1, MAX_LENGTH, site=BALANCED)
+    if max_tokens is not None:
+        check_count("max_tokens", max_tokens, 1, MAX_LENGTH, site=BALANCED)
+    ranks = replicas.mesh.flatten().tolist()
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     source = iter(batches)
-    while (batch := among.exchange(source)) is not None:
-        yield batch
+    while True:
+        batch, fields, said, failed = None, dict[str, Tensor](), None, None
+        try:
+            batch = next(source, None)
+            if batch is not None:
+                said, fields = _documents_of(batch)
+        except InvalidArgument as error:
+            said = _Said(refusal=(error.expected, error.got, error.remedy))
+        except Exception as error:  # of the loader; the others would wait
+            got, failed = type(error).__name__, error
+            said = _Said(refusal=("a batch", got, "see the error on that replica"))
+        all_said: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(all_said, said, group=group)
+        if failed is not None:
+            raise failed
+        _check(all_said)
+        if batch is None:
+            return
+        lengths = [one.lengths for one in all_said]
+        goes = assign(lengths, [one.labelled for one in all_said], even_length, max_tokens)
+        moved = {} if goes is None else _hand_over(fields, lengths, goes, group)
+        yield pad_packed({**batch, **moved})
+
+
+def _hand_over(
+    fields: Mapping[str, Tensor],
+    lengths: Sequence[Sequence[int]],
+    goes: Sequence[Sequence[int]],
+    group: dist.ProcessGroup,
+) -> dict[str, Tensor]:
+    """Return (1, T, ...), the documents that this replica gets of each field (B S, ...)."""
+    rank = dist.get_rank(group)
+    pairs = [list(zip(*row, strict=True)) for row in zip(lengths, goes, strict=True)]
+    gets = [[length for length, to in row if to == rank] for row in pairs]
+    # Tokens, by the replica that they come from, or go to.
+    arriving = list(map(sum, gets))
+    leaving = [sum(n for n, to in pairs[rank] if to == goal) for goal in range(len(goes))]
+    moved = {}
+    for name, tensor in fields.items():
+        if name in _NUMBERED:
+            own = torch.tensor([n for row in gets for n in row])
+            whole = torch.arange(len(own)).repeat_interleave(own)
+        else:
+            documents = zip(goes[rank], tensor.cpu().split(list(lengths[rank])), strict=True)
+            # By where they go, else in their order.
+            sent = torch.cat([one for _, one in sorted(documents, key=lambda pair: pair[0])])
+            whole = sent.new_empty(sum(arriving), *sent.shape[1:])
+            dist.all_to_all_single(whole, sent, arriving, leaving, group=group)
+        moved[name] = whole.to(tensor)[None]
+    return moved
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What a replica tells the others of its batch.
+    """What a replica tells the others of its batch; None where it has had the last one.
 
     Attributes:
-        has_batch: or it has had the last one.
         lengths: of its documents, one behind the other, in tokens.
         labelled: whether each has a token to learn from; true where the batch has no labels.
         kinds: names and dtypes of what moves.
         refusal: why its documents cannot move: expected, got, remedy.
     """
 
-    has_batch: bool
     lengths: tuple[int, ...] = ()
     labelled: tuple[bool, ...] = ()
     kinds: tuple[tuple[str, str], ...] = ()
     refusal: tuple[str, str, str] | None = None
 
 
-class _Replicas:
-    """The replicas of one position of the sequence. See `balanced`."""
-
-    def __init__(self, mesh: DeviceMesh, even_length: int, max_tokens: int | None) -> None:
-        check_mesh(mesh, site=SITE)
-        check_count("even_length", even_length, 1, MAX_LENGTH, site=SITE)
-        if max_tokens is not None:
-            check_count("max_tokens", max_tokens, 1, MAX_LENGTH, site=SITE)
-        self.even_length, self.max_tokens = even_length, max_tokens
-        ranks = mesh.mesh.flatten().tolist()
-        self.group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        self.rank, self.size = mesh.get_local_rank(), mesh.size()
-
-    def exchange(self, source: Iterator[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """Return this replica's batch after documents were handed over; None behind the last."""
-        batch, fields, said, failed = None, dict[str, Tensor](), _Said(has_batch=False), None
-        try:
-            batch = next(source, None)
-            if batch is not None:
-                said, fields = _documents_of(batch)
-        except InvalidArgument as error:
-            said = _Said(True, refusal=(error.expected, error.got, error.remedy))
-        except Exception as error:  # of the loader; the others would wait
-            failed, got = error, f"{type(error).__name__}"
-            said = _Said(True, refusal=("a batch", got, "see the error on that replica"))
-        all_said: list[Any] = [None] * self.size
-        dist.all_gather_object(all_said, said, group=self.group)
-        if failed is not None:
-            raise failed
-        _check(all_said)
-        if batch is None:
-            return None
-        lengths = [one.lengths for one in all_said]
-        labelled = [one.labelled for one in all_said]
-        goes = assign(lengths, labelled, self.even_length, self.max_tokens)
-        if goes is None:
-            return pad_packed(batch)
-        moved = {name: self._move(tensor, lengths, goes) for name, tensor in fields.items()}
-        own = torch.tensor([n for row in _of(self.rank, lengths, goes) for n in row])
-        for name in moved.keys() & set(NUMBERED):
-            numbers = torch.arange(len(own)).repeat_interleave(own)
-            moved[name] = numbers.to(moved[name])[None]
-        return pad_packed({**batch, **moved})
-
-    def _move(
-        self, tensor: Tensor, lengths: Sequence[Sequence[int]], goes: Sequence[Sequence[int]]
-    ) -> Tensor:
-        """Return (1, T, ...), the documents that this replica gets of a field (B S, ...)."""
-        to, own = goes[self.rank], tensor.cpu().split(list(lengths[self.rank]))
-        by_goal = sorted(range(len(own)), key=to.__getitem__)  # else in their order
-        sent = torch.cat([own[index] for index in by_goal])
-        sizes = [sum(len(own[i]) for i in by_goal if to[i] == goal) for goal in range(self.size)]
-        arriving = [sum(row) for row in _of(self.rank, lengths, goes)]
-        arrived = sent.new_empty(sum(arriving), *sent.shape[1:])
-        dist.all_to_all_single(arrived, sent, arriving, sizes, group=self.group)
-        return arrived.to(tensor.device)[None]
-
-
-def _of(
-    rank: int, lengths: Sequence[Sequence[int]], goes: Sequence[Sequence[int]]
-) -> list[list[int]]:
-    """Return the lengths of what a replica gets, by the replica that it comes from."""
-    return [
-        [length for length, to in zip(row, places, strict=True) if to == rank]
-        for row, places in zip(lengths, goes, strict=True)
-    ]
-
-
-def _check(all_said: Sequence[_Said]) -> None:
+def _check(all_said: Sequence[_Said | None]) -> None:
     """Refuse, on all replicas, what one of them cannot do."""
-    for rank, one in enumerate(all_said):
-        if one.refusal is not None:
-            expected, got, remedy = one.refusal
+    for rank, said in enumerate(all_said):
+        if said is not None and said.refusal is not None:
+            expected, got, remedy = said.refusal
             raise _refusal(expected, f"{got} on replica {rank}", remedy)
-    ended = [rank for rank, one in enumerate(all_said) if not one.has_batch]
+    ended = [rank for rank, said in enumerate(all_said) if said is None]
     if ended and len(ended) < len(all_said):
         remedy = "give all replicas as many batches (drop_last=True of DistributedSampler)"
         raise _refusal("a batch of every replica", f"none of replicas {ended}", remedy)
-    kinds = {one.kinds for one in all_said}
+    kinds = {said.kinds for said in all_said if said is not None}
     if len(kinds) > 1:
         got = " and ".join(str(dict(one)) for one in sorted(kinds))
         raise _refusal("the same inputs, of the same dtypes, on all replicas", got, "give them all")
@@ -188,6 +273,8 @@ def assign(
     max_tokens: int | None,
 ) -> list[list[int]] | None:
     """Return the replica that each document goes to; None if all are best left where they are.
+
+    The dearest document first, to the replica that has least to do and has room for it.
 
     Args:
         lengths: of each replica, tokens of its documents.
@@ -231,7 +318,7 @@ def _documents_of(batch: Mapping[str, Any]) -> tuple[_Said, dict[str, Tensor]]:
     }
     begins = torch.zeros(shape, dtype=torch.bool)
     begins[:, 0] = True
-    for name, step in (("position_ids", 1), *((name, 0) for name in NUMBERED)):
+    for name, step in (("position_ids", 1), *((name, 0) for name in _NUMBERED)):
         if name in fields:
             begins[:, 1:] |= fields[name].cpu().diff(dim=1) != step
     begins = begins.flatten()
@@ -252,13 +339,13 @@ def _documents_of(batch: Mapping[str, Any]) -> tuple[_Said, dict[str, Tensor]]:
                 "a label that is predicted from another document",
                 "set it; transformers' DataCollatorWithFlattening does",
             )
-    starts = [*begins.nonzero().flatten().tolist(), len(begins)]
-    lengths = [end - start for start, end in pairwise(starts)]
+    starts = begins.nonzero().flatten()
+    lengths = starts.diff(append=torch.tensor([len(begins)])).tolist()
     labels = flat.get("shift_labels", flat.get("labels"))
     learnt = torch.ones(len(begins)) if labels is None else labels.cpu() != IGNORED_LABEL
     labelled = tuple(bool(document.any()) for document in learnt.split(lengths))
     kinds = tuple((name, str(tensor.dtype)) for name, tensor in flat.items())
-    return _Said(True, tuple(lengths), labelled, kinds), flat
+    return _Said(tuple(lengths), labelled, kinds), flat
 
 
 def loss_weight(batch: Mapping[str, Any], replicas: DeviceMesh) -> float:
@@ -306,5 +393,12 @@ def loss_weight(batch: Mapping[str, Any], replicas: DeviceMesh) -> float:
     return replicas.size() * own / float(total)
 
 
-def _refusal(expected: str, got: str, remedy: str, site: str = SITE) -> InvalidArgument:
+def _refusal(expected: str, got: str, remedy: str, site: str = BALANCED) -> InvalidArgument:
     return InvalidArgument(site=site, expected=expected, got=got, remedy=remedy)
+
+
+_no_padding = partial(_refusal, site="pad_packed")
+
+
+def _kind(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

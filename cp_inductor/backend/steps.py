@@ -30,9 +30,8 @@ from cp_inductor.torch_private.inductor import label_of
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import replace_backward
 from cp_inductor.trust.agreement import waiting_in
-from cp_inductor.trust.failures import failure
+from cp_inductor.trust.exchanges import failure, named_ranges
 from cp_inductor.trust.graph_agreement import Planned
-from cp_inductor.trust.profiler_ranges import named_ranges
 
 COLLECTIVE = re.compile(
     r"torch\.ops\.(?:_c10d_functional\.|cp_inductor\.(?=exchange_rows))(\w+)\.default\("

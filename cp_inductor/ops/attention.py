@@ -34,7 +34,7 @@ from cp_inductor.tiles.stand_in import fold_lse_gradient
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import tensors_in
 from cp_inductor.trust.agreement import agreed
-from cp_inductor.trust.failures import named_steps
+from cp_inductor.trust.exchanges import named_steps
 
 
 @torch.library.custom_op("cp_inductor::attention", mutates_args=())

@@ -13,7 +13,7 @@ from cp_inductor.ops.rules_of_lengths import check_lengths
 from cp_inductor.run.tables import layout_of
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.sizes import new_size
-from cp_inductor.trust.agreement import agree_on_tables
+from cp_inductor.trust.agreement import compare_tables
 
 
 @torch.library.custom_op("cp_inductor::plan_batch", mutates_args=())
@@ -55,7 +55,8 @@ def plan_batch(
         check_lengths(mask, (query_length, key_length))
     group = group_of(group_name)
     # Ranks with other tables would make other plans, and wait for what nobody sends.
-    agree_on_tables(group_name, tables, rule)
+    site = f"the plan of a batch under {rule}"
+    compare_tables(group_name, tables, f"batches under {rule}", site)
     found = numbers_of(
         HashedTables.of(tables),
         rule,

@@ -3,10 +3,8 @@
 log, record                 the one comparison: what a rank tells, who waits for whom, and why
                             ranks give up
 asking                      the thread that asks the store, and compares beside the program
-claims                      what a rank says about an attention
+claims                      what a rank says about an attention, a table and a graph
 agreement, graph_agreement  what is compared, in eager code and around a compiled graph
-graph_fields                what a graph says of itself
-failures                    which exchange failed, and whose fault it was
+exchanges                   which exchange failed, and whose fault it was; ranges in a profile
 unreduced                   gradients of shards that nobody sums
-profiler_ranges             exchanges and tiles in a profile
 """

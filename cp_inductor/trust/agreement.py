@@ -3,16 +3,13 @@
     rank 0: causal, 128 queries on each rank       rank 1: causal, 129 queries on each rank
       => RanksDisagree on both: queries: 128 on each rank on rank 0, 129 on each rank on rank 1
 
-If ranks disagree and their messages have the same size, nothing else notices. If the sizes differ,
-a buffer is filled in part, or a rank waits for ever. So each rank describes every attention in a
-claim and compares it with the other ranks' claims through the store of the group. In eager code,
-each claim is compared before its attention runs. `graph_agreement` compares those of a graph.
+If messages have the same size, nothing else notices. If the sizes differ, a buffer is filled in
+part, or a rank waits for ever. So ranks compare claims, one for each attention, through the store
+of their group: in eager code before it runs, and by `graph_agreement` before a graph runs.
 
 A rank waits for the others when a claim differs from the last one that was agreed for its kind of
-attention, as its lengths may. Ranks that run the same program see the same changes, so a rank that
-only compiles again waits for nobody. If the lengths of one rank alone change, that rank waits for
-the others before it sends, and all raise. The other attentions are compared beside the program; see
-`log`.
+attention. Ranks that run the same program see the same changes, so a rank that only compiles again
+waits for nobody. The other attentions are compared beside the program; see `log`.
 
 The tables of masks and the seeds of dropout are known only at run time. Their digests are compared
 in the first runs, and then as often as the user asks, after the attention or graph has run.
@@ -23,12 +20,11 @@ Nothing is compared in groups of one rank, in pretended groups, or while a graph
 from __future__ import annotations
 
 import os
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import NamedTuple
+from operator import itemgetter
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,7 +38,13 @@ from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.groups import group_of, group_with_store
 from cp_inductor.torch_private.modes import is_transformed
-from cp_inductor.trust.claims import describe_attention, digest, kind_of, tables_to_note
+from cp_inductor.trust.claims import (
+    describe_attention,
+    describe_table,
+    digest_of,
+    kind_of,
+    tables_to_note,
+)
 from cp_inductor.trust.log import Log
 from cp_inductor.trust.record import ATTENTIONS, BATCHES, TABLES, Entry
 
@@ -55,9 +57,6 @@ FIRST_EVENTS = 128
 # About so many numbers of a batch are compared: all, unless it is a mask of many tokens.
 MOST_OF_BATCH = 1 << 22
 
-# This many elements of a tensor that is drawn are compared: seeds that differ show in the first.
-MOST_OF_DRAW = 1 << 14
-
 SAME_BATCHES = (
     "let all ranks that share a sequence skip a batch, or none: agree on it by an all_reduce of a"
     " flag; evaluate on all of them; then start again from a checkpoint, because numbers of two"
@@ -66,87 +65,67 @@ SAME_BATCHES = (
 )
 
 
-class Agreed(Log):
-    """What a rank tells the others of a group, and what it has agreed on with them.
+def agree(log: Log, entries: Sequence[Entry]) -> None:
+    """Compare attentions, as far as they are not what was agreed last."""
+    log.rejoin(entries[0].site)
+    # The first attention of a compiled graph speaks for the graph, of which it has this field.
+    kinds = [(entry.kind, "enabled" in entry.fields) for entry in entries]
+    pairs = [(entry, log.last.get(kind)) for entry, kind in zip(entries, kinds, strict=True)]
+    changed = [
+        (entry, last) for entry, last in pairs if last is None or last.fields != entry.fields
+    ]
+    is_new = any(last is None or last.causes != entry.causes for entry, last in changed)
+    is_early = log.record.trails[ATTENTIONS].count < FIRST_EVENTS
+    waiting = log.others if changed or entries[0].begins else log.next * is_early
+    log.come(entries, waiting, is_new=is_new)
+    log.last.update(zip(kinds, entries, strict=True))
 
-    Attributes:
-        num_runs: how often attentions with tables have run, by kind.
+
+def describe(
+    log: Log, what: str, tensors: Mapping[str, Tensor], kind: str, site: str, remedy: str = ""
+) -> Entry | None:
+    """Describe what must be alike on all ranks; None if it is not compared in this run."""
+    log.num_runs[kind] += 1
+    every = config.check_tables_every
+    if log.num_runs[kind] > FIRST_RUNS and not (every and log.num_runs[kind] % every == 0):
+        return None
+    numbers = {name: describe_table(tensor) for name, tensor in tensors.items()}
+    return Entry(site, {"what": what, "check_tables_every": str(every), **numbers}, remedy=remedy)
+
+
+def describe_tables(
+    log: Log, tables: Sequence[Tensor], kind: str, site: str, *, has_seed: bool
+) -> Entry | None:
+    """Describe the tables of an attention of a kind, of which the last may be a seed."""
+    names = [f"table {number}" for number in range(len(tables))]
+    if has_seed:
+        names[-1] = "dropout's seed"
+    named = dict(zip(names, tables, strict=True))
+    return describe(log, "tables of an attention", named, kind, site)
+
+
+def compare_tables(
+    group_name: str, tables: Sequence[Tensor], kind: str, site: str, *, has_seed: bool = False
+) -> None:
+    """Compare tables, if there are any, and if they are to be compared in this run.
+
+    Raises:
+        RanksDisagree: they are not the same on all ranks.
     """
-
-    def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout_s: float) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        super().__init__(store, dist.get_rank(group), ranks, timeout_s)
-        self.num_runs: Counter[str] = Counter()
-
-    def agree(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Compare attentions, as far as they are not what was agreed last.
-
-        Returns:
-            What the other ranks have said of the first, as far as they were waited for.
-        """
-        self.rejoin(entries[0].site)
-        # The first attention of a compiled graph speaks for the graph, of which it has this field.
-        kinds = [(entry.kind, "enabled" in entry.fields) for entry in entries]
-        pairs = [(entry, self.last.get(kind)) for entry, kind in zip(entries, kinds, strict=True)]
-        changed = [
-            (entry, last) for entry, last in pairs if last is None or last.fields != entry.fields
-        ]
-        is_new = any(last is None or last.causes != entry.causes for entry, last in changed)
-        is_early = self.record.trails[ATTENTIONS].count < FIRST_EVENTS
-        waiting = self.others if changed or entries[0].begins else self.next * is_early
-        others = self.come(entries, waiting, is_new=is_new)
-        self.last.update(zip(kinds, entries, strict=True))
-        return others
-
-    def describe_tables(
-        self, tables: Sequence[Tensor], kind: str, site: str, *, has_seed: bool
-    ) -> list[Entry]:
-        """Describe the tables of an attention of a kind, of which the last may be a seed."""
-        names = [f"table {number}" for number in range(len(tables) - has_seed)]
-        named = dict(zip(names + ["dropout's seed"] * has_seed, tables, strict=True))
-        return self.describe("tables of an attention", named, kind, site)
-
-    def describe(
-        self, what: str, tensors: Mapping[str, Tensor], kind: str, site: str, remedy: str = ""
-    ) -> list[Entry]:
-        """Describe what must be alike on all ranks; nothing if it is not compared in this run."""
-        self.num_runs[kind] += 1
-        every = config.check_tables_every
-        if self.num_runs[kind] > FIRST_RUNS and not (every and self.num_runs[kind] % every == 0):
-            return []
-        numbers = {name: describe_table(tensor) for name, tensor in tensors.items()}
-        fields = {"what": what, "check_tables_every": str(every), **numbers}
-        return [Entry(site, fields, remedy=remedy)]
-
-    def compare_tables(self, entries: Sequence[Entry]) -> None:
-        """Compare tables, if there are any."""
-        if entries:
-            self.come(entries, self.others, TABLES)
+    log = agreed_of(group_name) if tables else None
+    entry = None if log is None else describe_tables(log, tables, kind, site, has_seed=has_seed)
+    if log is not None and entry is not None:
+        log.come([entry], log.others, TABLES)
 
 
 # What ranks have said outlives every compile. None stands for a group with nothing to compare.
-_agreed_in: WeakKeyDictionary[dist.ProcessGroup, Agreed | None] = WeakKeyDictionary()
+_agreed_in: WeakKeyDictionary[dist.ProcessGroup, Log | None] = WeakKeyDictionary()
 
 
-class Note(NamedTuple):
-    """What a graph has read or drawn, as which of its draws, and with whom it is compared."""
-
-    number: int
-    group: Agreed
-    entries: Sequence[Entry]
-
-
-class _Running(threading.local):
-    """What the compiled graph has noted that this thread is in.
-
-    It is None in eager code, and in a backward, which computes again what was compared. The
-    attentions of a graph were compared before it runs, so that ops in it need not be.
-    """
-
-    notes: list[Note] | None = None
-
-
-running = _Running()
+# What the compiled graph has noted that is being called, by group, with the numbers of draws, which
+# may come in any order. It is None in eager code, and in a backward, which computes again what was
+# compared.
+_notes: ContextVar[dict[Log, list[tuple[int, Entry]]] | None] = ContextVar("_notes", default=None)
 
 
 @contextmanager
@@ -155,27 +134,26 @@ def graph_called() -> Iterator[None]:
 
     Nothing is left of the notes of a graph that raises.
     """
-    before, notes = running.notes, list[Note]()
-    running.notes = notes
+    notes = dict[Log, list[tuple[int, Entry]]]()
+    before = _notes.set(notes)
     try:
         yield
     finally:
-        running.notes = before
-    entries: dict[Agreed, list[Entry]] = {}
-    for note in sorted(notes, key=lambda note: note.number):  # draws may come in any order
-        entries.setdefault(note.group, []).extend(note.entries)
-    for group, noted in entries.items():
-        group.compare_tables(noted)
+        _notes.reset(before)
+    for log, noted in notes.items():
+        entries = [entry for _, entry in sorted(noted, key=itemgetter(0))]
+        log.come(entries, log.others, TABLES)
 
 
 def note_in_graph(
-    tensor: Tensor, group_name: str, describe: Callable[[Agreed], list[Entry]], number: int = -1
+    tensor: Tensor, group_name: str, say: Callable[[Log], Entry | None], number: int = -1
 ) -> None:
     """Note what an op reads or draws in the compiled graph that this thread is in, if in any."""
-    is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-    group = None if running.notes is None or is_captured else agreed_of(group_name)
-    if running.notes is not None and group is not None:
-        running.notes.append(Note(number, group, describe(group)))
+    notes, is_captured = _notes.get(), tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    log = None if notes is None or is_captured else agreed_of(group_name)
+    entry = None if log is None else say(log)
+    if notes is not None and log is not None and entry is not None:
+        notes.setdefault(log, []).append((number, entry))
 
 
 # The default group of the process that forked this one, if any. Its groups do not work here.
@@ -190,7 +168,14 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-def _refuse_fork() -> None:
+def agreed_of(group_name: str) -> Log | None:
+    """Return what the ranks of a group have agreed on; None if there is nothing to compare.
+
+    Raises:
+        ProcessGroupError: this process was forked from the one that has made its group.
+    """
+    if not config.check_agreement:
+        return None
     if _forked_with and dist.group.WORLD is _forked_with[0]:
         raise ProcessGroupError(
             site="attention over a sharded sequence",
@@ -200,21 +185,11 @@ def _refuse_fork() -> None:
             remedy="compute in the process that made the group; or start processes by"
             " multiprocessing's spawn or forkserver, and call init_process_group in each",
         )
-
-
-def agreed_of(group_name: str) -> Agreed | None:
-    """Return what the ranks of a group have agreed on; None if there is nothing to compare.
-
-    Raises:
-        ProcessGroupError: this process was forked from the one that has made its group.
-    """
-    if not config.check_agreement:
-        return None
-    _refuse_fork()
     group, ask = group_with_store(group_name)
     if group not in _agreed_in:
         is_alone = dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
-        _agreed_in[group] = None if is_alone else Agreed(group, *ask())
+        ranks = dist.get_process_group_ranks(group)
+        _agreed_in[group] = None if is_alone else Log(*ask(), dist.get_rank(group), ranks)
     return _agreed_in[group]
 
 
@@ -294,12 +269,10 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
     group.come([Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)], (), BATCHES)
 
 
-@contextmanager
-def waiting_in(group_name: str, where: str) -> Iterator[None]:
+def waiting_in(group_name: str, where: str) -> AbstractContextManager[None]:
     """Let others know where this rank waits while it is in an exchange inside."""
     log = log_of(group_name)
-    with nullcontext() if log is None else log.waiting(where):
-        yield
+    return nullcontext() if log is None else log.waiting(where)
 
 
 def log_of(group_name: str) -> Log | None:
@@ -338,49 +311,11 @@ def agreed(
         yield
         return
     sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
-    if has_grad is not None or running.notes is None:
+    if has_grad is not None or _notes.get() is None:
         entry = describe_attention(attention, query.dtype, sizes, has_grad=has_grad)
-        group.agree([replace(entry, site=site)])
-    tables, noted = [extras[place] for place in tables_to_note(attention)], list[Entry]()
-    if tables:
-        kind, has_seed = kind_of(attention, query.dtype), attention.dropout_p > 0
-        noted = group.describe_tables(tables, kind, site, has_seed=has_seed)
+        agree(group, [replace(entry, site=site)])
     yield
-    group.compare_tables(noted)
-
-
-def agree_on_tables(group_name: str, tables: Sequence[Tensor], rule: str) -> None:
-    """Compare the tables of a batch before it is planned, if they are to be compared in this run.
-
-    Raises:
-        RanksDisagree: they are not the same on all ranks.
-    """
-    group = agreed_of(group_name) if tables else None
-    if group is None:
-        return
-    kind, site = f"batches under {rule}", f"the plan of a batch under {rule}"
-    group.compare_tables(group.describe_tables(tables, kind, site, has_seed=False))
-
-
-def beginning_of(tensor: Tensor) -> Tensor:
-    """Return the first elements along each dim, of which there are at most `MOST_OF_DRAW`."""
-    room = MOST_OF_DRAW
-    for dim in reversed(range(tensor.ndim)):
-        tensor = tensor.narrow(dim, 0, min(room, tensor.shape[dim]))
-        room = max(1, room // max(1, tensor.shape[dim]))
-    return tensor
-
-
-def describe_table(table: Tensor) -> str:
-    """Say what a table holds: a number as it is, or a digest of all bits."""
-    if table.ndim == 0:
-        return str(table.detach().clone().item())
-    shape = "x".join(map(str, table.shape))
-    return f"{str(table.dtype).removeprefix('torch.')} of {shape}, digest {digest_of(table)},"
-
-
-def digest_of(tensor: Tensor) -> str:
-    """Return a digest of all bits of a tensor."""
-    # To copy it waits for a collective that still has to bring it.
-    copy = tensor.detach().clone(memory_format=torch.contiguous_format).cpu()
-    return digest(copy.reshape(-1).view(torch.uint8).numpy().tobytes())
+    tables, has_seed = [extras[at] for at in tables_to_note(attention)], attention.dropout_p > 0
+    if tables:
+        kind = kind_of(attention, query.dtype)
+        compare_tables(attention.group_name, tables, kind, site, has_seed=has_seed)

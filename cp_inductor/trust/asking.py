@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -23,12 +23,24 @@ from torch.distributed import DistError
 # How often a rank that waits for an answer looks whether one may still come.
 LOOK_EVERY_S = 0.3
 
+# A rank that waits looks at growing intervals: others may be about to come, or compile for minutes.
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.05
+
 # For how long, at most, a process that ends waits for a thread that asks a store: if a daemon
 # thread returns from C++ while the interpreter ends, Python ends it in the middle of C++ code,
 # which then calls abort.
 AT_EXIT_S = 1.0
 
 Answer = TypeVar("Answer")
+
+
+def rounds() -> Iterator[float]:
+    """Yield for how long this rank has waited, at growing intervals."""
+    started, delay = time.monotonic(), SHORTEST_WAIT_S
+    while True:
+        yield time.monotonic() - started
+        time.sleep(delay)
+        delay = min(2 * delay, LONGEST_WAIT_S)
 
 
 class StoreSilent(DistError):
@@ -67,13 +79,13 @@ class Asking(threading.Thread):
                 return
             if is_comparing:
                 is_comparing = False
-                with suppress(DistError, RuntimeError):
+                with suppress(RuntimeError):
                     owner.compare_beside()
                     is_comparing = True
             del owner
         owner = self.owner()
         if owner is not None:
-            with suppress(DistError, RuntimeError):
+            with suppress(RuntimeError):
                 owner.end()
 
     def ask(
@@ -93,8 +105,6 @@ class Asking(threading.Thread):
             StoreSilent: it has not returned within the limit, or waiting is useless. If the limit
                 was the usual one, the store is not asked again.
         """
-        if threading.current_thread() is self:
-            return call()
         limit = self.limit_s if limit_s is None else limit_s
         answer = Future[Answer]()
 

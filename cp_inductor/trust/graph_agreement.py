@@ -10,6 +10,7 @@ like the tables of masks.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, replace
@@ -20,25 +21,30 @@ import torch
 from torch import SymInt, Tensor, fx
 from torch.distributed.tensor import DTensor
 
+from cp_inductor.errors import SequenceWarning
 from cp_inductor.graph.collectives import Collective
 from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.trust.agreement import (
-    Agreed,
+    agree,
     agreed_of,
-    beginning_of,
+    describe,
+    describe_tables,
     graph_called,
     note_batch,
     note_in_graph,
     tell_refusal,
 )
-from cp_inductor.trust.claims import describe_attention, digest, kind_of
-from cp_inductor.trust.graph_fields import (
+from cp_inductor.trust.claims import (
+    beginning_of,
+    describe_attention,
     describe_beginnings,
     describe_collectives,
-    warn_of_alike,
+    digest,
+    kind_of,
 )
-from cp_inductor.trust.record import Entry
+from cp_inductor.trust.log import Log
+from cp_inductor.trust.record import ATTENTIONS, Entry
 
 DRAWN = "a tensor that every rank is to have"
 SEED_ALIKE = (
@@ -112,7 +118,7 @@ class AgreedGraph:
         self.group_names = tuple(dict.fromkeys(one.attention.group_name for one in self.planned))
         self.known: dict[tuple[Any, ...], list[Entry]] = {}
         kinds = [kind_of(one.attention, one.dtype) for one in self.planned]
-        self.kind = f"beginnings of {digest(repr(kinds).encode())}"
+        self.kind = f"beginnings of {digest(kinds)}"
         self.name = f"a graph of {len(kinds)} attention{'s' * (len(kinds) != 1)}"
 
     @contextmanager
@@ -122,9 +128,9 @@ class AgreedGraph:
             note_batch(name, args[place])
         with graph_called(), ExitStack() as around:
             for name in self.group_names:
-                if (group := agreed_of(name)) is not None:
-                    self._agree(group, name, args)
-                    around.enter_context(group.waiting(self.name))
+                if (log := agreed_of(name)) is not None:
+                    self._agree(log, name, args)
+                    around.enter_context(log.waiting(self.name))
             try:
                 yield
             except Exception as error:
@@ -132,27 +138,25 @@ class AgreedGraph:
                     tell_refusal(name, error)
                 raise
 
-    def _agree(self, group: Agreed, name: str, args: Sequence[Any]) -> None:
+    def _agree(self, log: Log, group_name: str, args: Sequence[Any]) -> None:
         has_grad = torch.is_grad_enabled()
-        entries = self.of_call(name, args, has_grad)
-        run = f"{self.kind} {has_grad}"
-        group.num_runs[run] += 1
-        begins: dict[str, str] = {}
-        if self.shards and group.num_runs[run] <= FIRST_RUNS:
-            begins = describe_beginnings(self.shards, args)
-        others = group.agree([replace(entries[0], begins=begins), *entries[1:]])
-        if begins and len(others) == len(group.others) and group.rank == 0:
-            warn_of_alike(begins, others)
-
-    def of_call(self, group_name: str, args: Sequence[Any], has_grad: bool) -> list[Entry]:
-        """Return the claims to a group."""
         values = tuple(int(_sizes_in(args[at])[index]) for at, index in self.sources.values())
         # A backward may be lowered when it is first called.
         key = (group_name, has_grad, *values, *self.collectives)
         if key not in self.known:
             by_symbol = dict(zip(self.sources, map(sympy.Integer, values), strict=True))
             self.known[key] = self._make(group_name, has_grad, by_symbol)
-        return self.known[key]
+        first, *others = self.known[key]
+        run = f"{self.kind} {has_grad}"
+        log.num_runs[run] += 1
+        if self.shards and log.num_runs[run] <= FIRST_RUNS:
+            first = replace(first, begins=describe_beginnings(self.shards, args))
+        number = log.record.trails[ATTENTIONS].count + 1
+        agree(log, [first, *others])
+        events = [record.trails[ATTENTIONS].told_at(number) for record in log.records.values()]
+        told = [event[1] for event in events if event is not None]
+        if first.begins and log.rank == 0 and len(told) == len(log.others):
+            warn_of_alike(first.begins, told)
 
     def _make(
         self, group_name: str, has_grad: bool, values: Mapping[sympy.Symbol, sympy.Integer]
@@ -168,7 +172,7 @@ class AgreedGraph:
         # The first speaks for the graph. Where its attention differs, too, that says more.
         first, program = claims[0], dict[str, str]()
         if self.whole is not None:
-            order = digest(repr([claim.kind for claim in claims]).encode())
+            order = digest([claim.kind for claim in claims])
             program = {"attentions": str(len(claims)), "their order": order, **self.whole}
             for kind, started in self.collectives.items():
                 direction = "backward" if kind == "backward" else "forward"
@@ -188,6 +192,22 @@ def _sizes_in(value: Any) -> Sequence[Any]:
     return value.shape if isinstance(value, Tensor) else (value,)
 
 
+def warn_of_alike(begins: Mapping[str, str], others: Sequence[Entry]) -> None:
+    """Warn of inputs that begin alike on all ranks."""
+    names = [n for n, own in begins.items() if all(other.begins.get(n) == own for other in others)]
+    if not names:
+        return
+    begin = "input {} begins" if len(names) == 1 else "inputs {} begin"
+    warnings.warn(
+        f'options={{"mesh": ...}}: {begin.format(", ".join(names))} with the same numbers on all'
+        f" {len(others) + 1} ranks. Each rank is to pass its own part of the sequence, as"
+        " torch.chunk cuts it, and positions count from the start of the whole sequence. Where"
+        " ranks really have the same tokens, filter this SequenceWarning",
+        SequenceWarning,
+        stacklevel=2,
+    )
+
+
 @torch.library.custom_op("cp_inductor::note_tables", mutates_args=("token",))
 def note_tables(
     token: Tensor, tables: list[Tensor], kind: str, site: str, has_seed: bool, group_name: str
@@ -200,7 +220,7 @@ def note_tables(
     note_in_graph(
         token,
         group_name,
-        lambda group: group.describe_tables(tables, kind, site, has_seed=has_seed),
+        lambda log: describe_tables(log, tables, kind, site, has_seed=has_seed),
     )
 
 
@@ -215,7 +235,7 @@ def note_draw(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
     note_in_graph(
         drawn,
         group_name,
-        lambda group: group.describe(DRAWN, numbers, kind, site, SEED_ALIKE),
+        lambda log: describe(log, DRAWN, numbers, kind, site, SEED_ALIKE),
         number,
     )
     return noted

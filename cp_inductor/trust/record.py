@@ -1,13 +1,12 @@
 """What a rank tells the others of its group: its process, where it is, and what it has come to.
 
     attention, attention, batch 2, attention
-      =>  attentions: 3, digests "9f86d081 884c7d65 9a2feaa0", the last of them in full; batches: 1
+      =>  attentions: 3, the last of them in full, with digests 9f86d081, 884c7d65, 9a2feaa0;
+          batches: 1
 
-The digest after an event covers all events before it. So two trails part at the first event whose
-digests differ, or whose fields do.
-
-Others on its machine see by its process whether it still runs. Whoever has to give up leaves the
-cause. Records and causes are told pickled, as torchrun tells its state through the same store.
+The digest after an event covers all events before it, so two trails part at the first event whose
+digests differ, or whose fields do. Whoever has to give up leaves the cause. Records and causes are
+told pickled, as torchrun tells its state through the same store.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import hashlib
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,56 +22,11 @@ from pathlib import Path
 
 from cp_inductor.kept import cache
 
-# So many events are told by their digests, and so many that nobody waits for in full. No rank is
-# further ahead of another.
-MOST_TOLD, MOST_IN_FULL = 512, 16
-
-# So many bytes of a digest are compared.
-DIGEST_BYTES = 4
+# So many events are told before those that a rank has come to last: no rank is further ahead.
+MOST_BEFORE = 32
 
 # What an event is whose site is why a rank refuses what may be next.
 REFUSAL = "a refusal"
-
-
-@dataclass(frozen=True, slots=True)
-class Fate:
-    """What has become of another rank.
-
-    Attributes:
-        text: for people.
-        is_known: whether asking again would tell nothing more.
-        is_missing: whether it was missing in an exchange that failed, as far as can be known.
-    """
-
-    text: str
-    is_known: bool = False
-    is_missing: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """A process: its machine, its number there, and when it began; "" if that is not known."""
-
-    machine: str
-    pid: int
-    began: str
-
-    @staticmethod
-    def own() -> Process:
-        """Return this process."""
-        return Process(_machine(), os.getpid(), _status_of(os.getpid())[1])
-
-    def look(self) -> Fate:
-        """Say how it is, if that can be seen from here."""
-        if self.machine != _machine() or not self.began:
-            where = self.machine.split()[0]
-            return Fate(f"process {self.pid} on {where} has not said that it failed")
-        state, began = _status_of(self.pid)
-        if began != self.began or state in "ZX":
-            return Fate(f"its process {self.pid} has ended", is_known=True)
-        if state in "Tt":
-            return Fate(f"its process {self.pid} is stopped", is_known=True)
-        return Fate(f"its process {self.pid} runs, and has not said that it failed")
 
 
 @cache
@@ -120,7 +73,9 @@ class Entry:
 
     def differs(self, other: Entry) -> bool:
         """Whether any field that both have is unequal."""
-        return any(other.fields.get(name, value) != value for name, value in self.fields.items())
+        return self.fields != other.fields and any(
+            other.fields.get(name, value) != value for name, value in self.fields.items()
+        )
 
     @property
     def causes(self) -> dict[str, str]:
@@ -128,72 +83,43 @@ class Entry:
         return {n: text for n, text in self.fields.items() if n not in self.consequences}
 
 
+@dataclass(frozen=True, slots=True)
 class Trail:
-    """The events of one sort that a rank has come to, counted from 1; the last ones in full."""
+    """The events of one sort that a rank has come to, counted from 1; the last with digests."""
 
-    def __init__(self) -> None:
-        self.count = self.settled = 0
-        self.digests: deque[str] = deque(maxlen=MOST_TOLD)
-        self.entries: deque[Entry] = deque(maxlen=MOST_TOLD)
+    count: int = 0
+    told: tuple[tuple[str, Entry], ...] = ()
 
-    def add(self, entry: Entry) -> None:
-        """Add an event."""
-        text = (self.digests[-1] if self.digests else "") + entry.kind
-        self.digests.append(hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest())
-        self.entries.append(entry)
-        self.count += 1
+    def extended(self, entries: Sequence[Entry]) -> Trail:
+        """Return the trail with more events."""
+        told = list(self.told[-MOST_BEFORE:])
+        for entry in entries:
+            text = "".join(digest for digest, _ in told[-1:]) + entry.kind
+            told.append((hashlib.blake2b(text.encode(), digest_size=4).hexdigest(), entry))
+        return Trail(self.count + len(entries), tuple(told))
 
-    def take_back(self, count: int) -> None:
-        """Take back the last events, as if this rank had not come to them."""
-        self.count -= count
-        for _ in range(count):
-            self.entries.pop(), self.digests.pop()
-
-    def settle(self) -> None:
-        """Note that all events were compared: others may still have to compare the last few."""
-        self._keep(self.count - self.settled)
-        self.settled = self.count
-
-    def run_on(self) -> None:
-        """Note that nobody waits for what was added."""
-        self._keep(MOST_IN_FULL)
-
-    def _keep(self, count: int) -> None:
-        while len(self.entries) > count:
-            self.entries.popleft()
-
-    def entry_at(self, number: int) -> Entry | None:
-        """Return an event; None if it is not there in full."""
+    def told_at(self, number: int) -> tuple[str, Entry] | None:
+        """Return an event and the digest after it; None if it is not told."""
         at = number - self.count - 1
-        return self.entries[at] if -len(self.entries) <= at < 0 else None
+        return self.told[at] if -len(self.told) <= at < 0 else None
 
     def first_difference(self, other: Trail) -> int | None:
         """Return the first event in which two trails differ."""
         stop = min(self.count, other.count)
-        start = max(trail.count - len(trail.entries) for trail in (self, other))
-        if self._goes_apart(other, stop):
-            start = stop - MOST_TOLD
-        for number in range(max(0, start) + 1, stop + 1):
-            own, theirs = self.entry_at(number), other.entry_at(number)
-            if own is not None and theirs is not None and own.differs(theirs):
-                return number
-            if self._goes_apart(other, number):
+        for number in range(max(0, stop - len(self.told)) + 1, stop + 1):
+            own, theirs = self.told_at(number), other.told_at(number)
+            if own and theirs and (own[0] != theirs[0] or own[1].differs(theirs[1])):
                 return number
         return None
 
-    def _goes_apart(self, other: Trail, number: int) -> bool:
-        at, to = number - self.count - 1, number - other.count - 1
-        is_told = -len(self.digests) <= at < 0 and -len(other.digests) <= to < 0
-        return is_told and self.digests[at] != other.digests[to]
-
 
 # Batches first: attentions follow from them.
-TRAILS = BATCHES, ATTENTIONS, TABLES = "batches", "attentions", "tables"
+BATCHES, ATTENTIONS, TABLES = "batches", "attentions", "tables"
 
 
 def new_trails() -> dict[str, Trail]:
     """Return the trails of a rank that has come to nothing yet."""
-    return {name: Trail() for name in TRAILS}
+    return dict.fromkeys((BATCHES, ATTENTIONS, TABLES), Trail())
 
 
 @dataclass(slots=True)
@@ -201,7 +127,7 @@ class Record:
     """What a rank tells the others.
 
     Attributes:
-        process: which process it is.
+        machine, pid, began: its process: where, which, and since when; "" if that is not known.
         epoch: how often its group has begun anew, after an error that all ranks have raised.
         failed: which exchange has failed; "" if none has.
         inside: the attention or graph that it is in; "" if in none.
@@ -211,7 +137,9 @@ class Record:
         trails: what it has come to in this epoch.
     """
 
-    process: Process
+    machine: str = field(default_factory=_machine)
+    pid: int = field(default_factory=os.getpid)
+    began: str = field(default_factory=lambda: _status_of(os.getpid())[1])
     epoch: int = 0
     failed: str = ""
     inside: str = ""
@@ -221,22 +149,36 @@ class Record:
     trails: dict[str, Trail] = field(default_factory=new_trails)
 
     def describe(self) -> str:
-        """Describe where the rank is, for people."""
+        """Describe where the rank is, and what became of it, for people."""
         trail, waited = self.trails[ATTENTIONS], max(0.0, time.time() - self.since)
         done = f"{trail.count} attention{'s' * (trail.count != 1)}"
         if self.is_over:
-            return f"its program has ended, after {done}"
-        if self.inside:
-            return f"in {self.inside}, since {waited:.0f} s, after {trail.count - 1} others"
-        last = f", the last: {trail.entries[-1].site}" if trail.entries else ""
-        return f"outside of any attention, since {waited:.0f} s, after {done}{last}"
+            where = f"its program has ended, after {done}"
+        elif self.inside:
+            where = f"in {self.inside}, since {waited:.0f} s, after {trail.count - 1} others"
+        else:
+            last = f", the last: {trail.told[-1][1].site}" if trail.told else ""
+            where = f"outside of any attention, since {waited:.0f} s, after {done}{last}"
+        return ", ".join(filter(None, [where, self.known_end()]))
 
-    @property
-    def fate(self) -> Fate:
-        """What has become of the rank, as far as can be seen from here."""
+    def known_end(self) -> str:
+        """Say why the rank does not run as usual; "" if it may run."""
         if self.failed:
-            return Fate(f"it failed as well, in {self.failed}", is_known=True, is_missing=False)
-        return self.process.look()
+            return f"it failed as well, in {self.failed}"
+        if self.machine == _machine() and self.began:
+            state, began = _status_of(self.pid)
+            if began != self.began or state in "ZX":
+                return f"its process {self.pid} has ended"
+            if state in "Tt":
+                return f"its process {self.pid} is stopped"
+        return ""
+
+    def fate(self) -> str:
+        """Say what became of the rank in an exchange that failed here, as far as can be seen."""
+        where = f"its process {self.pid} runs, and"
+        if self.machine != _machine() or not self.began:
+            where = f"process {self.pid} on {self.machine.split()[0]}"
+        return self.known_end() or f"{where} has not said that it failed"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -268,19 +210,18 @@ class Cause:
     """Why ranks give up, as the first of them has seen it.
 
     Attributes:
-        rank: the global rank of that first one.
         site, expected, got, remedy: of its error.
+        alone: the global rank of the first one, if the others quote it; None if all ranks raise
+            the same.
         seen_by: positions of ranks that wait, and will raise as soon as they see this.
-        is_shared: all ranks raise this as it is; otherwise the others quote it.
     """
 
-    rank: int
     site: str
     expected: str
     got: str
     remedy: str
+    alone: int | None = None
     seen_by: Sequence[int] = ()
-    is_shared: bool = False
 
 
 def name_difference(entries: Mapping[int, Entry]) -> tuple[str, str]:

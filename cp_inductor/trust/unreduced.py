@@ -3,11 +3,10 @@
     rank 0: weight.grad = 0.3        rank 1: weight.grad = 0.1        weight is the same on both
       => SequenceWarning at the first optimizer step: ranks will train apart
 
-Every way to sum gradients ends with the same numbers on all ranks: DDP, a loop of all_reduce, a
-flat buffer. So ranks compare a few numbers of each gradient once, through the store, when the first
-optimizer is about to use them. Clipping and unscaling do not change the result. Until then regions
-and compiled graphs note the parameters that they use together with shards. Afterwards nothing is
-noted, and the hook of the optimizers is removed.
+Every way to sum gradients ends with the same numbers on all ranks. So ranks compare a few numbers
+of each gradient once, through the store, when the first optimizer is about to use them; clipping
+and unscaling do not change the result. Until then regions and compiled graphs note the parameters
+that they use together with shards.
 
 Not noticed are gradients that are wrong on all ranks in the same way; optimizers that are compiled,
 or not of torch.optim; parameters that differ between ranks, such as experts and shards of FSDP; and

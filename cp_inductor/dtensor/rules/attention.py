@@ -61,7 +61,7 @@ from cp_inductor.torch_private.dtensor import (
 from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.trust.agreement import agreed, tell_refusal
-from cp_inductor.trust.failures import named_steps
+from cp_inductor.trust.exchanges import named_steps
 
 aten = torch.ops.aten
 EAGER = "scaled_dot_product_attention, in eager"

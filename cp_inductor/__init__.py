@@ -46,10 +46,13 @@ if TYPE_CHECKING:
     from cp_inductor.modules.recurrences import register_recurrence
     from cp_inductor.plan import Device, Level, Machine, Plan, plan_attention
     from cp_inductor.plan.batch import BatchPlan
-    from cp_inductor.region.context import context_parallel, context_parallel_unshard
+    from cp_inductor.region.context import (
+        ContextParallel,
+        context_parallel,
+        context_parallel_unshard,
+    )
     from cp_inductor.region.local import local_attention, per_rank
     from cp_inductor.region.reduce_gradients import reduce_gradients
-    from cp_inductor.region.style import ContextParallel
     from cp_inductor.torch_private.flex import flex_gradients_on_cpu
 
 __all__ = [
@@ -125,10 +128,9 @@ _HOMES = {
     "modules.recurrences": "register_recurrence",
     "plan": "Device Level Machine Plan plan_attention",
     "plan.batch": "BatchPlan",
-    "region.context": "context_parallel context_parallel_unshard",
+    "region.context": "ContextParallel context_parallel context_parallel_unshard",
     "region.local": "local_attention per_rank",
     "region.reduce_gradients": "reduce_gradients",
-    "region.style": "ContextParallel",
     "torch_private.flex": "flex_gradients_on_cpu",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -47,10 +47,6 @@ class Operations:
     number: Callable[[Expr], Any] = float
 
 
-# Expression -> its value.
-Of = Callable[[Any], Any]
-
-
 def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operations) -> Any:
     """Return the value of an expression or a condition of sympy.
 
@@ -60,32 +56,60 @@ def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operati
     def of(part: Any) -> Any:
         return evaluate(part, values, with_)
 
-    if isinstance(expression, (BooleanTrue, BooleanFalse)):
-        return with_.boolean(bool(expression))
-    if isinstance(expression, sympy.Integer):
-        return int(expression)
-    if expression.is_number:
-        return with_.number(expression)
-    if isinstance(expression, sympy.Symbol):
-        return values[expression]
-    if isinstance(expression, AppliedUndef):
-        arguments = tuple(map(of, expression.args))
-        return with_.read(number_of(expression), arguments, expression.args)
-    if isinstance(expression, Relational):
-        kind, left, right = sides(expression)
-        return getattr(operator, WORDS[kind])(of(left), of(right))
-    if expression.func in _VALUES:
-        return _VALUES[expression.func](expression.args, of, with_)
+    match expression:
+        case BooleanTrue() | BooleanFalse():
+            return with_.boolean(bool(expression))
+        case sympy.Integer():
+            return int(expression)
+        case _ if expression.is_number:
+            return with_.number(expression)
+        case sympy.Symbol():
+            return values[expression]
+        case AppliedUndef(args=indices):
+            return with_.read(number_of(expression), tuple(map(of, indices)), indices)
+        case Relational():
+            kind, left, right = sides(expression)
+            return getattr(operator, WORDS[kind])(of(left), of(right))
+        case sympy.Add(args=terms):
+            (sign, first), *rest = _in_order(terms)
+            total = of(first) if sign > 0 else -of(first)
+            for sign, term in rest:
+                total = total + of(term) if sign > 0 else total - of(term)
+            return total
+        case sympy.Mul(args=factors):
+            return reduce(operator.mul, map(of, factors))
+        case sympy.And(args=parts):
+            return reduce(operator.and_, map(of, parts))
+        case sympy.Or(args=parts):
+            return reduce(operator.or_, map(of, parts))
+        case sympy.Not(args=(inner,)):
+            return ~of(inner)
+        case sympy.ITE(args=(condition, value, other)):
+            # Sympy makes one from a relation of a Piecewise.
+            return (of(condition) & of(value)) | (~of(condition) & of(other))
+        case sympy.floor(args=(inner,)):
+            numerator, divisor = _fraction(inner)
+            return with_.floor_divide(of(numerator), divisor)
+        case sympy.Mod(args=(inner, divisor)):
+            value, divisor = of(inner), int(divisor)
+            if with_.remainder is not None and inner.is_integer:
+                return with_.remainder(value, divisor)
+            return value - with_.floor_divide(value, divisor) * divisor
+        case sympy.Min(args=parts):
+            return reduce(with_.minimum, map(of, parts))
+        case sympy.Max(args=parts):
+            return reduce(with_.maximum, map(of, parts))
+        case sympy.Pow(args=(base, exponent)):
+            return of(base) ** of(exponent)
+        case sympy.Piecewise(args=(*cases, otherwise)):
+            value = of(otherwise[0])
+            for inner, condition in reversed(cases):
+                value = with_.choose(of(condition), of(inner), value)
+            return value
+        case Step(args=(index, at)):
+            return with_.as_integer(of(index) >= int(at))
     assert with_.apply is not None, expression
     return with_.apply(expression.func.__name__, *map(of, expression.args))
-
-
-def _add(terms: Any, of: Of, _: Operations) -> Any:
-    first, *rest = _in_order(terms)
-    total = of(first[1]) if first[0] > 0 else -of(first[1])
-    for sign, part in rest:
-        total = total + of(part) if sign > 0 else total - of(part)
-    return total
 
 
 # Sympy takes a millisecond for what these functions remember.
@@ -100,26 +124,6 @@ def _fraction(expression: Expr) -> tuple[Expr, int]:
     """Return an expression as one that is divided once, by an integer."""
     numerator, denominator = sympy.fraction(sympy.together(expression))
     return (numerator, int(denominator)) if denominator.is_Integer else (expression, 1)
-
-
-def _floor(arguments: Any, of: Of, with_: Operations) -> Any:
-    numerator, denominator = _fraction(arguments[0])
-    return with_.floor_divide(of(numerator), denominator)
-
-
-def _remainder(arguments: Any, of: Of, with_: Operations) -> Any:
-    inner, divisor = of(arguments[0]), int(arguments[1])
-    if with_.remainder is not None and arguments[0].is_integer:
-        return with_.remainder(inner, divisor)
-    return inner - with_.floor_divide(inner, divisor) * divisor
-
-
-def _choose(cases: Any, of: Of, with_: Operations) -> Any:
-    *others, (last, _) = cases
-    value = of(last)
-    for inner, condition in reversed(others):
-        value = with_.choose(of(condition), of(inner), value)
-    return value
 
 
 def _signed(part: Expr) -> tuple[int, Expr]:
@@ -144,23 +148,3 @@ def sides(relation: Any) -> tuple[type, Expr, Expr]:
     signed = [_signed(part) for part in sympy.Add.make_args(rest + constant)]
     left = sympy.Add(*(part for sign, part in signed if sign > 0))
     return kind, left, sympy.Add(*(part for sign, part in signed if sign < 0))
-
-
-# By class of expression: (its arguments, `of`, the operations) -> its value. Other classes are
-# functions, for `Operations.apply`.
-_VALUES: Mapping[type, Callable[[Any, Of, Operations], Any]] = {
-    sympy.Add: _add,
-    sympy.Mul: lambda args, of, with_: reduce(operator.mul, map(of, args)),
-    sympy.And: lambda args, of, with_: reduce(operator.and_, map(of, args)),
-    sympy.Or: lambda args, of, with_: reduce(operator.or_, map(of, args)),
-    sympy.Not: lambda args, of, with_: ~of(args[0]),
-    # Sympy makes one from a relation of a Piecewise.
-    sympy.ITE: lambda args, of, with_: (of(args[0]) & of(args[1])) | (~of(args[0]) & of(args[2])),
-    sympy.floor: _floor,
-    sympy.Mod: _remainder,
-    sympy.Min: lambda args, of, with_: reduce(with_.minimum, map(of, args)),
-    sympy.Max: lambda args, of, with_: reduce(with_.maximum, map(of, args)),
-    sympy.Pow: lambda args, of, with_: of(args[0]) ** of(args[1]),
-    sympy.Piecewise: _choose,
-    Step: lambda args, of, with_: with_.as_integer(of(args[0]) >= int(args[1])),
-}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -126,11 +127,10 @@ class _Reader:
         self.text, self.values = " ".join(text.split()), values
         self.depth = self.num_relations = self.num_calls = self.num_terms = 0
         # By expression: how many terms it would have, multiplied out. Others have one.
-        self.terms: dict[Any, int] = {}
+        self.terms: dict[Any, int] = defaultdict(lambda: 1)
 
     def read(self) -> Any:
-        if len(self.text) > MAX_CHARACTERS:
-            raise self._error(f"{len(self.text)} characters, more than {MAX_CHARACTERS}")
+        self._bound(len(self.text), MAX_CHARACTERS, "characters")
         rest = _CHARACTERS.sub("", self.text, count=1)
         if rest:
             raise self._error(shortened(rest, 20))
@@ -140,8 +140,7 @@ class _Reader:
             raise self._error(error.msg if self.text else "the end of the text") from None
         except (RecursionError, MemoryError):
             raise self._error("more than Python's parser can hold") from None
-        if sum(1 for _ in ast.walk(tree)) > MAX_NODES:
-            raise self._error(f"more than {MAX_NODES} nodes")
+        self._bound(sum(1 for _ in ast.walk(tree)), MAX_NODES, "nodes")
         return self._value(tree)
 
     def _error(self, got: str) -> InvalidText:
@@ -156,8 +155,7 @@ class _Reader:
 
     def _value(self, node: ast.expr) -> Any:
         self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise self._error(f"more than {MAX_DEPTH} levels, one within the other")
+        self._bound(self.depth, MAX_DEPTH, "levels, one within the other")
         value: Any = None
         match node:
             case ast.Constant(value=int() | float() as number):
@@ -185,11 +183,11 @@ class _Reader:
             case ast.UnaryOp(op=ast.UAdd() | ast.USub() as op, operand=inner):
                 number = self._number(inner)
                 signed = -number if isinstance(op, ast.USub) else number
-                value = self._made(signed, self._terms_of(number))
+                value = self._made(signed, self.terms[number])
             case ast.BinOp(op=ast.Add() | ast.Sub()):
                 links = [(op, self._number(part)) for op, part in _chain(node, ast.Add, ast.Sub)]
                 parts = [-part if isinstance(op, ast.Sub) else part for op, part in links]
-                value = self._made(sympy.Add(*parts), sum(self._terms_of(n) for _, n in links))
+                value = self._made(sympy.Add(*parts), sum(self.terms[n] for _, n in links))
             case ast.BinOp(op=ast.Mult() | ast.Div() | ast.FloorDiv() | ast.Mod()):
                 value = self._product(_chain(node, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod))
             case ast.BinOp(op=ast.Pow(), left=base, right=exponent):
@@ -210,8 +208,7 @@ class _Reader:
             wanted = str(least) if least == most else f"{least} to {most}"
             raise self._error(f"{name} of {len(arguments)} arguments, where it has {wanted}")
         self.num_calls += 1
-        if self.num_calls > MAX_CALLS:
-            raise self._error(f"more than {MAX_CALLS} functions and tables")
+        self._bound(self.num_calls, MAX_CALLS, "functions and tables")
         if name in _COMPARING:
             self._count_relations(len(arguments) - 1)
         numbers = [self._number(argument) for argument in arguments]
@@ -222,8 +219,7 @@ class _Reader:
 
     def _cases(self, cases: Sequence[ast.expr]) -> list[tuple[Expr, Boolean]]:
         """Return the cases of Piecewise((value, condition), ...)."""
-        if len(cases) > MAX_CASES:
-            raise self._error(f"Piecewise of {len(cases)} cases, more than {MAX_CASES}")
+        self._bound(len(cases), MAX_CASES, "cases of a Piecewise")
         pairs = []
         for case in cases:
             if not isinstance(case, ast.Tuple) or len(case.elts) != 2:
@@ -245,18 +241,17 @@ class _Reader:
 
     def _product(self, links: Sequence[tuple[ast.operator | None, ast.expr]]) -> Expr:
         divisions = sum(isinstance(op, (ast.Div, ast.FloorDiv, ast.Mod)) for op, _ in links)
-        if divisions > MAX_DIVISIONS:
-            raise self._error(f"more than {MAX_DIVISIONS} divisions in one product")
+        self._bound(divisions, MAX_DIVISIONS, "divisions in one product")
         numbers = [(op, self._number(part)) for op, part in links]
-        if sum(not number.is_number for _, number in numbers) > MAX_FACTORS:
-            raise self._error(f"a product of more than {MAX_FACTORS} factors")
+        num_factors = sum(not number.is_number for _, number in numbers)
+        self._bound(num_factors, MAX_FACTORS, "factors of one product")
         factors: list[Expr] = []
         for op, number in numbers:
             if op is None or isinstance(op, ast.Mult):
                 factors.append(number)
             else:
                 factors = [self._divided(op, sympy.Mul(*factors), number)]
-        num_terms = math.prod(self._terms_of(number) for _, number in numbers)
+        num_terms = math.prod(self.terms[number] for _, number in numbers)
         return self._multiplied(sympy.Mul(*factors), num_terms)
 
     def _divided(self, op: ast.operator, value: Expr, divisor: Expr) -> Expr:
@@ -277,12 +272,16 @@ class _Reader:
             is_right, num_terms = is_small or not exponent.is_number, 1
         else:
             is_right = isinstance(exponent, sympy.Integer) and 1 <= exponent <= MAX_FACTORS
-            num_terms = self._terms_of(base) ** int(exponent) if is_right else 1
+            num_terms = self.terms[base] ** int(exponent) if is_right else 1
         if not is_right:
             raise self._error(f"the exponent {shortened(str(exponent), 20)}")
         return self._multiplied(base**exponent, num_terms)
 
     # --- Bounds ---------------------------------------------------------------------------------
+
+    def _bound(self, number: int, most: int, what: str) -> None:
+        if number > most:
+            raise self._error(f"more than {most} {what}")
 
     def _said(self, node: ast.expr) -> str:
         return shortened(ast.get_source_segment(self.text, node) or "", 20)
@@ -301,11 +300,7 @@ class _Reader:
 
     def _count_relations(self, more: int) -> None:
         self.num_relations += more
-        if self.num_relations > MAX_RELATIONS:
-            raise self._error(f"more than {MAX_RELATIONS} relations")
-
-    def _terms_of(self, value: Expr) -> int:
-        return self.terms.get(value, 1)
+        self._bound(self.num_relations, MAX_RELATIONS, "relations")
 
     def _multiplied(self, value: Expr, num_terms: int) -> Any:
         """Return a product, which sympy has not multiplied out."""
@@ -323,7 +318,7 @@ class _Reader:
             parts = sympy.fraction(coefficient) if coefficient.is_Rational else ()
             if any(abs(int(part)).bit_length() > MAX_BITS for part in parts):
                 raise self._error(f"a number of more than {MAX_BITS} bits")
-            self.terms[value] = max(num_terms, self.terms.get(value, 1))
+            self.terms[value] = max(num_terms, self.terms[value])
         return value
 
 

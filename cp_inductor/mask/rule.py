@@ -31,7 +31,6 @@ from sympy.printing.str import StrPrinter
 
 from cp_inductor.errors import InvalidText
 from cp_inductor.kept import lru_cache
-from cp_inductor.mask.canonical import compare
 from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, parse, shortened
 from cp_inductor.mask.intervals import Bounds, decide
 from cp_inductor.mask.language import (
@@ -43,6 +42,7 @@ from cp_inductor.mask.language import (
     QUERY,
     SCORE,
     Step,
+    compare,
     is_of_pairs,
     number_of,
     table,

@@ -16,8 +16,8 @@ from typing import Any
 
 from cp_inductor.errors import InvalidArgument, InvalidText, UnsupportedStrategy
 from cp_inductor.kept import lru_cache
-from cp_inductor.mask.canonical import normal
 from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, shortened
+from cp_inductor.mask.language import normal
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.assign_cells import Strategy, Tiles, has_tokens, work_of
 from cp_inductor.plan.checks import LIMITS, MAX_LENGTH, check_count, check_type

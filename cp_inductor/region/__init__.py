@@ -1,7 +1,6 @@
 """Regions: code that runs on shards, in which attention sees the whole sequence.
 
-context     context_parallel, context_parallel_unshard
-style       ContextParallel, for parallelize_module
+context     context_parallel, context_parallel_unshard; ContextParallel, for parallelize_module
 regions     the mode of both: attention is over the whole sequence
 local       modes in which each rank computes within its own shard
 modes       what all modes of this room share

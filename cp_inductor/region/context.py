@@ -1,4 +1,4 @@
-"""A drop-in for torch's `context_parallel`: shard buffers in place, attend over all shards.
+"""How a program enters a region: a drop-in for torch's `context_parallel`, and a module's style.
 
     ids (1, 4096), on 4 ranks
     with cp_inductor.context_parallel(mesh, buffers=[ids, labels], buffer_seq_dims=[1, 1]):
@@ -9,6 +9,12 @@
 torch's context patches scaled_dot_product_attention; this one enters a `SequenceRegion`. Shards are
 contiguous: the plan balances the work, not a permutation of the batch. Inside, torch's flag for
 permuted batches says so, as torch's own context sets it, so that torch's unshard function works.
+
+    parallelize_module(model, cp_mesh, {"layers.*.attention": cp_inductor.ContextParallel()})
+
+Such a module is given this rank's shards, or DTensors that are sharded along the sequence. It keeps
+its weights, hooks and signature. Its class is replaced by a subclass, as `fully_shard` does, whose
+forward runs in a `SequenceRegion`.
 """
 
 from __future__ import annotations
@@ -19,14 +25,17 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.fx.traceback import annotate
 
 from cp_inductor.dtensor import limits
 from cp_inductor.dtensor.wrap import whole_tensor, wrap_shard
 from cp_inductor.errors import InvalidArgument, UnsupportedBuffer, UnsupportedPlacement
 from cp_inductor.plan.grid import shard_lengths
+from cp_inductor.region.marks import IN_REGION
 from cp_inductor.region.regions import SequenceRegion
 from cp_inductor.sequence.follow import version_of
 from cp_inductor.torch_private.dtensor import torchs_load_balance
@@ -181,7 +190,7 @@ def _check(
                 " whole sequence"
             )
             _refuse("a tensor", kind, remedy, place)
-        if isinstance(buffer, (DTensor, torch.nn.Parameter)) or buffer.requires_grad:
+        if isinstance(buffer, (DTensor, nn.Parameter)) or buffer.requires_grad:
             _refuse(
                 "a plain tensor without a gradient, the same on every rank",
                 f"{kind}, requires_grad={buffer.requires_grad}",
@@ -249,3 +258,46 @@ def context_parallel_unshard(
         shape = (*buffer.shape[:dim], int(length), *buffer.shape[dim + 1 :])
         wholes.append(whole_tensor(wrap_shard(buffer, mesh, [Shard(dim)], shape)))
     return wholes
+
+
+class ContextParallel(ParallelStyle):
+    """Let every scaled_dot_product_attention of a module see the whole sequence.
+
+    Works for your own attention modules and for nn.MultiheadAttention with need_weights=False,
+    which is how nn.TransformerEncoderLayer calls its self_attn. Weights stay plain tensors, and
+    each rank's gradients cover only its tokens: reduce them as for data parallelism, over both
+    axes.
+
+    Args:
+        seq_len: number of tokens of the whole sequence; needed if it does not divide by the number
+            of ranks.
+
+    Raises:
+        UnsupportedPlacement: when applied, if the mesh is not 1-D.
+    """
+
+    def __init__(self, *, seq_len: int | None = None) -> None:
+        super().__init__()
+        self.seq_len = seq_len
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        lengths = () if self.seq_len is None else (self.seq_len,)
+        cls, region = type(module), SequenceRegion(device_mesh, lengths)
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with region, annotate({IN_REGION: region.group_name}):
+                out = cls.forward(self, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                region.judge()
+            return out
+
+        names = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
+        module.__class__ = type(f"ContextParallel{cls.__name__}", (cls,), names)
+        # A layer around it asks for hooks before it takes nn.TransformerEncoderLayer's fast path,
+        # which would read the weights and go past the forward.
+        module.register_forward_pre_hook(_nothing)
+        return module
+
+
+def _nothing(module: nn.Module, args: Any) -> None:
+    """Be a hook."""

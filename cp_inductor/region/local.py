@@ -77,10 +77,6 @@ class LocalRegion(RegionMode):
             return _leave_alone(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def note_compiled(self) -> None:
-        """Let enclosing checkpoints recompute within this region."""
-        rerun_within(self)
-
     def _attend(self, args: Any, kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_compiling():
             rerun_within(self)
@@ -97,6 +93,8 @@ class LocalRegion(RegionMode):
 
 class PerRank(RegionMode):
     """Let each rank compute within its own shard, and check nothing of it."""
+
+    has_attention = False
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function, in a graph or a region that does not check it."""

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_inductor.dtensor.wrap import wrap_shard
 from cp_inductor.errors import CPError
+from cp_inductor.torch_private.checkpoint import rerun_within
 from cp_inductor.torch_private.dtensor import flex_attention_op, varlen_op
 from cp_inductor.torch_private.modes import function_modes, let_modes_see, run_uncompiled
 
@@ -49,7 +50,13 @@ OPAQUE_ATTENTION = VARLEN_OPS | {
 
 
 class RegionMode(TorchFunctionMode):
-    """A mode that decides how each function of torch is called inside."""
+    """A mode that decides how each function of torch is called inside.
+
+    Attributes:
+        has_attention: whether it decides over what an attention is.
+    """
+
+    has_attention = True
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -64,18 +71,15 @@ class RegionMode(TorchFunctionMode):
         """Call a function, or what takes its place in this region."""
         raise NotImplementedError
 
-    def note_compiled(self) -> None:
-        """Take note of compiled code that is called inside."""
-
 
 run_uncompiled(RegionMode.__torch_function__)
 
 
 def note_compiled() -> None:
-    """Let the regions around compiled code do what the Python code in it no longer does."""
+    """Let checkpoints around compiled code recompute within the regions around it."""
     for mode in function_modes():
-        if isinstance(mode, RegionMode):
-            mode.note_compiled()
+        if isinstance(mode, RegionMode) and mode.has_attention:
+            rerun_within(mode)
 
 
 def is_sdpa(func: Callable[..., Any]) -> bool:

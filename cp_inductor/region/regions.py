@@ -122,10 +122,6 @@ class SequenceRegion(RegionMode):
             tell_refusal(self.group_name, error)
             raise
 
-    def note_compiled(self) -> None:
-        """Let enclosing checkpoints recompute within this region."""
-        rerun_within(self)
-
     def _call_in_region(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         is_compiling = torch.compiler.is_compiling()
         if is_sdpa(func):

@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.errors import SequenceMixed, SequenceWarning
-from cp_inductor.sequence.rules import infer_types
 from cp_inductor.sequence.rules.call import SUMS, Mixes, OpCall, find_rule, numbers
+from cp_inductor.sequence.rules.infer import infer_types
 from cp_inductor.sequence.types import (
     ATTENDED_DIM,
     Mixed,

@@ -12,9 +12,21 @@ from hypothesis import strategies as st
 from sympy import And, Not, Or
 
 from cp_inductor.errors import InvalidText
-from cp_inductor.mask.canonical import at_most_zero, canonical, compare, normal
 from cp_inductor.mask.evaluate import sides
-from cp_inductor.mask.language import BATCH, CAUSAL, HEAD, KEY, QUERY, SCORE, Step, table
+from cp_inductor.mask.language import (
+    BATCH,
+    CAUSAL,
+    HEAD,
+    KEY,
+    QUERY,
+    SCORE,
+    Step,
+    at_most_zero,
+    canonical,
+    compare,
+    normal,
+    table,
+)
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan import Mask, Plan, Recipe, resolve
 from tests.support.plans import make_plan

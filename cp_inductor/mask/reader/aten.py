@@ -11,8 +11,9 @@ op, add a row, and let `tests/support/random_masks.py` draw it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import neg
 from typing import Any
 
@@ -22,7 +23,7 @@ from sympy import And, Expr, Not, Or
 from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 
-from cp_inductor.mask.canonical import at_most_zero
+from cp_inductor.mask.language import at_most_zero
 from cp_inductor.mask.reader.sequences import fit, materialize
 from cp_inductor.mask.reader.values import (
     DIMS,
@@ -39,6 +40,7 @@ from cp_inductor.mask.reader.values import (
     constant,
     divide,
     index_of,
+    join_pieces,
     magnitude,
     multiply,
     number,
@@ -46,9 +48,9 @@ from cp_inductor.mask.reader.values import (
     promote,
     range_of,
     relate,
-    remainder,
     settle,
     sizes_of,
+    that_may_hold,
 )
 from cp_inductor.torch_private.modes import without_modes
 
@@ -139,16 +141,19 @@ def _full(name: str) -> Row:
 # --- Numbers ----------------------------------------------------------------------------------
 
 
+def computed(function: Callable[..., Value], *names: str) -> Row:
+    """Return the row of an op that computes with tensors in the dtype of its result."""
+    return lambda call: call.settled(function(*call.operands(*names)))
+
+
 def _sum(function: Callable[[Expr, Expr], Expr]) -> Row:
     def row(call: OpCall) -> Value:
         left, right = call.operands("self", "other")
         if call["alpha"] != 1:
             scale = promote(constant(call["alpha"]), call.dtype, call.tables)
-            right = call.settled(_multiplied(right, scale, call))
+            right = call.settled(_product(right, scale))
         limit = _limit_of_sum(left, right, call)
-        is_wrapped = left.is_wrapped or right.is_wrapped
-        result = pointwise(function, left, right, limit=limit, is_wrapped=is_wrapped)
-        return call.settled(result)
+        return call.settled(replace(pointwise(function, left, right), limit=limit))
 
     return row
 
@@ -169,41 +174,24 @@ def _limit_of_sum(left: Value, right: Value, call: OpCall) -> float:
     return rest
 
 
-def _product(call: OpCall) -> Value:
-    left, right = call.operands("self", "other")
-    return call.settled(_multiplied(left, right, call))
-
-
-def _multiplied(left: Value, right: Value, call: OpCall) -> Value:
+def _product(left: Value, right: Value) -> Value:
     if left.is_wrapped or right.is_wrapped:
         raise Unknown
-    limit = min(left.limit, right.limit)
-    if limit < math.inf:
+    if min(left.limit, right.limit) < math.inf:
         # The other factor must be a constant other than 0: 0 times infinity would be NaN.
         exact = (left if left.limit == math.inf else right).exact()
         if any(not e.is_number or e.is_zero or e.is_infinite for _, e in exact.numbers()):
             raise Unknown
-    return pointwise(multiply, left, right, limit=limit)
+    return pointwise(multiply, left, right)
 
 
-def _negated(call: OpCall) -> Value:
-    (value,) = call.operands("self")
-    result = pointwise(neg, value, limit=value.limit, is_wrapped=value.is_wrapped)
-    return call.settled(result)
-
-
-def _absolute(call: OpCall) -> Value:
-    (value,) = call.operands("self")
+def _absolute(value: Value) -> Value:
     if value.is_wrapped:
         raise Unknown
-    return call.settled(pointwise(lambda a: sympy.Max(a, -a), value, limit=value.limit))
+    return pointwise(lambda a: sympy.Max(a, -a), value)
 
 
-def _extreme(function: Callable[..., Expr]) -> Row:
-    return lambda call: call.settled(_extreme_of(function, *call.operands(*_BOTH)))
-
-
-def _extreme_of(function: Callable[..., Expr], *values: Value) -> Value:
+def _extreme(function: Callable[..., Expr], *values: Value) -> Value:
     if any(value.is_wrapped for value in values):
         raise Unknown
 
@@ -215,20 +203,19 @@ def _extreme_of(function: Callable[..., Expr], *values: Value) -> Value:
             raise Unknown
         return result
 
-    return pointwise(of, *values, limit=min(value.limit for value in values))
+    return pointwise(of, *values)
 
 
 def _clamped(call: OpCall) -> Value:
     (value,) = call.operands("self")
     for name, function in (("min", sympy.Max), ("max", sympy.Min)):
         if call[name] is not None:
-            value = _extreme_of(function, value, *call.operands(name))
+            value = _extreme(function, value, *call.operands(name))
     return call.settled(value)
 
 
-def _quotient(call: OpCall) -> Value:
-    left, right = call.operands("self", "other")
-    return call.settled(pointwise(true_quotient, left.exact(), right.exact()))
+def _quotient(left: Value, right: Value) -> Value:
+    return pointwise(true_quotient, left.exact(), right.exact())
 
 
 def true_quotient(left: Expr, right: Expr) -> Expr:
@@ -238,12 +225,10 @@ def true_quotient(left: Expr, right: Expr) -> Expr:
     return left if right == 1 else multiply(left, sympy.Float(1 / float(right)))
 
 
-def _by_whole_number(
-    function: Callable[[Expr, int, Sequence[int], RunTimeTables], Expr], rounding: str
-) -> Row:
+def _by_whole_number(rounding: str, *, is_remainder: bool = True) -> Row:
     """Return the row of a quotient or remainder of integers by a positive one.
 
-    The function rounds down. Ops that are not told to round by "floor" or by "trunc", which are
+    Quotients are rounded down. Ops that are not told to round by "floor" or by "trunc", which are
     alike from 0 on, round so.
     """
 
@@ -261,7 +246,8 @@ def _by_whole_number(
         def of(expression: Expr) -> Expr:
             if not expression.is_integer or expression.has(sympy.Float):
                 raise Unknown
-            return function(expression, int(numbers[0][1]), shape, call.tables)
+            quotient, rest = divide(expression, int(numbers[0][1]), shape, call.tables)
+            return rest if is_remainder else quotient
 
         return call.settled(pointwise(of, left))
 
@@ -288,9 +274,9 @@ def _like(value: Any) -> Any:
     return torch.empty([1] * len(value.shape), dtype=value.dtype, device="meta")
 
 
-def _logic(function: Callable[..., Boolean], *names: str, of_bits: bool = False) -> Row:
+def _logic(function: Callable[..., Boolean], *, of_bits: bool = False) -> Row:
     def row(call: OpCall) -> Value:
-        values = [call.tensor(name) for name in names]
+        values = [call.tensor(name) for name in call.arguments]
         if of_bits and any(value.truth is None for value in values):
             raise Unknown
         shape, aligned = align([as_bool(value, call.tables) for value in values])
@@ -312,14 +298,6 @@ def _where(call: OpCall) -> Value:
 # --- Views ------------------------------------------------------------------------------------
 
 
-def _same(call: OpCall) -> Value:
-    return call.tensor("self")
-
-
-def _copied(call: OpCall) -> Value:
-    return cast(call.tensor("self"), call.dtype, call.tables)
-
-
 def _viewed(call: OpCall) -> Any:
     """Return one view or several, by where the op finds its elements in a contiguous tensor."""
     value, others = call.tensor("self"), dict(call.arguments)
@@ -339,8 +317,7 @@ def _viewed(call: OpCall) -> Any:
         # An index of a dim of size 1 is in no expression.
         for dim, size in reversed([*enumerate(value.shape)]):
             if size > 1:
-                indices[DIMS[dim]] = remainder(flat, size, shape, call.tables)
-                flat = divide(flat, size, shape, call.tables)
+                flat, indices[DIMS[dim]] = divide(flat, size, shape, call.tables)
         values.append(value.map(shape, indices))
     return values[0] if views is not found else tuple(values)
 
@@ -353,14 +330,14 @@ def _flipped(call: OpCall) -> Value:
 
 
 def _repeated(call: OpCall) -> Value:
-    value, tables = call.tensor("self"), call.tables
-    offset = len(call.shape) - len(value.shape)
+    value, shape = call.tensor("self"), call.shape
+    offset = len(shape) - len(value.shape)
     indices = {
-        DIMS[dim]: remainder(index_of(call.shape, dim + offset), size, call.shape, tables)
+        DIMS[dim]: divide(index_of(shape, dim + offset), size, shape, call.tables)[1]
         for dim, size in enumerate(value.shape)
         if size > 1
     }
-    return value.map(call.shape, indices)
+    return value.map(shape, indices)
 
 
 def _indexed(call: OpCall) -> Value:
@@ -438,19 +415,13 @@ def _joined(call: OpCall) -> Value:
             at = index - start if size > 1 else sympy.Integer(0)
             pieces.append((condition, value.map(call.shape, {DIMS[dim]: at})))
             start = stop
-    if call.dtype == torch.bool:
-        truth = Or(*(And(condition, value.truth) for condition, value in pieces))
-        return Value(call.shape, torch.bool, truth=check_terms(truth))
-    cases = [(And(within, c), e) for within, value in pieces for c, e in value.numbers()]
-    found = tuple((check_terms(c), e) for c, e in cases if c != sympy.false)
-    limit = min(value.limit for _, value in pieces)
-    is_wrapped = any(value.is_wrapped for _, value in pieces)
-    return call.settled(Value(call.shape, call.dtype, None, found, limit, is_wrapped))
+    joined = join_pieces(pieces)
+    return call.settled(replace(joined, cases=that_may_hold(joined.cases)))
 
 
 # --- The table --------------------------------------------------------------------------------
 
-_BOTH = ("self", "other")
+_JOINING = {"and": And, "or": Or, "xor": _differ}
 _RELATIONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 OPS: Mapping[torch._ops.OpOverload, Row] = {
@@ -460,42 +431,42 @@ OPS: Mapping[torch._ops.OpOverload, Row] = {
     aten.scalar_tensor.default: _full("s"),
     aten.add.Tensor: _sum(add_up),
     aten.sub.Tensor: _sum(lambda a, b: add_up(a, -b)),
-    aten.mul.Tensor: _product,
-    aten.neg.default: _negated,
-    aten.abs.default: _absolute,
-    aten.minimum.default: _extreme(sympy.Min),
-    aten.maximum.default: _extreme(sympy.Max),
+    aten.mul.Tensor: computed(_product, "self", "other"),
+    aten.neg.default: computed(partial(pointwise, neg), "self"),
+    aten.abs.default: computed(_absolute, "self"),
+    aten.minimum.default: computed(partial(_extreme, sympy.Min), "self", "other"),
+    aten.maximum.default: computed(partial(_extreme, sympy.Max), "self", "other"),
     aten.clamp.default: _clamped,
     aten.clamp.Tensor: _clamped,
-    aten.div.Tensor: _quotient,
-    aten.div.Tensor_mode: _by_whole_number(divide, "floor"),
-    aten.remainder.Scalar: _by_whole_number(remainder, "floor"),
-    aten.remainder.Tensor: _by_whole_number(remainder, "floor"),
-    aten.fmod.Scalar: _by_whole_number(remainder, "trunc"),
-    aten.fmod.Tensor: _by_whole_number(remainder, "trunc"),
+    aten.div.Tensor: computed(_quotient, "self", "other"),
+    aten.div.Tensor_mode: _by_whole_number("floor", is_remainder=False),
+    aten.remainder.Scalar: _by_whole_number("floor"),
+    aten.remainder.Tensor: _by_whole_number("floor"),
+    aten.fmod.Scalar: _by_whole_number("trunc"),
+    aten.fmod.Tensor: _by_whole_number("trunc"),
     **{getattr(aten, word).Tensor: _relation(word) for word in _RELATIONS},
     **{getattr(aten, word).Scalar: _relation(word) for word in _RELATIONS},
-    aten.logical_and.default: _logic(And, *_BOTH),
-    aten.logical_or.default: _logic(Or, *_BOTH),
-    aten.logical_xor.default: _logic(_differ, *_BOTH),
-    aten.logical_not.default: _logic(Not, "self"),
-    aten.bitwise_and.Tensor: _logic(And, *_BOTH, of_bits=True),
-    aten.bitwise_or.Tensor: _logic(Or, *_BOTH, of_bits=True),
-    aten.bitwise_xor.Tensor: _logic(_differ, *_BOTH, of_bits=True),
-    aten.bitwise_not.default: _logic(Not, "self", of_bits=True),
+    **{getattr(aten, f"logical_{word}").default: _logic(join) for word, join in _JOINING.items()},
+    **{
+        getattr(aten, f"bitwise_{word}").Tensor: _logic(join, of_bits=True)
+        for word, join in _JOINING.items()
+    },
+    aten.logical_not.default: _logic(Not),
+    aten.bitwise_not.default: _logic(Not, of_bits=True),
     aten.where.self: _where,
-    aten._to_copy.default: _copied,
-    aten.clone.default: _same,
-    aten.alias.default: _same,
-    aten.lift_fresh_copy.default: _same,
-    aten.expand.default: _viewed,
-    aten.view.default: _viewed,
-    aten.unsqueeze.default: _viewed,
-    aten.squeeze.dims: _viewed,
-    aten.permute.default: _viewed,
-    aten.slice.Tensor: _viewed,
-    aten.select.int: _viewed,
-    aten.split_with_sizes.default: _viewed,
+    aten._to_copy.default: lambda call: cast(call.tensor("self"), call.dtype, call.tables),
+    **dict.fromkeys(
+        (aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default),
+        lambda call: call.tensor("self"),
+    ),
+    **dict.fromkeys(
+        (
+            *(aten.expand.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dims),
+            *(aten.permute.default, aten.slice.Tensor, aten.select.int),
+            aten.split_with_sizes.default,
+        ),
+        _viewed,
+    ),
     aten.flip.default: _flipped,
     aten.repeat.default: _repeated,
     aten.index.Tensor: _indexed,

@@ -32,7 +32,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from cp_inductor.mask.language import FULL, SCORE, number_of
+from cp_inductor.mask.language import FULL, SCORE, Step, number_of
 from cp_inductor.mask.reader.aten import OPS, UNREADABLE, OpCall, Row
 from cp_inductor.mask.reader.lengths import Frozen, shape_of
 from cp_inductor.mask.reader.sequences import fit, runs_of
@@ -107,7 +107,7 @@ class Reading:
             return value if all(map(self._is_held_to, value)) else None
         assert value.shape == tuple(result.shape) and value.dtype == result.dtype, node
         # Hundreds of documents of constant lengths: every op would process all steps again.
-        is_long = value.num_steps() > MAX_TERMS
+        is_long = len(value.atoms(Step)) > MAX_TERMS
         return None if is_long or not self._is_held_to(value) else value
 
     def _is_held_to(self, value: Value) -> bool:

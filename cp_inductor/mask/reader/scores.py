@@ -23,10 +23,10 @@ from sympy import Expr
 from torch import fx
 
 from cp_inductor.mask.language import Exp, Power, Sigmoid, Tanh
-from cp_inductor.mask.reader.aten import OPS, OpCall, Row, true_quotient
+from cp_inductor.mask.reader.aten import OPS, Row, computed, true_quotient
 from cp_inductor.mask.reader.read import Reading
 from cp_inductor.mask.reader.trace import Trace
-from cp_inductor.mask.reader.values import Unknown, Value, multiply, pointwise
+from cp_inductor.mask.reader.values import Unknown, multiply, pointwise
 from cp_inductor.torch_private.arguments import bind_arguments
 
 aten = torch.ops.aten
@@ -41,11 +41,7 @@ def _exact(function: Callable[..., Expr], *names: str) -> Row:
             raise Unknown
         return result
 
-    def row(call: OpCall) -> Value:
-        operands = [value.exact() for value in call.operands(*names)]
-        return call.settled(pointwise(finite, *operands))
-
-    return row
+    return computed(lambda *values: pointwise(finite, *(v.exact() for v in values)), *names)
 
 
 def _power(base: Expr, exponent: Expr) -> Expr:
@@ -76,13 +72,8 @@ OPS_OF_SCORES: Mapping[torch._ops.OpOverload, Row] = {
 
 # What moves numbers, and leaves them as they are.
 _MOVES = (
-    aten.alias.default,
-    aten.clone.default,
-    aten.expand.default,
-    aten.permute.default,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-    aten.view.default,
+    *(aten.alias.default, aten.clone.default, aten.expand.default, aten.permute.default),
+    *(aten.squeeze.dims, aten.unsqueeze.default, aten.view.default),
 )
 
 

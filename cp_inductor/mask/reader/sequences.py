@@ -16,9 +16,8 @@ import torch
 from sympy import Expr
 from torch import Tensor
 
-from cp_inductor.mask.canonical import compare, substitute
 from cp_inductor.mask.evaluate import Operations, evaluate
-from cp_inductor.mask.language import Step
+from cp_inductor.mask.language import Step, compare, substitute
 from cp_inductor.mask.reader.values import (
     DIMS,
     READABLE,

@@ -23,7 +23,6 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 
 from cp_inductor.errors import InvalidText
-from cp_inductor.mask.canonical import canonical, substitute
 from cp_inductor.mask.language import (
     BATCH,
     HEAD,
@@ -32,8 +31,10 @@ from cp_inductor.mask.language import (
     QUERY,
     SCORE,
     Step,
+    canonical,
     is_of_pairs,
     number_of,
+    substitute,
     table,
 )
 from cp_inductor.mask.reader.lengths import shape_of
@@ -172,9 +173,7 @@ def _as_rule(value: Value, tables: RunTimeTables, nothing: Collection[Expr]) -> 
         if any(e.is_infinite for _, e in finite):
             return None
         bias = sympy.Integer(0)
-        if len({e for _, e in finite}) == 1:
-            bias = finite[0][1]
-        elif finite:
+        if finite:
             *others, (_, last) = finite
             bias = sympy.Piecewise(*((e, c) for c, e in others), (last, True))
         if bias.atoms(Step) and not bias.is_integer:

@@ -146,7 +146,7 @@ def trace_nodes(ends: Sequence[fx.Node], graph: fx.Graph, scores: Scores | None 
 def _trace(
     ends: Sequence[fx.Node], leaves: set[fx.Node], writes: Writes | Traceable, scores: Scores | None
 ) -> Trace:
-    nodes = _slice(ends, lambda node: node in leaves or not _can_run(node))
+    nodes = _slice(ends, leaves)
     inputs = [node for node, is_leaf in nodes.items() if is_leaf]
     calls = [node for node, is_leaf in nodes.items() if not is_leaf]
 
@@ -191,8 +191,14 @@ def _steps_of(gm: fx.GraphModule, calls: Sequence[fx.Node]) -> dict[fx.Node, tup
     return {node: tuple(of_node) for node, of_node in steps.items()}
 
 
-def _slice(ends: Sequence[fx.Node], is_leaf: Callable[[fx.Node], bool]) -> dict[fx.Node, bool]:
+def _slice(ends: Sequence[fx.Node], leaves: Collection[fx.Node]) -> dict[fx.Node, bool]:
     """Return the nodes that some nodes depend on, in graph order, and which are inputs."""
+
+    def is_leaf(node: fx.Node) -> bool:
+        is_call = node.op in ("call_function", "call_method")
+        is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
+        return node in leaves or not is_call or is_higher_order
+
     found: dict[fx.Node, bool] = {}
     queue = list(ends)
     for node in queue:
@@ -213,12 +219,6 @@ def _slice(ends: Sequence[fx.Node], is_leaf: Callable[[fx.Node], bool]) -> dict[
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), Tensor)
-
-
-def _can_run(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and not isinstance(
-        node.target, torch._ops.HigherOrderOperator
-    )
 
 
 def _run(node: fx.Node, known: dict[fx.Node, Any]) -> Any:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,10 +32,9 @@ from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 from torch import fx
 
-from cp_inductor.mask.canonical import at_most_zero, compare, substitute
 from cp_inductor.mask.evaluate import evaluate, sides
 from cp_inductor.mask.intervals import EXACT, Interval, exact_number, interval_operations
-from cp_inductor.mask.language import SCORE, Step, number_of, table
+from cp_inductor.mask.language import SCORE, at_most_zero, compare, number_of, substitute, table
 
 # The indices of a tensor. The index of a dim of size 1 is written 0.
 DIMS = sympy.symbols("d0:8", integer=True, nonnegative=True)
@@ -111,8 +110,7 @@ class Value:
         """
         truth = None if self.truth is None else substitute(self.truth, indices)
         cases = [(substitute(c, indices), substitute(e, indices)) for c, e in self.cases]
-        cases = [case for case in cases if case[0] != sympy.false]
-        return replace(self, shape=tuple(shape), truth=truth, cases=tuple(cases))
+        return replace(self, shape=tuple(shape), truth=truth, cases=that_may_hold(cases))
 
     def expand(self, shape: tuple[int, ...]) -> Value:
         """Return the tensor, repeated along new dims and along those of size 1."""
@@ -129,15 +127,17 @@ class Value:
 
     def tables(self) -> set[Any]:
         """Return the reads of tables, such as t0(d1)."""
-        return self._atoms(AppliedUndef)
+        return self.atoms(AppliedUndef)
 
-    def num_steps(self) -> int:
-        """Return the number of different steps, that is, of boundaries of constant documents."""
-        return len(self._atoms(Step))
-
-    def _atoms(self, kind: Any) -> set[Any]:
+    def atoms(self, kind: Any) -> set[Any]:
+        """Return all parts of a kind that occur in its expressions."""
         parts = [self.truth] if self.truth is not None else sum(self.cases, ())
         return set().union(*(part.atoms(kind) for part in parts))
+
+
+def that_may_hold(cases: Iterable[tuple[Boolean, Expr]]) -> tuple[tuple[Boolean, Expr], ...]:
+    """Return the cases whose conditions are not known to be false."""
+    return tuple(case for case in cases if case[0] != sympy.false)
 
 
 @dataclass
@@ -360,18 +360,18 @@ def as_bool(value: Value, tables: RunTimeTables) -> Value:
 
 def add_up(left: Expr, right: Expr) -> Expr:
     """Return a sum; see `_unmerged`."""
-    return _unmerged(sympy.Add, left, right, sympy.Integer(0))
+    return _unmerged(sympy.Add, left, right)
 
 
 def multiply(left: Expr, right: Expr) -> Expr:
     """Return a product; see `_unmerged`. Raise Unknown for 0 times what may be infinite."""
-    product = _unmerged(sympy.Mul, left, right, sympy.Integer(1))
+    product = _unmerged(sympy.Mul, left, right)
     if product.is_zero and not (_is_whole(left) and _is_whole(right)):
         raise Unknown
     return product
 
 
-def _unmerged(kind: Any, left: Expr, right: Expr, neutral: Expr) -> Expr:
+def _unmerged(kind: Any, left: Expr, right: Expr) -> Expr:
     """Combine two expressions by a sum or product.
 
     Floats are rounded after every operation. If sympy merged or cancelled their terms, the result
@@ -380,7 +380,7 @@ def _unmerged(kind: Any, left: Expr, right: Expr, neutral: Expr) -> Expr:
     result = kind(left, right)
     parts = [kind.make_args(part) for part in (left, right)]
     are_known = [_is_whole(part) or part.is_number for part in (left, right)]
-    is_same = neutral in (left, right) or len(kind.make_args(result)) == sum(map(len, parts))
+    is_same = kind.identity in (left, right) or len(kind.make_args(result)) == sum(map(len, parts))
     if not (all(are_known) or result.is_infinite or is_same):
         raise Unknown
     return result
@@ -395,9 +395,7 @@ def align(values: Sequence[Value]) -> tuple[tuple[int, ...], list[Value]]:
     return shape, [value.expand(shape) for value in values]
 
 
-def pointwise(
-    function: Callable[..., Expr], *values: Value, limit: float = math.inf, is_wrapped: bool = False
-) -> Value:
+def pointwise(function: Callable[..., Expr], *values: Value) -> Value:
     """Apply a function of numbers elementwise: to every combination of the values' cases."""
     shape, aligned = align(values)
     cases = []
@@ -407,7 +405,13 @@ def pointwise(
             cases.append((condition, function(*(n for _, n in combination))))
     if len(cases) > MAX_CASES:
         raise Unknown
-    return Value(shape, values[0].dtype, None, tuple(cases), limit, is_wrapped)
+    return Value(shape, values[0].dtype, None, tuple(cases), **_marks_of(values))
+
+
+def _marks_of(values: Sequence[Value]) -> dict[str, Any]:
+    """Return what may be claimed of a result of values: no more than of each."""
+    limit = min(value.limit for value in values)
+    return {"limit": limit, "is_wrapped": any(value.is_wrapped for value in values)}
 
 
 def check_terms(truth: Boolean) -> Boolean:
@@ -419,40 +423,37 @@ def check_terms(truth: Boolean) -> Boolean:
 
 def choose(condition: Value, value: Value, other: Value, tables: RunTimeTables) -> Value:
     """Return torch.where(condition, value, other) of two values of one dtype."""
-    shape, (where, value, other) = align([as_bool(condition, tables), value, other])
+    _, (where, value, other) = align([as_bool(condition, tables), value, other])
     truth = where.truth
     assert truth is not None
-    if value.truth is not None and other.truth is not None:
-        chosen = Or(And(truth, value.truth), And(Not(truth), other.truth))
-        return Value(shape, torch.bool, truth=check_terms(chosen))
-    cases = [(And(truth, c), e) for c, e in value.numbers()]
-    cases += [(And(Not(truth), c), e) for c, e in other.numbers()]
+    chosen = join_pieces([(truth, value), (Not(truth), other)])
     merged: dict[Expr, Boolean] = {}
-    for c, e in cases:
+    for c, e in chosen.cases:
         merged[e] = check_terms(Or(merged.get(e, sympy.false), c))
-    found = tuple((c, e) for e, c in merged.items() if c != sympy.false)
-    if len(found) > MAX_CASES:
+    cases = that_may_hold((c, e) for e, c in merged.items())
+    if len(cases) > MAX_CASES:
         raise Unknown
-    limit, is_wrapped = min(value.limit, other.limit), value.is_wrapped or other.is_wrapped
-    return Value(shape, value.dtype, None, found, limit, is_wrapped)
+    return replace(chosen, cases=cases)
 
 
-def divide(left: Expr, right: int, sizes: Sequence[int], tables: RunTimeTables) -> Expr:
-    """Return floor(left / right), simplified as far as the ranges of indices allow."""
-    quotient, rest = _split(left, right)
-    low, high = range_of(rest, sizes_of(sizes), tables)
-    return quotient if low >= 0 and high < right else quotient + sympy.floor(rest / right)
+def join_pieces(pieces: Sequence[tuple[Boolean, Value]]) -> Value:
+    """Return the tensor that is one of some values of one shape and dtype, by their conditions.
+
+    Exactly one condition holds at each index.
+    """
+    values = [value for _, value in pieces]
+    if values[0].dtype == torch.bool:
+        truth = check_terms(Or(*(And(condition, v.truth) for condition, v in pieces)))
+        return replace(values[0], truth=truth)
+    cases = [(check_terms(And(condition, c)), e) for condition, v in pieces for c, e in v.cases]
+    return replace(values[0], cases=tuple(cases), **_marks_of(values))
 
 
-def remainder(left: Expr, right: int, sizes: Sequence[int], tables: RunTimeTables) -> Expr:
-    """Return left modulo right > 0, simplified as far as the ranges of indices allow."""
-    _, rest = _split(left, right)
-    low, high = range_of(rest, sizes_of(sizes), tables)
-    return rest if low >= 0 and high < right else sympy.Mod(rest, right)
-
-
-def _split(left: Expr, right: int) -> tuple[Expr, Expr]:
-    """Return (a, b) such that left = a * right + b, with as much as possible in a."""
+def divide(
+    left: Expr, right: int, shape: Sequence[int], tables: RunTimeTables
+) -> tuple[Expr, Expr]:
+    """Return left // right and left % right, simplified as far as the ranges of indices allow."""
+    # left = quotient * right + rest, with as much as possible in the quotient.
     quotient, rest = sympy.Integer(0), sympy.Integer(0)
     for term, coefficient in sympy.expand(left).as_coefficients_dict().items():
         whole = coefficient // right if coefficient.is_Integer else sympy.Integer(0)
@@ -460,7 +461,10 @@ def _split(left: Expr, right: int) -> tuple[Expr, Expr]:
             whole = sympy.Integer(0)
         quotient += whole * term
         rest += (coefficient - whole * right) * term
-    return quotient, rest
+    low, high = range_of(rest, sizes_of(shape), tables)
+    if low >= 0 and high < right:
+        return quotient, rest
+    return quotient + sympy.floor(rest / right), sympy.Mod(rest, right)
 
 
 def relate(word: str, left: Value, right: Value, tables: RunTimeTables) -> Value:
@@ -482,10 +486,8 @@ def relate(word: str, left: Value, right: Value, tables: RunTimeTables) -> Value
 
 def magnitude(value: Value, tables: RunTimeTables) -> Any:
     """Return a bound of the absolute values of a tensor's numbers."""
-    ends = [
-        abs(end) for _, e in value.numbers() for end in range_of(e, sizes_of(value.shape), tables)
-    ]
-    return max(ends)
+    sizes = sizes_of(value.shape)
+    return max(abs(end) for _, e in value.numbers() for end in range_of(e, sizes, tables))
 
 
 def _compare(
@@ -521,5 +523,5 @@ def _is_evaluable(relation: Any, sizes: Mapping[Expr, int], tables: RunTimeTable
         range_of(side, sizes, tables)
         for side in (both if isinstance(relation, sympy.Le) else both[1:])
     ]
-    limits = torch.iinfo(torch.int64)
-    return all(low >= limits.min and high <= limits.max for low, high in ends)
+    least, most = _range_of_dtype(torch.int64)
+    return all(low >= least and high <= most for low, high in ends)

@@ -26,14 +26,12 @@ _SCALING = _DIVIDING | overloads((aten.mul, aten.mul_))
 
 
 @rule(
-    *(aten._to_copy, aten.clone, aten.detach, aten.alias, aten.lift, aten.lift_fresh, aten.copy_),
-    *(aten.copy, aten.contiguous, aten.fill_, aten.zero_, aten.masked_fill, aten.masked_fill_),
-    *(aten.where.self, aten.conj, aten._conj, aten._neg_view, aten.resolve_conj, aten.resolve_neg),
-    *(aten.real, aten.imag, aten.view.dtype, aten.nan_to_num, aten.xlogy, aten.isnan, aten.polar),
-    *(aten.complex, aten.prelu, aten._prelu_kernel, aten.native_dropout, aten.bernoulli),
-    *(aten.bernoulli_, aten.normal_, aten.uniform_, aten.exponential_, aten.log_sigmoid_forward),
-    *(aten.rand_like, aten.randn_like, aten.randint_like, aten.rrelu_with_noise),
-    *(*UNIFORM_LIKE, torch.ops.prims.convert_element_type, torch.ops.prims.device_put, WAIT),
+    *(*COPIES, *UNIFORM_LIKE, aten.fill_, aten.zero_, aten.masked_fill, aten.masked_fill_),
+    *(aten.where.self, aten._neg_view, aten.resolve_neg, aten.real, aten.imag, aten.view.dtype),
+    *(aten.nan_to_num, aten.xlogy, aten.isnan, aten.polar, aten.complex, aten.prelu),
+    *(aten._prelu_kernel, aten.native_dropout, aten.bernoulli, aten.bernoulli_, aten.normal_),
+    *(aten.uniform_, aten.exponential_, aten.log_sigmoid_forward, aten.rand_like),
+    *(aten.randn_like, aten.randint_like, aten.rrelu_with_noise, torch.ops.prims.device_put, WAIT),
     tag=torch.Tag.pointwise,
 )
 def pointwise(call: OpCall) -> list[Type]:

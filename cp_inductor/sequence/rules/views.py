@@ -27,47 +27,6 @@ aten = torch.ops.aten
 MASKS = (torch.bool, torch.uint8)
 
 
-@rule(aten.view.default, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.expand)
-@rule(aten.unsqueeze, aten.unsqueeze_, aten.squeeze, aten.squeeze_, aten.permute, aten.transpose)
-@rule(aten.transpose_, aten.t, aten.t_, aten.slice.Tensor, aten.select.int, aten.unbind.int)
-@rule(aten.split.Tensor, aten.split_with_sizes, aten.unsafe_split.Tensor, aten.repeat)
-@rule(aten.view_as_real, aten.view_as_complex, aten.constant_pad_nd, aten.swapaxes, aten.chunk)
-def view(call: OpCall) -> list[Type]:
-    """Move entries, whole tokens at a time."""
-    given, tensor = call.types[0], call.tensors[0]
-    if isinstance(given, Sum) and call.op is not aten.constant_pad_nd.default:
-        return [given] * len(call.outs)
-    if not isinstance(given, Shards):
-        raise Mixes(f"{call.op} of {describe_kind(given)}", SUMS)
-    return [_moved(call, given, tensor, out) for out in call.outs]
-
-
-def _moved(call: OpCall, given: Shards, tensor: Tensor, out: Tensor) -> Shards:
-    """Return where the tokens of a tensor are in a result."""
-    if call.op in _REGROUPING:
-        found = regroup(numbers(tensor.shape), given, numbers(out.shape))
-        if not found:
-            raise Mixes(f"{call.op} to {tuple(numbers(out.shape))}, which cuts the sequence up")
-        return given.at(found)
-    move = _MOVES.get(call.op)
-    moved = given.dim if move is None else move(call, given.dim)
-    size = given.outer * given.length * given.inner
-    if (
-        moved is None
-        or numbers(out.shape)[moved] != size
-        or _is_bound_beyond(call, given.dim, size)
-    ):
-        raise Mixes(f"{call.op}, which takes a part of the sequence, or repeats it")
-    return replace(given, dim=moved)
-
-
-def _is_bound_beyond(call: OpCall, dim: int, size: int) -> bool:
-    """Whether a slice or split ends or steps beyond this rank's tokens, to where others' may be."""
-    asked = [call.bound.get(name) for name in ("start", "end", "step", "split_size")]
-    bounds = [abs(number(one)) for one in asked if one is not None]
-    return any(size < bound < sys.maxsize for bound in bounds) and dim in call.dims()
-
-
 def _turn(call: OpCall, dim: int) -> int:
     ndim = call.tensors[0].ndim
     if "dims" in call.bound:
@@ -115,6 +74,44 @@ _MOVES: dict[torch._ops.OpOverload, Callable[[OpCall, int], int | None]] = {
     }.items()
     for op in overloads(ops)
 }
+
+
+@rule(*_REGROUPING, *_MOVES, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes)
+@rule(aten.unsafe_split.Tensor, aten.view_as_real, aten.view_as_complex, aten.chunk)
+def view(call: OpCall) -> list[Type]:
+    """Move entries, whole tokens at a time."""
+    given, tensor = call.types[0], call.tensors[0]
+    if isinstance(given, Sum) and call.op is not aten.constant_pad_nd.default:
+        return [given] * len(call.outs)
+    if not isinstance(given, Shards):
+        raise Mixes(f"{call.op} of {describe_kind(given)}", SUMS)
+    return [_moved(call, given, tensor, out) for out in call.outs]
+
+
+def _moved(call: OpCall, given: Shards, tensor: Tensor, out: Tensor) -> Shards:
+    """Return where the tokens of a tensor are in a result."""
+    if call.op in _REGROUPING:
+        found = regroup(numbers(tensor.shape), given, numbers(out.shape))
+        if not found:
+            raise Mixes(f"{call.op} to {tuple(numbers(out.shape))}, which cuts the sequence up")
+        return given.at(found)
+    move = _MOVES.get(call.op)
+    moved = given.dim if move is None else move(call, given.dim)
+    size = given.outer * given.length * given.inner
+    if (
+        moved is None
+        or numbers(out.shape)[moved] != size
+        or _is_bound_beyond(call, given.dim, size)
+    ):
+        raise Mixes(f"{call.op}, which takes a part of the sequence, or repeats it")
+    return replace(given, dim=moved)
+
+
+def _is_bound_beyond(call: OpCall, dim: int, size: int) -> bool:
+    """Whether a slice or split ends or steps beyond this rank's tokens, to where others' may be."""
+    asked = [call.bound.get(name) for name in ("start", "end", "step", "split_size")]
+    bounds = [abs(number(one)) for one in asked if one is not None]
+    return any(size < bound < sys.maxsize for bound in bounds) and dim in call.dims()
 
 
 @rule(aten.cat, aten.stack)

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor.integrations.transformers_recurrences import find_recurrence
 from cp_inductor.modules.libraries import Local, ModelLibrary
+from cp_inductor.modules.mixers import OnWhole, gathered, own_part
 from cp_inductor.modules.tokenwise import OnShards, ProjectsOnShards
-from cp_inductor.modules.whole import OnWhole, gathered, own_part
 
 # A mixture of experts holds a child "experts" and one of these.
 ROUTERS = ("gate", "router")

@@ -5,7 +5,7 @@ options                     what ranks check and compare before
 reading, sharded_weights    plain weights, or shards, that are read as DTensors
 ties                        weights that are tied
 local, libraries            which modules run in another way, by name or as a library says
-whole, own_tokens           modules that mix tokens: on those of all ranks, or on a rank's own
-tokenwise, tensor_parallel  modules that treat every token alone
+mixers                      modules that mix tokens: on those of all ranks, or on a rank's own
+tokenwise                   modules that treat every token alone
 along_sequence, recurrences states that are passed along the sequence
 """

@@ -200,7 +200,9 @@ def _pass_states(
         return state, _step(is_matrix, kept, final, state)
     if sequence.lengths[sequence.rank] == 0:
         # It is given one token, of zeros, and takes part in the backward of the gather.
-        kept, final = _in_place_of(kept, _identity(is_matrix, kept)), _in_place_of(final, 0.0)
+        size = kept.shape[-1]
+        identity = torch.eye(size, dtype=dtype, device=kept.device) if is_matrix else 1.0
+        kept, final = _in_place_of(kept, identity), _in_place_of(final, 0.0)
     if not sequence.is_gathered:
         return _exchange_states(sequence, kept, final, state, is_matrix)
     states = [state]
@@ -273,12 +275,6 @@ def _compose(is_matrix: bool, kept: Tensor, final: Tensor) -> Tensor:
     return _step(is_matrix, kept, final, torch.stack(states)[:, None]).flatten(0, 1)[:count]
 
 
-def _identity(is_matrix: bool, kept: Tensor) -> Tensor:
-    if not is_matrix:
-        return torch.ones_like(kept)
-    return torch.eye(kept.shape[-1], dtype=kept.dtype, device=kept.device).expand_as(kept)
-
-
 def _step(is_matrix: bool, kept: Tensor, final: Tensor, state: Tensor) -> Tensor:
     return (kept @ state if is_matrix else kept * state) + final
 
@@ -294,38 +290,32 @@ def tokens_before(tokens: Tensor, count: int, dim: int) -> Tensor:
     Raises:
         UnsupportedPlacement: `tokens` is a DTensor.
     """
-    _check_plain(tokens)
-    dim %= tokens.ndim
-    sequence = shared_sequence()
-    if sequence is None:
-        return _zeros(tokens, dim, count)
-    return _tokens_until(sequence.rank, tokens, count, dim, sequence)
+    return _tokens_until(tokens, count, dim, is_end=False)
 
 
 def last_tokens(tokens: Tensor, count: int, dim: int) -> Tensor:
     """Return the last tokens of all ranks, the same on each, and zeros before the first of all."""
+    return _tokens_until(tokens, count, dim, is_end=True)
+
+
+def _tokens_until(tokens: Tensor, count: int, dim: int, *, is_end: bool) -> Tensor:
+    """Return the last tokens before this rank's, or of all. All read all, see `_pass_states`."""
     _check_plain(tokens)
     dim %= tokens.ndim
     sequence = shared_sequence()
     if sequence is None:
-        return torch.cat([_zeros(tokens, dim, count), tokens], dim).narrow(
-            dim, tokens.shape[dim], count
+        none = _zeros(tokens, dim, count)
+        return (
+            torch.cat([none, tokens], dim).narrow(dim, tokens.shape[dim], count) if is_end else none
         )
-    return _tokens_until(sequence.world_size, tokens, count, dim, sequence)
-
-
-def _tokens_until(
-    rank: int, tokens: Tensor, count: int, dim: int, sequence: SharedSequence
-) -> Tensor:
-    """Return the last tokens of the ranks before one. All read all, see `_pass_states`."""
-    lengths = sequence.lengths
+    lengths, rank = sequence.lengths, sequence.world_size if is_end else sequence.rank
     most = torch.sym_min(count, lengths[0])
     # A rank without tokens is given one, which is none of the sequence.
     here = torch.sym_min(most, torch.sym_min(lengths[sequence.rank], tokens.shape[dim]))
     tail = tokens.narrow(dim, tokens.shape[dim] - here, here)
     if here < most:  # zeros stand before fewer
         tail = torch.cat([_zeros(tokens, dim, most - here), tail], dim)
-    if not sequence.is_gathered and rank == sequence.rank and most == count:
+    if not sequence.is_gathered and not is_end and most == count:
         # Whoever has tokens stands behind a rank that has enough: only the last may have fewer.
         to_next, of_last = (
             [count * (at == other) for at in range(sequence.world_size)]

@@ -56,22 +56,18 @@ class ModelLibrary:
         return False
 
 
-_libraries: list[ModelLibrary | str] = []
+_named: list[str] = []
+_libraries: list[ModelLibrary] = []
 
 
-def register_library(library: ModelLibrary | str) -> None:
-    """Let `parallelize` ask about the modules of a library.
-
-    Args:
-        library: the description, or "module:class" of one, which is imported when it is needed.
-    """
-    _libraries.append(library)
+def register_library(name: str) -> None:
+    """Let `parallelize` ask a "module:class", which is imported when it is needed."""
+    _named.append(name)
 
 
 def libraries() -> list[ModelLibrary]:
     """Return the descriptions of all libraries."""
-    for at, library in enumerate(_libraries):
-        if isinstance(library, str):
-            module, _, name = library.partition(":")
-            _libraries[at] = getattr(import_module(module), name)()
-    return [one for one in _libraries if not isinstance(one, str)]
+    while _named:
+        module, _, name = _named.pop().partition(":")
+        _libraries.append(getattr(import_module(module), name)())
+    return _libraries

@@ -21,13 +21,11 @@ from torch.nn.parameter import is_lazy
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from cp_inductor.modules.libraries import Local, libraries
+from cp_inductor.modules.mixers import CONVOLUTIONS, OnOwnTokens, OnWhole
 from cp_inductor.modules.options import SITE, Options, refuse_argument
-from cp_inductor.modules.own_tokens import CONVOLUTIONS, OnOwnTokens
 from cp_inductor.modules.reading import ReadsLocally, read_locally, reading_of, reads_locally
 from cp_inductor.modules.recurrences import namespaces_of, share_functions, share_wherever_known
-from cp_inductor.modules.tensor_parallel import check_styles, is_tensor_parallel
-from cp_inductor.modules.tokenwise import OnShards, router
-from cp_inductor.modules.whole import OnWhole
+from cp_inductor.modules.tokenwise import OnShards, check_styles, is_tensor_parallel, router
 
 # How modules compute that are named.
 WHOLE, RECURRENT, TOKENWISE = Local(OnWhole), Local(OnOwnTokens, CONVOLUTIONS), Local(OnShards)

@@ -54,7 +54,7 @@ from cp_inductor.modules.reading import (
     reads_locally,
 )
 from cp_inductor.modules.sharded_weights import ShardedWeights
-from cp_inductor.modules.tensor_parallel import run_beside_tensor_parallelism
+from cp_inductor.modules.tokenwise import run_beside_tensor_parallelism
 from cp_inductor.modules.whole_batches import WholeBatches, contents_of, names_of
 from cp_inductor.torch_private.dtensor import are_plain_tensors_replicated, checks_of_given_data
 from cp_inductor.torch_private.modes import is_transforming, run_uncompiled

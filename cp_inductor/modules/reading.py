@@ -227,7 +227,7 @@ def read_as_dtensors(module: nn.Module, reading: Reading) -> None:
     A second call does the same for tensors that came into the module since the first.
     """
     cls = cast("Any", type(module))
-    stored = _stored_names(module)
+    stored = (*module._parameters, *module._buffers)  # also None, which may be set later
     names = tuple(one for one in stored if not isinstance(getattr(cls, one, None), property))
     if names or reading_of(module) is None:
         module.__class__ = _subclass(cls, None, names, reading)
@@ -242,7 +242,7 @@ def read_locally(module: nn.Module, mixin: type[nn.Module]) -> None:
     """
     # Also what hooks set, as in weight_norm.
     held = (name for name, value in vars(module).items() if isinstance(value, Tensor))
-    names = tuple(dict.fromkeys((*_stored_names(module), *held)))
+    names = tuple(dict.fromkeys((*module._parameters, *module._buffers, *held)))
     cls, methods = cast("Any", type(module)), cast("Any", mixin)
     module.__class__ = _subclass(cls, methods, names, reading_of(module))
 
@@ -272,11 +272,6 @@ def _is_rerun() -> bool:
 def reads_locally(module: nn.Module) -> bool:
     """Whether `read_locally` was called of this module."""
     return getattr(type(module), _MIXIN, None) is not None
-
-
-def _stored_names(module: nn.Module) -> Iterator[str]:
-    # Also names whose value is None, which may be set later.
-    yield from (*module._parameters, *module._buffers)
 
 
 @cache

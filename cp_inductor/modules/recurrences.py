@@ -155,12 +155,8 @@ def share_selective_scan(function: Any, **given: Any) -> Any:
     steps = given["delta"] if "delta" in given else given["dt"]
     rate, reads = given["A"], given["C"]
     if rate.is_complex() or reads.ndim != 3:
-        raise UnsupportedPlacement(
-            site=_name(function),
-            expected="a real A, and C of (B, N, S)",
-            got=f"A in {rate.dtype}, and C of {tuple(reads.shape)}",
-            remedy="name the module that calls it in parallelize(..., whole=)",
-        )
+        got = f"A in {rate.dtype}, and C of {tuple(reads.shape)}"
+        raise _refused(function, "a real A, and C of (B, N, S)", got, "pass others")
     bias, is_softplus = given.get("delta_bias"), given.get("delta_softplus")
     dtype = torch.promote_types(final.dtype, torch.float32)
 
@@ -261,25 +257,20 @@ def refuse_steps(function: Any, **given: Any) -> Any:
 def _refuse(function: Any, given: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if given.get(name) is not None and given[name] is not False:
-            raise UnsupportedPlacement(
-                site=_name(function),
-                expected="a call of which ranks can compute their parts",
-                got=f"{name}={type(given[name]).__name__}",
-                remedy="leave it out, or name the module that calls it in parallelize(..., whole=)",
-            )
+            got = f"{name}={type(given[name]).__name__}"
+            expected = "a call of which ranks can compute their parts"
+            raise _refused(function, expected, got, "leave it out")
 
 
 def _refuse_states(function: Any, what: str) -> None:
-    raise UnsupportedPlacement(
-        site=_name(function),
-        expected="a sequence that begins without a state, and whose state nobody asks for",
-        got=f"a state {what}",
-        remedy="pass use_cache=False, or name the module in parallelize(..., whole=)",
-    )
+    expected = "a sequence that begins without a state, and whose state nobody asks for"
+    raise _refused(function, expected, f"a state {what}", "pass use_cache=False")
 
 
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+def _refused(function: Any, expected: str, got: str, way: str) -> UnsupportedPlacement:
+    site = getattr(function, "__name__", type(function).__name__)
+    remedy = f"{way}, or name the module that calls it in parallelize(..., whole=)"
+    return UnsupportedPlacement(site=site, expected=expected, got=got, remedy=remedy)
 
 
 ROUTINES = (FunctionType, BuiltinFunctionType, MethodType)
@@ -394,7 +385,7 @@ def _names_of(function: Any) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         raise InvalidArgument(
-            site=f"register_recurrence({_name(function)})",
+            site=f"register_recurrence({getattr(function, '__name__', type(function).__name__)})",
             expected="a function whose arguments have names",
             got="one that takes *args",
             remedy="wrap it in a function that names them",

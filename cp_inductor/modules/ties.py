@@ -11,7 +11,7 @@ which may be intended. For an embedding's table, a warning says so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -60,8 +60,7 @@ def check_ties(graph: fx.Graph) -> None:
     """
     if not torch.is_grad_enabled():
         return
-    weights = list(_weights(graph))
-    for one, other in _pairs(weights):
+    for one, other in _pairs(graph):
         if _is_one_memory(one.local, other.local):
             raise UntiedWeights(
                 site=f"{one.name} and {other.name}",
@@ -75,7 +74,9 @@ def check_ties(graph: fx.Graph) -> None:
             _warn(one.name, other.name)
 
 
-def _weights(graph: fx.Graph) -> Iterator[_Weight]:
+def _pairs(graph: fx.Graph) -> Iterator[tuple[_Weight, _Weight]]:
+    """Yield pairs that could have been one: same shape and dtype, at least one trained."""
+    alike: dict[tuple[object, ...], list[_Weight]] = {}
     for node, name, value in graph_inputs(graph):
         if isinstance(value, DTensor) and isinstance(value, nn.Parameter):
             is_table = any(
@@ -84,15 +85,9 @@ def _weights(graph: fx.Graph) -> Iterator[_Weight]:
                 and node in (*user.args[:2], user.kwargs.get("weight"))
                 for user in node.users
             )
-            yield _Weight(name, value, value.to_local().detach(), is_table)
-
-
-def _pairs(weights: Sequence[_Weight]) -> Iterator[tuple[_Weight, _Weight]]:
-    """Yield pairs that could have been one: same shape and dtype, at least one trained."""
-    alike: dict[tuple[object, ...], list[_Weight]] = {}
-    for weight in weights:
-        key = (weight.tensor.shape, weight.tensor.dtype, weight.tensor.placements)
-        alike.setdefault((*key, weight.local.device), []).append(weight)
+            local = value.to_local().detach()
+            key = (value.shape, value.dtype, value.placements, local.device)
+            alike.setdefault(key, []).append(_Weight(name, value, local, is_table))
     for group in alike.values():
         for one, other in combinations(group, 2):
             is_trained = one.tensor.requires_grad or other.tensor.requires_grad

@@ -489,7 +489,7 @@ def _nothing_on_whole() -> AbstractContextManager[Any]:
     def refuse(leaf: Any) -> Any:
         raise AssertionError("a mixer gathers the whole sequence")
 
-    return patch("cp_inductor.modules.whole.gathered", refuse)
+    return patch("cp_inductor.modules.mixers.gathered", refuse)
 
 
 # What is said of a model whose loss and gradients are right, by what becomes of packed documents.

@@ -44,7 +44,7 @@ from cp_inductor.torch_private.groups import exchange_rows
 # In meta["custom"] of the node, in Dynamo's graph, that gathers a part of each rank.
 GATHERS = "cp_gathers_along_sequence"
 
-# Sites that have asked for the sequence.
+# Sites at which a part that is compiled on its own has asked for the sequence.
 _asking: set[str] = set()
 
 # So many ranks gather the pairs of all. More do if they are those of several mesh axes.
@@ -134,7 +134,7 @@ def shared_sequence() -> SharedSequence | None:
     """Return the sequence of which tensors are this rank's part; None if they are whole."""
     sequence: SharedSequence | None = computing().sequence
     if sequence is not None:
-        _note_question(sequence.site)
+        _note_question(sequence.site, torch.compiler.is_compiling())
         if not torch.compiler.is_compiling():
             rerun_within(ComputingAgain({"sequence": sequence}))
     return sequence
@@ -143,17 +143,27 @@ def shared_sequence() -> SharedSequence | None:
 # Dynamo calls these functions while it traces, within a checkpoint, too, where it refuses to change
 # an object.
 @torch.compiler.assume_constant_result
-def has_asked(site: str) -> bool:
-    """Return whether anybody has asked for the sequence at this site, now or in an earlier call.
-
-    A part of a module that is compiled on its own asks while it is traced, and not again.
-    """
-    return site in _asking
+def questions() -> int:
+    """Return how often this thread has asked for the sequence."""
+    count: int = computing().questions
+    return count
 
 
 @torch.compiler.assume_constant_result
-def _note_question(site: str) -> None:
-    _asking.add(site)
+def has_asked(site: str, since: int) -> bool:
+    """Return whether it has asked since then, or may have, by a part that is compiled on its own.
+
+    Such a part asks while it is traced, and not again.
+    """
+    return computing().questions > since or site in _asking
+
+
+@torch.compiler.assume_constant_result
+def _note_question(site: str, is_traced: bool) -> None:
+    computing().questions += 1
+    # Where the whole module is traced, no sequence is shared but in the trace.
+    if is_traced and computing().sequence is not None:
+        _asking.add(site)
 
 
 def pass_states(

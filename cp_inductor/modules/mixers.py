@@ -46,7 +46,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from cp_inductor.dtensor.wrap import is_whole, wrap_parts, wrap_whole
 from cp_inductor.errors import UnsupportedPlacement
-from cp_inductor.modules.along_sequence import SharedSequence, has_asked, sharing, tokens_before
+from cp_inductor.modules.along_sequence import (
+    SharedSequence,
+    has_asked,
+    questions,
+    sharing,
+    tokens_before,
+)
 from cp_inductor.modules.reading import (
     ReadsLocally,
     computing,
@@ -273,9 +279,10 @@ class OnOwnTokens(OnWhole):
             is_ours=False,
         )
         alike = nullcontext() if torch.compiler.is_compiling() else drawing_alike(self, tokens)
+        asked = questions()
         with sharing(sequence), alike:
             result = locally(self.compute, *args, **kwargs)
-        if not has_asked(name):
+        if not has_asked(name, asked):
             raise UnsupportedPlacement(
                 site=type(self).__name__,
                 expected="a module that passes states or tokens along the sequence",

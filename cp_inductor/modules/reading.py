@@ -116,6 +116,7 @@ class Computing:
         tokens: the input of a mixture of experts, if the logits of its routers are recorded.
         sequence: of which such a module has this rank's tokens, if it passes states between ranks:
             a `SharedSequence`.
+        questions: how often it has been asked for.
         is_in_form: whether a function runs that a form calls to compute this rank's tokens.
         is_alone: whether a checkpoint recomputes here whose forward was outside of a run.
         left: attributes that were set to tensors in a module that computes on the whole sequence.
@@ -126,6 +127,7 @@ class Computing:
     is_local: bool | None = None
     tokens: DTensor | None = None
     sequence: Any = None
+    questions: int = 0
     is_in_form: bool = False
     is_alone: bool = False
     left: list[tuple[nn.Module, str]] | None = None

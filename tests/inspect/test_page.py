@@ -18,6 +18,7 @@ pytest.importorskip("matplotlib")
 from cp_inductor import Report, explain
 from cp_inductor.__main__ import main
 from cp_inductor.inspect.page import bytes_between, held_bytes
+from cp_inductor.plan.ir import DESTINATION
 from tests.examples_of_models import mixed
 from tests.support.packed import in_documents
 from tests.support.plans import make_plan
@@ -76,9 +77,11 @@ def test_what_is_drawn_is_what_the_plan_costs(strategy: str) -> None:
         for now, rank in np.ndindex(held.shape):
             for index, stage in enumerate(one.program(rank)):
                 # What has come, what is coming, and what goes.
-                arrived = [t for t in stage.fetch if t.destination == rank and index <= now + 1]
-                home = stage.home if now - 1 <= index <= now else ()
-                held[now, rank] += sum(map(one.num_bytes, (*arrived, *home)))
+                if index <= now + 1:
+                    arrived = stage.fetch.columns[:, DESTINATION] == rank
+                    held[now, rank] += one.bytes_of(stage.fetch)[arrived].sum()
+                if now - 1 <= index <= now:
+                    held[now, rank] += one.bytes_of(stage.home).sum()
         np.testing.assert_array_equal(held_bytes(one), held)
         received = [one.bytes_received(rank) for rank in range(4)]
         assert bytes_between(one).sum(0) == pytest.approx(received)

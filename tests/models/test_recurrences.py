@@ -372,6 +372,12 @@ def test_refusals() -> None:
         alone = cp_inductor.parallelize(nn.Identity(), mesh, recurrent=(nn.Identity,))
         with pytest.raises(UnsupportedPlacement, match="called no known function"):
             alone(tokens)
+        # What another module of the class asks for says nothing of this one.
+        layers = nn.Sequential(Asks(True), Asks(False))
+        cp_inductor.parallelize(layers, mesh, recurrent=(Asks,))
+        for run in (layers, torch.compile(layers, backend="cp_aot_eager")):
+            with pytest.raises(UnsupportedPlacement, match="called no known function"):
+                run(tokens)
         strided = cp_inductor.parallelize(Strided(), mesh, recurrent=(Strided,))
         with pytest.raises(UnsupportedPlacement, match="a causal convolution, padded with 1 zeros"):
             strided(tokens)
@@ -388,6 +394,15 @@ def test_refusals() -> None:
                 share_keyed(None, q=ones, k=ones, v=ones, cu_seqlens=borders, initial_state=ones)
             with pytest.raises(UnsupportedPlacement, match="a state of packed documents"):
                 share_chunk_scan(None, seq_idx=borders[None], return_final_states=True)
+
+
+class Asks(nn.Module):
+    def __init__(self, is_asking: bool) -> None:
+        super().__init__()
+        self.is_asking = is_asking
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens + tokens_before(tokens, 1, 1) if self.is_asking else tokens.cumsum(1)
 
 
 class Sum(nn.Module):

@@ -186,16 +186,16 @@ def as_backend_error(error: Exception, instead_of: Exception | None = None) -> E
     """
     cls = type(error)
     torchs = () if instead_of is None else (type(instead_of),)
-    methods = {"__module__": cls.__module__, "remove_dynamo_frames": _remove_frames}
+
+    def remove_frames(error: Exception) -> Exception:
+        return error if torch._dynamo.config.verbose else error.with_traceback(None)
+
+    methods = {"__module__": cls.__module__, "remove_dynamo_frames": remove_frames}
     both: Any = type(cls.__name__, (cls, ShortenTraceback, *torchs), methods)
     raised: Exception = both.__new__(both)
     raised.__dict__.update(error.__dict__, first_useful_frame=None)
     raised.args = error.args
     return raised
-
-
-def _remove_frames(error: Exception) -> Exception:
-    return error if torch._dynamo.config.verbose else error.with_traceback(None)
 
 
 @contextmanager
@@ -243,11 +243,8 @@ class FailedTrace:
     def of(error: Exception) -> FailedTrace | None:
         """Return what failed, from an error of Dynamo's; None if it is about something else."""
         text = str(error)
-        is_of_input = isinstance(error, AssertionError) and INPUT_NOT_FAKED in text
-        is_of_size = isinstance(error, RuntimeError) and (
-            GUARD_ON_DATA in text or SIZE_LOST in text
-        )
-        if not isinstance(error, TorchRuntimeError) and not is_of_input and not is_of_size:
+        said = (INPUT_NOT_FAKED, GUARD_ON_DATA, SIZE_LOST)
+        if not isinstance(error, TorchRuntimeError) and not any(words in text for words in said):
             return None
         return FailedTrace(_last_call(error), text)
 

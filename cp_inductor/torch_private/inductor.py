@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -72,8 +72,7 @@ ONE_KERNEL_KEY = "cp_inductor_one_kernel"
 # Beyond so many inputs, that each element asks of all inputs whether it is theirs takes too long.
 MAX_INPUTS_OF_KERNEL = 64
 
-# The version that each release's CUDA build requires, read in its wheel's metadata (2.13: in its
-# source tree).
+# The version that each release's CUDA build requires, by its wheel's metadata (2.13: its sources).
 _TRITON_OF_TORCH = {"2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
 
 # Returns Inductor's cache folder.
@@ -224,10 +223,9 @@ def is_bisected_away(name: str) -> bool:
 
 def cpp_compiler() -> str | None:
     """Return the C++ compiler that Inductor will call."""
-    try:
+    with suppress(InvalidCxxCompiler):
         return str(get_cpp_compiler())
-    except InvalidCxxCompiler:
-        return None
+    return None
 
 
 @contextmanager

@@ -36,11 +36,7 @@ def _mask_both_ways() -> None:
         F.scaled_dot_product_attention(x, x, x, torch.zeros(2, 2), is_causal=True)
 
 
-def _transform() -> None:
-    torch.vmap(_WithoutSetup.apply)(torch.ones(2, 2))
-
-
-def _message_of(call: Callable[[], None], text: str) -> str | None:
+def _message_of(call: Callable[[], object], text: str) -> str | None:
     try:
         call()
     except RuntimeError as error:
@@ -60,9 +56,10 @@ def _find_checkpoint(*, is_reentrant: bool) -> str | None:
     return None if found == [1] else f"{found} checkpoints are found from within one"
 
 
+_under_vmap = partial(torch.vmap(_WithoutSetup.apply), torch.ones(2, 2))
 PROBES: Mapping[str, Callable[[], str | None]] = {
     "attn_mask beside is_causal": partial(_message_of, _mask_both_ways, BOTH_MASKS),
-    "autograd.Function under vmap": partial(_message_of, _transform, TRANSFORMED),
+    "autograd.Function under vmap": partial(_message_of, _under_vmap, TRANSFORMED),
     "a checkpoint": partial(_find_checkpoint, is_reentrant=False),
     "a reentrant checkpoint": partial(_find_checkpoint, is_reentrant=True),
 }

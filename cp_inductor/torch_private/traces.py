@@ -166,7 +166,8 @@ def _wrap_once(traces: Traces) -> None:
     @wraps(compile_whole)
     def compile_watched(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
-        call.arguments["skip"] = call.arguments.get("skip", 0) + FRAMES
+        # Two frames of Python are added: this one, and that of `Traces.run`.
+        call.arguments["skip"] = call.arguments.get("skip", 0) + 2
         return traces.run(call.arguments, partial(compile_whole, *call.args, **call.kwargs))
 
     @wraps(compile_frame)
@@ -181,7 +182,3 @@ def _wrap_once(traces: Traces) -> None:
 
     convert_frame._compile = compile_watched
     convert_frame.compile_frame = compile_named
-
-
-# Frames of Python that `compile_watched` and `Traces.run` add.
-FRAMES = 2

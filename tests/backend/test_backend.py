@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import time
 import warnings
 import weakref
+from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
+from cp_inductor.backend import progress
 from cp_inductor.passes.check_mesh import _warn_of_no_shards
 from tests.support.graphs import AttentionBlock, attend_causal, generate_code
 from tests.support.processes import run_python
@@ -338,3 +342,48 @@ def test_aot_compile_is_refused(backend: str) -> None:
         model = cp_inductor.parallelize(AttentionBlock(), mesh, seq_dims={"x": 1})
         with refused():
             compiled(model).forward.aot_compile(((torch.randn(1, 6, 32),), {}))
+
+
+# --- What is said of a long compile, and to whom.
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+
+
+def said_of(num_attentions: int = 2, screen: io.StringIO | None = None) -> str:
+    screen = screen or Terminal()
+    with redirect_stderr(screen), progress.compile_announced(num_attentions):
+        time.sleep(0.2)
+    return screen.getvalue()
+
+
+def test_where_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said_of(0) == ""  # without attention
+    assert said_of(screen=io.StringIO()) == ""  # into a file
+    with redirect_stderr(None), progress.compile_announced(2):  # as under pythonw
+        pass
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.3)
+    assert said_of() == ""  # fast enough
+    screen = Terminal()
+    with (
+        redirect_stderr(screen),
+        pytest.raises(ValueError, match="refused"),
+        progress.compile_announced(2),
+    ):
+        raise ValueError("refused")
+    time.sleep(0.5)
+    assert screen.getvalue() == ""
+
+
+def test_of_a_compile() -> None:
+    screen = Terminal()
+    with redirect_stderr(screen), fake_mesh(0, 2) as mesh:
+        generate_code(attend_causal, *make_qkv(8)[:3], options={"mesh": mesh})
+    assert screen.getvalue().count("cp_inductor: compiling a graph with 1 attention.") == 1

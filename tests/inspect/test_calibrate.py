@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shlex
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -17,13 +19,15 @@ from torch.distributed.tensor import Shard
 import cp_inductor
 from cp_inductor.__main__ import main
 from cp_inductor.dtensor import recipe
+from cp_inductor.dtensor.axis import SequenceAxis
+from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.inspect.calibrate import _fit
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.machine_file import CALIBRATED, read_calibrated, write_calibrated
 from tests.support.graphs import attend_causal
 from tests.support.processes import run_python
-from tests.support.ranks import on_ranks, run_ranks, world_mesh
+from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
 from tests.support.reference import (
     assert_shards_close,
     attend_with_grads,
@@ -136,3 +140,51 @@ def test_a_machine_of_another_host_is_refused(tmp_path: Path) -> None:
         read_calibrated(tmp_path)
     with pytest.raises(InvalidArgument, match="torchrun -m cp_inductor calibrate"):
         read_calibrated(tmp_path / "empty")
+
+
+# --- The machine that plans are made for where nobody says it.
+
+NAMES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
+
+
+@pytest.fixture
+def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return what tells the machine of 16 ranks, in a pretended group or in one that seems real."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+    def find(
+        device: str,
+        capability: tuple[int, int] | None,
+        backend: str = "fake",
+    ) -> str:
+        seems = mock.patch.object(dist, "get_backend", return_value=backend)
+        with fake_rank(3, 16), seems:
+            axis = SequenceAxis("axis 0", dist.group.WORLD.group_name, 3, 16)
+            options = PlanOptions(
+                "auto", 0, 0, machine="auto", device=device, capability=capability
+            )
+            return options.machine_of(axis, torch.empty(0)).format()
+
+    return find
+
+
+def test_the_device_is_known(find: Callable[..., str]) -> None:
+    assert find("cuda", (9, 0)) == "8xh100:nvlink4 x ib400"
+    assert find("cuda", (8, 0)) == "8xa100:nvlink3 x ib400"
+    assert find("cuda", (7, 5)) == Machine().format()
+    assert find("xpu", None) == Machine().format()
+
+
+def test_launchers_tell_nodes(find: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    one_node = find("cpu", None, "gloo")
+    assert one_node == "cpu[hidden=0.0,at_once=4.0]:tcp"
+    for name, told in zip(reversed(NAMES), ("2(x8)", "8", "4"), strict=True):  # the first counts
+        monkeypatch.setenv(name, told)
+        nodes = find("cuda", (9, 0), "nccl")
+        assert nodes == f"{told[0]}xh100:nvlink4 x ib400"
+    assert find("cpu", None, "gloo") == "4xcpu[hidden=0.0]:tcp x eth10"
+    # Who plans for a pretended group is no rank of it.
+    assert find("cpu", None) == one_node
+    assert find("cuda", (9, 0)) == "8xh100:nvlink4 x ib400"

@@ -36,7 +36,7 @@ PAGE, SCRIPT = "support.md", "tests/support/install_matrix.py"
 # What is tested is that the package computes; neither takes long.
 TESTS = (
     "tests/repository/test_layout.py tests/backend/test_torch_private.py tests/run/test_ops.py"
-    " tests/tiles/test_combine.py"
+    " tests/tiles/test_precision.py"
 )
 NEEDED_BY_TESTS = ("pytest", "expecttest", "hypothesis", "import-linter", "accelerate")
 

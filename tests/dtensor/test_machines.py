@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.dtensor.machines import machine_of
 from cp_inductor.plan.machine import Machine
 from tests.support.ranks import fake_rank
@@ -23,15 +22,11 @@ def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
 
-    def find(
-        device: str,
-        capability: tuple[int, int] | None,
-        backend: str = "fake",
-    ) -> str:
+    def find(device: str, capability: tuple[int, int] | None, backend: str = "fake") -> str:
         seems = mock.patch.object(dist, "get_backend", return_value=backend)
         with fake_rank(3, 16), seems:
-            axis = SequenceAxis("axis 0", dist.group.WORLD.group_name, 3, 16)
-            return machine_of("auto", axis.group_name, device, capability).format()
+            group_name = dist.group.WORLD.group_name
+            return machine_of("auto", group_name, device, capability).format()
 
     return find
 

@@ -83,21 +83,17 @@ def files() -> dict[str, ast.Module]:
     }
 
 
-def is_of_ops(node: ast.Attribute) -> bool:
-    """Whether an attribute is that of torch.ops, which are looked up when they are imported."""
-    root = ast.unparse(node.value)
-    return root.startswith("torch.ops") or root.split(".")[0] in ("aten", "c10d")
-
-
 def private_names_in(tree: ast.Module) -> set[str]:
     """Return what starts with one underscore, is no variable here, and is read of a value."""
     own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and not is_of_ops(node):
-            if ast.unparse(node.value) in ("self", "cls"):
+        if isinstance(node, ast.Attribute):
+            root = ast.unparse(node.value)
+            if root in ("self", "cls"):
                 own.add(node.attr)
-            else:
+            # Those of torch.ops are looked up when they are imported.
+            elif not re.match(r"torch\.ops|(aten|c10d)(\.|$)", root):
                 found.add(node.attr)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             found |= {alias.name for alias in node.names}

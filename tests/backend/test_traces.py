@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -78,45 +79,34 @@ THROUGH_INDUCTOR = pytest.param((OURS, "cp_inductor", TORCHS), marks=pytest.mark
 def test_threads_that_compile_at_once(backends: tuple[str, ...]) -> None:
     """Each its own function, forward and backward; afterwards torch is as it was."""
     torch._dynamo.reset()
-    before, errors, num_threads = state_of_torch(), [], 6
+    before, num_threads = state_of_torch(), 6
     ready = threading.Barrier(num_threads)
 
     def train(number: int) -> None:
-        try:
-            run = torch.compile(
-                lambda x: (x.sin() * number).sum(), backend=backends[number % len(backends)]
-            )
-            x = torch.linspace(-1, 1, 7 + number, dtype=torch.float64, requires_grad=True)
-            ready.wait()
-            run(x).backward()
-            assert x.grad is not None
-            torch.testing.assert_close(x.grad, number * x.detach().cos())
-        except BaseException as error:
-            errors.append(error)
+        run = torch.compile(
+            lambda x: (x.sin() * number).sum(), backend=backends[number % len(backends)]
+        )
+        x = torch.linspace(-1, 1, 7 + number, dtype=torch.float64, requires_grad=True)
+        ready.wait()
+        run(x).backward()
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad, number * x.detach().cos())
 
-    threads = [threading.Thread(target=train, args=(number,)) for number in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(train, range(num_threads)))  # raises what one has raised
     assert state_of_torch() == before
 
 
 def test_another_thread_is_not_in_our_compile(mesh: DeviceMesh) -> None:
     """It computes with DTensors meanwhile, as torch does."""
     sharded = distribute_tensor(torch.ones(1, 2, 8, 4), mesh, [Shard(2)])
-    results: list[Any] = []
 
-    def compute() -> None:
-        results.append((traces.is_ours, sharded[:, :1].exp().placements))
+    def compute() -> tuple[Any, ...]:
+        return traces.is_ours, sharded[:, :1].exp().placements
 
-    with traces.switched(True):
+    with traces.switched(True), ThreadPoolExecutor(1) as thread:
         assert traces.is_ours
-        thread = threading.Thread(target=compute)
-        thread.start()
-        thread.join()
-    assert results == [(False, (Shard(2),))]
+        assert thread.submit(compute).result() == (False, (Shard(2),))
 
 
 def test_a_backend_that_calls_ours() -> None:

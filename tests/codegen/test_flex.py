@@ -69,17 +69,13 @@ def code_of(rank: int, world_size: int, mask: str, target: str = "cuda:sm_90") -
         return cross_compile(MODELS[mask], arguments, options=options, **how)
 
 
-def kinds_of_tiles(rank: int, world_size: int, mask: str) -> list[Mask]:
-    plan = make_plan(world_size, TOKENS, HEADS, KV_HEADS, mask=RULES[mask])
-    return [tile.mask for stage in plan.program(rank) for tile in stage.tiles]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("mask", "rank", "world_size"), [("packed", 2, 4), ("capped", 2, 4), ("window", 517, 1024)]
 )
 def test_a_template_for_each_tile_under_a_mask(mask: str, rank: int, world_size: int) -> None:
-    tiles = kinds_of_tiles(rank, world_size, mask)
+    plan = make_plan(world_size, TOKENS, HEADS, KV_HEADS, mask=RULES[mask])
+    tiles = [tile.mask for stage in plan.program(rank) for tile in stage.tiles]
     compiled = code_of(rank, world_size, mask)
     for kind, call in (("forward", TILE), ("backward", TILE_BACKWARD)):
         code = compiled.code[kind]

@@ -134,10 +134,8 @@ def test_what_cores_move_is_hidden_in_part(hidden: float) -> None:
         y = w @ w  # 20 ms
         return torch.ops._c10d_functional.wait_tensor(moving) + y[0, 0]
 
-    fakes = fakes_of_shapes([((1000, 1000), torch.float32)] * 2)
-    device = replace(MACHINE.device, hidden=hidden)
-    pricing = Pricing(replace(MACHINE, device=device), 4)
-    price = price_graph(trace_fake(run, fakes, {}), "forward", pricing)
+    machine = replace(MACHINE, device=replace(MACHINE.device, hidden=hidden))
+    price = priced(run, (1000, 1000), (1000, 1000), machine=machine)
     # 16 MB at 1 GB/s are 16 ms, fewer than the 20 that hide them.
     exposed = price.seconds["exposed exchanges"]
     assert exposed == pytest.approx((1 - hidden) * 0.016, abs=1e-9)

@@ -28,7 +28,7 @@ from cp_inductor.mask.language import (
     table,
 )
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.plan import Mask, Plan, Recipe, resolve
+from cp_inductor.plan import Mask, Recipe, resolve
 from tests.support.plans import make_plan
 
 LENGTH = 24
@@ -141,17 +141,13 @@ def test_plans_of_any_rule(
     plan.backward().simulate()
 
 
-def received_tokens(plan: Plan) -> float:
-    """What the rank that receives most receives, in keys and values."""
-    weight = 2 * plan.shape.num_kv_heads * plan.shape.head_dim * plan.shape.itemsize
-    return max(map(plan.bytes_received, range(plan.grid.world_size))) / weight
-
-
 def test_a_window_moves_neighbouring_chunks_only() -> None:
     tokens = 16384
     plan = make_plan(8, tokens, 8, mask="(k-q<=0)&(q-k-1023<=0)")
     chunk = tokens // plan.grid.chunks_per_rank
-    assert received_tokens(plan) <= 2 * max(chunk, 1024)
+    bytes_of_a_token = 2 * plan.shape.num_kv_heads * plan.shape.head_dim * plan.shape.itemsize
+    received = max(map(plan.bytes_received, range(plan.grid.world_size))) / bytes_of_a_token
+    assert received <= 2 * max(chunk, 1024)
     assert plan.balance < 1.1
     # An attention without a mask computes 128 times as many pairs per query as this one needs.
     assert plan.flops(3) * 20 < make_plan(8, tokens, 8, mask="full").flops(3)

@@ -231,10 +231,6 @@ Numbers = dict[str, Tensor]
 assert_same = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 
 
-def grads_of(model: nn.Module) -> Numbers:
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-
 def shards(batch: Batch, mesh: DeviceMesh) -> Batch:
     return {name: cp_inductor.shard(part, mesh) for name, part in batch.items()}
 
@@ -245,14 +241,8 @@ def take_step(model: nn.Module, run: Any, batch: Batch) -> Numbers:
     with implicit_replication():
         loss = run(**batch)
         loss.backward()
-    return {"loss": whole(loss.detach()), **grads_of(model)}
-
-
-def run_in_a_region(report: Report, mesh: DeviceMesh) -> None:
-    model, batch = report.make().double(), report.batch()
-    dims = [1] * len(batch)
-    with cp_inductor.context_parallel(mesh, buffers=list(batch.values()), buffer_seq_dims=dims):
-        take_step(model, model, batch)
+    trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": whole(loss.detach()), **{name: whole(p.grad) for name, p in trained.items()}}
 
 
 @pytest.mark.slow
@@ -271,8 +261,11 @@ def test_report(name: str) -> None:
     found = take_step(model, run, batch)
     assert_same(found, expected)
     assert_same(take_step(model, run, batch), found, atol=0)
-    with pytest.raises(cp_inductor.CPError, match=report.region):
-        run_in_a_region(report, mesh)
+    model, batch = report.make().double(), report.batch()
+    buffers = {"buffers": list(batch.values()), "buffer_seq_dims": [1] * len(batch)}
+    region = cp_inductor.context_parallel(mesh, **buffers)
+    with pytest.raises(cp_inductor.CPError, match=report.region), region:
+        take_step(model, model, batch)
 
 
 class Adapter(nn.Module):

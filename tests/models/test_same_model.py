@@ -195,14 +195,11 @@ class Tied(nn.Module):
         return self.head(self.again(self.middle(self.embedding(ids))))
 
 
-def some_ids(mesh: DeviceMesh) -> DTensor:
-    """Return (1, 4) ids, sharded; not scattered, which a fake group does not do."""
-    return DTensor.from_local(torch.zeros(1, 2, dtype=torch.long), mesh, [Shard(1)])
-
-
 def compiled_step(model: nn.Module, mesh: DeviceMesh) -> None:
     """Compile, and run as far as one rank alone can."""
-    torch.compile(model, backend="cp_aot_eager", fullgraph=True)(some_ids(mesh))
+    # Not scattered, which a fake group does not do.
+    ids = DTensor.from_local(torch.zeros(1, 2, dtype=torch.long), mesh, [Shard(1)])
+    torch.compile(model, backend="cp_aot_eager", fullgraph=True)(ids)
 
 
 def untied() -> Tied:

@@ -6,6 +6,7 @@ import copy
 import io
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -244,14 +245,12 @@ def test_threads_read_what_they_compute(first_mesh: DeviceMesh) -> None:
         meet.wait(60)
 
     model.block.observe = observe
-    computing = [threading.Thread(target=model, args=(x,)) for _ in range(2)]
-    for thread in computing:
-        thread.start()
-    for _ in range(2):
-        meet.wait(60)
-        assert inner.weight is model.get_parameter("block.inner.weight")
-    for thread in computing:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        computing = [threads.submit(model, x) for _ in range(2)]
+        for _ in range(2):
+            meet.wait(60)
+            assert inner.weight is model.get_parameter("block.inner.weight")
+    assert all(one.exception() is None for one in computing)
     assert len(read) == 2 and not any(isinstance(weight, DTensor) for weight in read)
 
 
@@ -260,9 +259,8 @@ def test_one_graph_serves_all_steps_and_threads(first_mesh: DeviceMesh) -> None:
     run: Any = torch.compile(model, backend="cp_aot_eager", fullgraph=True, dynamic=False)
     for _ in range(3):
         run(x).square().sum().backward()
-    thread = threading.Thread(target=run, args=(x,))
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(run, x).result()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 

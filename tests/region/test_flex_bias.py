@@ -119,12 +119,6 @@ def results(
     return [out.detach(), *grads]
 
 
-def expect(kind: str, dtype: torch.dtype) -> list[Tensor]:
-    torch._dynamo.reset()
-    model = Attends(kind, dtype).double()
-    return results(model, tuple(tensor.double() for tensor in qkv_of(dtype)))
-
-
 # Parallelized, with weights that are plain or, on two axes, are not; or shards in a region or of a
 # mesh, where what is learned is the same on every rank; or DTensors beside such a weight.
 HOW = ("parallelized", "batch", "heads", "DTensors", "region", "mesh")
@@ -143,7 +137,9 @@ def run(
     options: dict[str, Any] = {}
     region: AbstractContextManager[Any] | None = None
     with flex_gradients_on_cpu():
-        expected = expect(kind, dtype)
+        torch._dynamo.reset()
+        wide = tuple(tensor.double() for tensor in whole)
+        expected = results(Attends(kind, dtype).double(), wide)
         torch._dynamo.reset()
         counters.clear()
         model = Attends(kind, dtype, has_checkpoint)

@@ -300,11 +300,6 @@ class DeviceMemory:
             at(memory, places, given[chosen][is_within])
         return old
 
-    def assert_on_device(self, is_true: bool, message: str) -> None:
-        """Note an assertion of the kernel that fails."""
-        if not is_true:
-            self.note("assertion of a kernel", "", message)
-
     def _groups(self, addresses: Array) -> Iterator[tuple[Argument, Any, Array]]:
         """Yield each argument that addresses were made from, which were, and these untagged."""
         numbers = addresses >> NUMBER_SHIFT

@@ -118,8 +118,7 @@ def _without_other(match: re.Match[str]) -> str:
 
 
 def _resized(match: re.Match[str]) -> str:
-    sizes = [int(one) for one in match.groups()[1:]]
-    sizes = [size // 2 for size in sizes]
+    sizes = [int(size) // 2 for size in match.groups()[1:]]
     return f"all_to_all_single.default({match[1]}, {sizes[:2]}, {sizes[2:]}"
 
 

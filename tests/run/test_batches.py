@@ -46,6 +46,7 @@ from tests.support.packed import (
     train_step,
 )
 from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
+from tests.support.reference import assert_within
 
 CASES = [
     # model, ranks, ranks per node, batches, tokens
@@ -112,32 +113,22 @@ def _noting(name: str, found: set[str]) -> Any:
 
 
 def _train(name: str, node_size: int, num_batches: int, length: int) -> dict[str, Any]:
-    machine = f"{node_size}xh100:nvlink4 x ib400" if node_size else ""
-    over_nodes = mock.Mock(wraps=planning.assign_over_nodes)
-    with mock.patch.object(planning, "assign_over_nodes", over_nodes):
-        counts = _train_for(machine, name, num_batches, length)
-    return {**counts, "planned_over_nodes": over_nodes.call_count}
-
-
-def _train_for(machine: str, name: str, num_batches: int, length: int) -> dict[str, Any]:
-    mesh = world_mesh()
+    mesh, machine = world_mesh(), f"{node_size}xh100:nvlink4 x ib400" if node_size else ""
     model, reference = make_model(name), make_model(name)
     how = {"fullgraph": True, "dynamic": False, "options": {"machine": machine}}
     compiled = torch.compile(model, backend="cp_aot_eager", **how)
+    close = partial(assert_within, tolerance=1e-9, least=1e-3)
+    over_nodes = mock.Mock(wraps=planning.assign_over_nodes)
     for step in range(num_batches):
         batch = make_batch(step, length)
         shards = shards_of(batch, mesh)
-        with host_reads() if step else nullcontext(set()) as reads:
-            train_step(compiled, reference, batch, shards, assert_near)
+        watched = host_reads() if step else nullcontext(set())
+        with watched as reads, mock.patch.object(planning, "assign_over_nodes", over_nodes):
+            train_step(compiled, reference, batch, shards, close)
     found = counters["cp_inductor"]
     names = ("sites_planned_at_run_time", "batches_planned")
     counts = {"graphs": counters["stats"]["unique_graphs"], **{n: found[n] for n in names}}
-    return {**counts, "reads": reads}
-
-
-def assert_near(grad: Tensor, expected: Tensor) -> None:
-    scale = max(expected.abs().max().item(), 1e-3)
-    assert (grad - expected).abs().max().item() <= 1e-9 * scale
+    return {**counts, "reads": reads, "planned_over_nodes": over_nodes.call_count}
 
 
 # --- Lengths that change ----------------------------------------------------------------------

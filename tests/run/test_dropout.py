@@ -38,10 +38,6 @@ def drop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, dropout_p=DROPOUT_P, is_causal=True)
 
 
-def whole_of(batch: int, length: int) -> tuple[Tensor, ...]:
-    return make_qkv(length, dtype=torch.float64, batch=batch, num_heads=4)
-
-
 def check_against_one_process(tensors: Sequence[Tensor], whole: tuple[Tensor, ...]) -> None:
     """Hold out, dq, dk and dv against what one process drops after the same `manual_seed`."""
     torch.manual_seed(3)
@@ -58,7 +54,7 @@ def check_other_axis(form: str, batch: int, length: int, other: Placement, in_re
     In a region DTensors shard the heads alone, and the region says that the sequence is sharded.
     """
     mesh = make_mesh(2, 2, names=("other", "cp"))
-    whole = given = whole_of(batch, length)
+    whole = given = make_qkv(length, dtype=torch.float64, batch=batch)
     placements = (mesh, [other, Shard(2)])
     if in_region:
         given = tuple(shard(t, mesh["cp"].get_local_rank(), 2).contiguous() for t in whole)

@@ -161,7 +161,7 @@ def assert_beside(
         tolerance: relative to the largest of a tensor, which counts as `least` if it is less.
     """
     named = zip(model.named_parameters(), reference.parameters(), strict=True)
-    pairs = [*((f"result {number}", *pair) for number, pair in enumerate(results))]
+    pairs = [(f"result {number}", *pair) for number, pair in enumerate(results)]
     pairs += [(name, parameter.grad, other.grad) for (name, parameter), other in named]
     for name, actual, expected in pairs:
         assert (actual is None) == (expected is None), name

@@ -646,18 +646,14 @@ def names_same_cause(one: str, other: str) -> bool:
 # --- The command line ---------------------------------------------------------------------------
 
 
-def parse(command: Sequence[str]) -> argparse.Namespace:
+def main(command: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=1, help="of programs")
     parser.add_argument("--seed", type=int, default=0, help="of the first")
     parser.add_argument("--way", default="all", choices=[*GROUPS, *WAYS])
     parser.add_argument("--only", default="", help="a pattern, in the text 'family: row'")
     parser.add_argument("--show", action="store_true", help="print programs, and run none")
-    return parser.parse_args(command)
-
-
-def main(command: Sequence[str]) -> None:
-    args, counts = parse(command), Counter[str]()
+    args, counts = parser.parse_args(command), Counter[str]()
     programs = draw_many(args.seed, GROUPS.get(args.way, [args.way]), args.only)
     for program in islice(programs, args.count):
         verdict = Verdict(source_of(program)[0]) if args.show else judge(program)

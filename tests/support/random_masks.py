@@ -401,7 +401,8 @@ def a_program(random: Random) -> tuple[Program, fx.Node]:
     """A program and its mask: bool, or added to the scores."""
     program = Program(random)
     for dim in (3, 2):  # indices of keys and queries, which masks are about
-        draw_of_length(program, dim)
+        arange = program.call(aten.arange.start_step, 0, SHAPE[dim])
+        program.call(aten.view.default, arange, [-1, *[1] * (3 - dim)])
     for _ in range(random.randint(4, 14)):
         attempt(program, partial(draw, op=random.choice(list(DRAWERS))))
     for _ in range(100):
@@ -417,13 +418,6 @@ def attempt(program: Program, draw: Callable[[Program], fx.Node]) -> fx.Node | N
         return draw(program)
     except (RuntimeError, LookupError, TypeError, ArithmeticError, ValueError, Warning):
         return None
-
-
-def draw_of_length(program: Program, dim: int) -> None:
-    arange = program.call(aten.arange.start_step, 0, SHAPE[dim])
-    shape = [1] * (4 - dim)
-    shape[0] = -1
-    program.call(aten.view.default, arange, shape)
 
 
 def draw_mask(program: Program) -> fx.Node:

@@ -296,16 +296,13 @@ def _of(model: str, name: str) -> Callable[[], Any]:
     return find
 
 
-def _keyed(function: Any, **given: Any) -> Any:
-    return share_keyed(function, is_exact=True, **given)
-
-
 CHUNKS = {"chunk_size": 8}
 KEYED = dict.fromkeys(("query", "key", "value", "q", "k", "v", "g", "beta", "out"), 1)
 TABLE: Mapping[str, Recurrence] = {
     **{
         name: Recurrence(
-            *(_keyed, _of(model, function), partial(_draw_delta, by_key=name == "chunk_kda")),
+            *(partial(share_keyed, is_exact=True), _of(model, function)),
+            partial(_draw_delta, by_key=name == "chunk_kda"),
             *(KEYED, delta_steps, more, "output_final_state", "initial_state"),
         )
         for name, model, function, more in (

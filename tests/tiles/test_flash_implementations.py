@@ -20,6 +20,7 @@ from torch.nn import attention as torchs
 
 from cp_inductor.tiles.aten_kernels import FlashCUDA
 from cp_inductor.tiles.kernels import with_whole_rows
+from tests.rehearsal.program import Overlay
 from tests.rehearsal.stand_ins import attend, differentiate
 from tests.support.reference import LAYOUTS, check_tile, make_qkv, run_tile
 
@@ -107,21 +108,14 @@ def implementation_of(module: ModuleType, name: str) -> Callable[..., Any]:
     return registered[name]
 
 
-class TorchWithGPU:
-    """What `_fa3` and `_fa4` take for torch. Compilers ask the real one, which has no GPU."""
-
-    cuda = SimpleNamespace(is_available=lambda: True)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 @pytest.fixture(params=[("FA3", 9), ("FA4", 9), ("FA4", 10)], ids=lambda one: f"{one[0]}-{one[1]}")
 def activated(request: pytest.FixtureRequest) -> Iterator[str]:
     """Activate an implementation for the CPU, which is taken for a GPU."""
     name, major = request.param
     module = fa3 if name == "FA3" else fa4
     library = SimpleNamespace(_flash_attn_fwd=fa4_forward, _flash_attn_bwd=fa4_backward)
+    # What these take for torch. Compilers ask the real one, which has no GPU.
+    torch_with_gpu = Overlay(torch, {"cuda": SimpleNamespace(is_available=lambda: True)})
 
     def register() -> Any:
         ops = torch.library.Library("aten", "IMPL", "CPU")
@@ -132,7 +126,7 @@ def activated(request: pytest.FixtureRequest) -> Iterator[str]:
     torchs.register_flash_attention_impl(f"{name} on a CPU", register_fn=register)
     with (
         mock.patch.object(torch.Tensor, "is_cuda", True),
-        mock.patch.object(module, "torch", TorchWithGPU()),
+        mock.patch.object(module, "torch", torch_with_gpu),
         mock.patch.object(module, "_get_device_major", return_value=major),
         mock.patch.object(fa3, "_FA3_CUDA_FWD", fa3_forward),
         mock.patch.object(fa3, "_FA3_CUDA_BWD", fa3_backward),

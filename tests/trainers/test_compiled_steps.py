@@ -33,7 +33,7 @@ from tests.support.combinations import (
     whole,
 )
 from tests.support.ranks import on_ranks
-from tests.support.reference import make_qkv
+from tests.support.reference import assert_within, make_qkv
 
 # float64, of losses and weights of about 1 after a few steps; sums of two ranks are rounded apart.
 TOLERANCE = 1e-12
@@ -105,8 +105,7 @@ def test_steps(row: str, form: str) -> None:
     actual = WAYS[row].settings["train"](model, mesh, form)
     torch.testing.assert_close(torch.stack(actual), torch.stack(losses), rtol=0, atol=TOLERANCE)
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        difference = (whole(one.detach()) - other.detach()).abs().max()
-        assert difference <= TOLERANCE
+        assert_within(whole(one.detach()), other.detach(), TOLERANCE, is_relative=False)
     assert_rewritten(form)
     callback_handler.clear()  # which raises where a compile is pending
 

@@ -305,17 +305,12 @@ NUM_STEPS, NUM_SAVED = 6, 3
 SIZES = {4: (2, 2), 2: (1, 2), 1: (1, 1)}
 
 
-def make_training(num_ranks: int) -> tuple[Decoder, torch.optim.Optimizer, DeviceMesh]:
-    mesh = make_mesh(*SIZES[num_ranks])
-    model = make_model()
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh["dp", "cp"]._flatten("fsdp"))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01), mesh
-
-
 def check_training(form: str, num_ranks: int, steps: range, folder: str) -> list[float]:
     """Run steps; load before them if they are not the first, and save behind them."""
-    model, optimizer, mesh = make_training(num_ranks)
+    model, mesh = make_model(), make_mesh(*SIZES[num_ranks])
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh["dp", "cp"]._flatten("fsdp"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if steps.start:
         weights, moments = get_state_dict(model, optimizer)
         dcp.load({"weights": weights, "moments": moments}, checkpoint_id=folder)

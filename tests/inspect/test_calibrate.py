@@ -19,7 +19,8 @@ from torch.distributed.tensor import Shard
 import cp_inductor
 from cp_inductor.__main__ import main
 from cp_inductor.dtensor import recipe
-from cp_inductor.dtensor.machines import machine_of
+from cp_inductor.dtensor.axis import SequenceAxis
+from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.inspect.calibrate import _fit
 from cp_inductor.plan.machine import Machine
@@ -152,11 +153,18 @@ def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
 
-    def find(device: str, capability: tuple[int, int] | None, backend: str = "fake") -> str:
+    def find(
+        device: str,
+        capability: tuple[int, int] | None,
+        backend: str = "fake",
+    ) -> str:
         seems = mock.patch.object(dist, "get_backend", return_value=backend)
         with fake_rank(3, 16), seems:
-            group_name = dist.group.WORLD.group_name
-            return machine_of("auto", group_name, device, capability).format()
+            axis = SequenceAxis("axis 0", dist.group.WORLD.group_name, 3, 16)
+            options = PlanOptions(
+                "auto", 0, 0, machine="auto", device=device, capability=capability
+            )
+            return options.machine_of(axis, torch.empty(0)).format()
 
     return find
 

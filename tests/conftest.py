@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.support.costs import COLLECTED, cpu_seconds, describe_costs, listed_long
-from tests.support.kept_kernels import prepare_cache
+from tests.support.costs import COLLECTED, cpu_seconds, describe_costs, listed_long, prepare_cache
 
 # Before torch is imported, here and in the processes that inherit the environment. There are as
 # many processes as cores already: none of them needs threads, or a pool of compilers beside it.

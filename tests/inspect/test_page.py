@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.plan import Mask
 from cp_inductor.plan.picture import Area, colors_of, panels_of
-from tests.support import batch_plans
+from tests.support import batch_simulate
 from tests.support.plans import make_plan
 
 pytest.importorskip("matplotlib")
@@ -159,7 +159,7 @@ def test_the_picture_has_the_colors_of_all_ranks(tmp_path: Path) -> None:
 def test_a_plan_of_a_batch_is_drawn(num_groups: int, tmp_path: Path) -> None:
     numbers = np.repeat(np.arange(4), [700, 300, 24, 1024])[None]
     how = {"stages": 1, "num_groups": num_groups}
-    plan = batch_plans.plan(batch_plans.DOCUMENTS, {0: numbers}, [512] * 4, **how)
+    plan = batch_simulate.plan(batch_simulate.DOCUMENTS, {0: numbers}, [512] * 4, **how)
     plan.draw(tmp_path / "batch.svg")
     text = (tmp_path / "batch.svg").read_text()
     for rank in sorted(set(plan.rank.tolist())):

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
@@ -21,8 +23,9 @@ from cp_inductor import (
     pass_states,
     tokens_before,
 )
-from tests.support.combinations import AOT, EAGER, assert_beside, compiled
-from tests.support.ranks import on_ranks, world_mesh
+from tests.support.combinations import AOT, EAGER, assert_beside, check_distributed, compiled
+from tests.support.models import make
+from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh
 
 TOLERANCE = 1e-12
 GENERATOR = torch.Generator().manual_seed(5)
@@ -177,8 +180,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]
 @pytest.mark.parametrize("form", [EAGER, AOT])
 @on_ranks(2)
 def test_what_stands_beside_tokens(form: str) -> None:
-    for name, (make, given, how) in CASES.items():
-        reference = make().double()
+    for name, (build, given, how) in CASES.items():
+        reference = build().double()
         how = dict(how)
         seq_dims = {"x": 1, "tokens": 1} | how.pop("seq_dims", {})
         model = copy.deepcopy(reference)
@@ -297,3 +300,101 @@ def test_shards_of_weights_have_their_gradients() -> None:
     hook.remove()
     cp_inductor.parallelize(model, world_mesh(), weights=world_mesh())
     assert_beside(model, reference, tolerance=0)
+
+
+# --- Modules that mix tokens, on the whole sequence: state-space layers, and a user's own.
+
+
+class Running(nn.Module):
+    """A recurrence: each token gets the mean of what is before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.decay = nn.Parameter(torch.rand(6))
+
+    def forward(self, tokens: Tensor, scale: Tensor | None = None) -> tuple[Tensor, None]:
+        out, state = [], torch.zeros_like(tokens[:, 0])
+        for token in self.inner(tokens).unbind(1):
+            state = state * self.decay + token
+            out.append(state)
+        done = torch.stack(out, 1)
+        return (done if scale is None else done * scale), None
+
+
+class Mean(nn.Module):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens.mean()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.mixer, self.after = nn.Linear(6, 6), Running(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        return self.after(self.mixer(x, scale=x)[0])
+
+
+def check(shape: tuple[int, ...], placements: list[Placement], form: str) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+    x = torch.randn(2, 7, 6, dtype=torch.float64)
+    out = check_distributed(Model().double(), x, mesh, placements, form, whole=(Running,))
+    assert list(out.placements) == placements
+
+
+@pytest.mark.parametrize("form", [EAGER, AOT])
+def test_a_module_of_the_user(form: str) -> None:
+    run_ranks(2, check, (2,), [Shard(1)], form)
+
+
+@pytest.mark.slow
+def test_on_three_ranks_and_beside_other_axes() -> None:
+    run_ranks(3, check, (3,), [Shard(1)], EAGER)
+    run_ranks(4, check, (2, 2), [Shard(0), Shard(1)], EAGER)
+    # The same tokens on two ranks: neither may count twice.
+    run_ranks(4, check, (2, 2), [Shard(1), Replicate()], EAGER)
+
+
+class Patches(nn.Module):
+    """Begins a sequence, as the embedding of an image does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Conv2d(3, 6, kernel_size=2, stride=2)
+        self.first = nn.Parameter(torch.randn(1, 1, 6))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        patches = self.project(pixels).flatten(2).transpose(1, 2)
+        return torch.cat([self.first.expand(pixels.shape[0], -1, -1), patches], 1)
+
+
+@on_ranks(2)
+def test_a_sequence_that_begins_in_the_module() -> None:
+    model = nn.Sequential(Patches(), nn.Linear(6, 6)).double()
+    pixels = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    out = check_distributed(model, pixels, world_mesh(), [Replicate()], whole=(Patches,))
+    assert out.placements == (Shard(1),)
+    assert out.shape == (2, 5, 6)
+
+
+def test_refusals() -> None:
+    with fake_rank(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        model = nn.Sequential(Running())
+        cp_inductor.parallelize(model, mesh, whole=(Running,))
+        whole = distribute_tensor(torch.ones(2, 7, 6), mesh, [Replicate(), Replicate()])
+        with pytest.raises(UnsupportedPlacement, match="one mesh axis on which none is sharded"):
+            model(whole)
+        mean = cp_inductor.parallelize(Mean(), mesh, whole=(Mean,))
+        tokens = distribute_tensor(torch.ones(2, 7, 6), mesh, [Shard(1), Replicate()])
+        with pytest.raises(UnsupportedPlacement, match="return tensors with the sequence in dim 1"):
+            mean(tokens)
+
+
+def test_known_mixers_are_named(first_mesh: DeviceMesh) -> None:
+    pytest.importorskip("transformers")
+    said = "2 x RwkvSelfAttention.*whole sequence, .* 2 times its share"
+    with pytest.warns(UserWarning, match=said):
+        cp_inductor.parallelize(make("Rwkv"), first_mesh)

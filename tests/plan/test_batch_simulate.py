@@ -11,8 +11,7 @@ import pytest
 from cp_inductor.plan.batch import BatchPlan
 from cp_inductor.plan.batch_tables import COLUMNS, Kind, Layout, Part, RankTables, Side
 from cp_inductor.plan.simulate import InvalidPlan
-from tests.support.batch_plans import DOCUMENTS, documents, plan, tables_of
-from tests.support.batch_simulate import simulate_batch
+from tests.support.batch_simulate import DOCUMENTS, documents, plan, simulate_batch, tables_of
 
 LENGTHS = (512, 300, 512, 400)
 LAYOUT = Layout(stages=2, world_size=len(LENGTHS))

@@ -462,7 +462,7 @@ package = types.ModuleType("cp_inductor")
 package.__path__ = ["cp_inductor"]
 sys.modules["cp_inductor"] = package
 from cp_inductor.plan import plan_attention
-from tests.support.batch_plans import DOCUMENTS, digest, lognormal, plan
+from tests.support.batch_simulate import DOCUMENTS, digest, lognormal, plan
 static = plan_attention(seq_len=9999, world_size=12, num_heads=24, head_dim=64, strategy="blocks")
 found = digest(plan(DOCUMENTS, {0: lognormal(3, 16384, 7.5, 1.0)}, (4096,) * 4))
 assert "torch" not in sys.modules

@@ -24,26 +24,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
-from tests.support.combinations import (
-    AOT,
-    COMPILED,
-    EAGER,
-    FORMS,
-    NOTHING,
-    Decoder,
-    assert_grads,
-    assert_rewritten,
-    averaged_grads,
-    checkpoint_layers,
-    combination,
-    compiled,
-    grads_of,
-    layers_of,
-    make_batch,
-    make_mesh,
-    make_model,
-    shards_of,
-)
+from tests.support import combinations as cases
 from tests.support.comms import Counts
 from tests.support.graphs import attend_causal
 from tests.support.ranks import fake_rank, on_ranks, run_ranks
@@ -240,7 +221,7 @@ def test_refusals(mesh: DeviceMesh, row: str) -> None:
     names |= {"q": torch.rand(1, 2, 4, 8), "m": m, "bias": torch.rand(8, 8, requires_grad=True)}
     names |= {"shards": cp_inductor.shard(x, mesh, 0), "ValueError": ValueError}
     names["flex"] = flex
-    names["whole_graph"] = partial(torch.compile, backend=AOT, fullgraph=True)
+    names["whole_graph"] = partial(torch.compile, backend=cases.AOT, fullgraph=True)
     names["compiled_mask"] = names["whole_graph"](masked)
     names["leaf"] = torch.rand(1, 2, 4, 8, requires_grad=True)
     with pytest.raises(names[error]) as refused:
@@ -253,12 +234,14 @@ def test_refusals(mesh: DeviceMesh, row: str) -> None:
 # Whole models
 
 
-def check_step(mesh: DeviceMesh, model: Decoder, run: nn.Module, batch: tuple[Tensor, ...]) -> None:
+def check_step(
+    mesh: DeviceMesh, model: cases.Decoder, run: nn.Module, batch: tuple[Tensor, ...]
+) -> None:
     """Train on shards, the backward behind the region: all is as on one process."""
-    alone = make_model(num_layers=len(model.layers))
+    alone = cases.make_model(num_layers=len(model.layers))
     expected = alone(*batch[:2])
     F.cross_entropy(expected.mT, batch[2], reduction="sum").backward()
-    with shards_of(batch, mesh) as buffers:
+    with cases.shards_of(batch, mesh) as buffers:
         ids, positions, labels = (tensor.clone() for tensor in buffers)
         logits = run(ids, positions)
         # Shards differ in length: the sum.
@@ -267,29 +250,29 @@ def check_step(mesh: DeviceMesh, model: Decoder, run: nn.Module, batch: tuple[Te
     assert all(map(torch.equal, buffers, batch))
     (logits,) = cp_inductor.context_parallel_unshard(mesh, [logits], [1])
     torch.testing.assert_close(logits, expected)
-    assert_grads(averaged_grads(model, mesh["cp"]), grads_of(alone))
+    cases.assert_grads(cases.averaged_grads(model, mesh["cp"]), cases.grads_of(alone))
 
 
 def check_model(form: str, length: int, kind: str = "") -> None:
-    model = make_model(num_layers=layers_of(form))
+    model = cases.make_model(num_layers=cases.layers_of(form))
     if kind == "break inside":
         for block in model.layers:
             block.out.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
     if kind == "one block in eager":
         first = model.layers[0]
         first.forward = torch.compiler.disable(first.forward)
-    mesh = make_mesh(dist.get_world_size(), names=("cp",))
-    run = compiled(model, form, fullgraph=not kind)
+    mesh = cases.make_mesh(dist.get_world_size(), names=("cp",))
+    run = cases.compiled(model, form, fullgraph=not kind)
     with torch.compiler.set_stance("force_eager" if kind == "force_eager" else "default"):
-        check_step(mesh, model, run, make_batch(length=length))
-    assert_rewritten(EAGER if kind == "force_eager" else form)
+        check_step(mesh, model, run, cases.make_batch(length=length))
+    cases.assert_rewritten(cases.EAGER if kind == "force_eager" else form)
 
 
-@combination("context_parallel: buffers sharded in place", *FORMS)
+@cases.combination("context_parallel: buffers sharded in place", *cases.FORMS)
 def test_model(form: str) -> None:
     # What is compiled takes its time: the odd length alone, and C++ on fewer ranks.
-    for length in (12, 11) if form == EAGER else (11,):
-        run_ranks(2 if form == COMPILED else 3, check_model, form, length)
+    for length in (12, 11) if form == cases.EAGER else (11,):
+        run_ranks(2 if form == cases.COMPILED else 3, check_model, form, length)
 
 
 def check_one_attention(form: str, attention: Callable[..., Tensor], **sizes: Any) -> None:
@@ -298,27 +281,27 @@ def check_one_attention(form: str, attention: Callable[..., Tensor], **sizes: An
     def model(*tensors: Tensor) -> Tensor:
         return attention(*tensors, is_causal=True, enable_gqa=True)
 
-    region = cp_inductor.context_parallel(make_mesh(2, names=("cp",)))
+    region = cp_inductor.context_parallel(cases.make_mesh(2, names=("cp",)))
     whole = make_qkv(10, num_kv_heads=2, **sizes)
-    check_shards(compiled(model, form), whole, region, is_causal=True)
+    check_shards(cases.compiled(model, form), whole, region, is_causal=True)
 
 
-@pytest.mark.parametrize("form", [EAGER, AOT])
+@pytest.mark.parametrize("form", [cases.EAGER, cases.AOT])
 def test_attention_that_was_imported_before(form: str) -> None:
     run_ranks(2, check_one_attention, form, imported_attention)
 
 
 @on_ranks(2)
 def test_sizes_for_which_sdpa_calls_no_flash_kernel() -> None:
-    check_one_attention(EAGER, F.scaled_dot_product_attention, head_dim=1)
-    check_one_attention(EAGER, F.scaled_dot_product_attention, batch=0)
+    check_one_attention(cases.EAGER, F.scaled_dot_product_attention, head_dim=1)
+    check_one_attention(cases.EAGER, F.scaled_dot_product_attention, batch=0)
 
 
-@pytest.mark.parametrize("form", [EAGER, AOT])
+@pytest.mark.parametrize("form", [cases.EAGER, cases.AOT])
 @on_ranks(3)
 def test_a_length_that_the_outer_knows(form: str) -> None:
     """A nested context brings a length of its own; the attention is over that of the outer."""
-    mesh = make_mesh(3, names=("cp",))
+    mesh = cases.make_mesh(3, names=("cp",))
     whole = make_qkv(11, num_kv_heads=2)  # as shards of 4, 4 and 3
     outer = {"buffers": [torch.arange(11)], "buffer_seq_dims": [0]}
     inner = {"buffers": [torch.arange(20)], "buffer_seq_dims": [0]}  # as shards of 7, 7 and 6
@@ -326,19 +309,19 @@ def test_a_length_that_the_outer_knows(form: str) -> None:
 
     def run(*pieces: Tensor) -> Tensor:
         with context(mesh, **outer), context(mesh, **inner):
-            return compiled(attend_causal, form)(*pieces)
+            return cases.compiled(attend_causal, form)(*pieces)
 
     check_shards(run, whole, is_causal=True)
 
 
-def checkpointed(model: Decoder, kind: str) -> nn.Module:
+def checkpointed(model: cases.Decoder, kind: str) -> nn.Module:
     """Put every block under a checkpoint, by one of torch's ways."""
     if kind == "composable":
         for layer in model.layers:
             composable_checkpoint(layer)
         return model
     impl = CheckpointImpl.REENTRANT if kind == "reentrant" else CheckpointImpl.NO_REENTRANT
-    checkpoint_layers(model, checkpoint_impl=impl)
+    cases.checkpoint_layers(model, checkpoint_impl=impl)
     return checkpoint_wrapper(model) if kind == "nested" else model
 
 
@@ -348,39 +331,42 @@ def checkpointed(model: Decoder, kind: str) -> nn.Module:
 @on_ranks(3)
 def test_recomputation_behind_the_context(kind: str) -> None:
     """The forward runs again in a backward behind the context, and still over all shards."""
-    model = make_model()
+    model = cases.make_model()
     if kind == "compiled blocks":
         for block in model.layers:
-            block.compile(backend=AOT, fullgraph=True)
+            block.compile(backend=cases.AOT, fullgraph=True)
     # As 4, 4 and 3 tokens.
-    batch = make_batch(length=11)
-    check_step(make_mesh(3, names=("cp",)), model, checkpointed(model, kind), batch)
-    assert_rewritten(AOT if kind == "compiled blocks" else EAGER)
+    batch = cases.make_batch(length=11)
+    check_step(cases.make_mesh(3, names=("cp",)), model, checkpointed(model, kind), batch)
+    cases.assert_rewritten(cases.AOT if kind == "compiled blocks" else cases.EAGER)
 
 
 # Eager between compiled pieces
 
 
-@combination(
-    "graph breaks, disabled functions, set_stance('force_eager')", AOT, COMPILED, eager=NOTHING
+@cases.combination(
+    "graph breaks, disabled functions, set_stance('force_eager')",
+    cases.AOT,
+    cases.COMPILED,
+    eager=cases.NOTHING,
 )
 def test_eager_between_graphs(form: str) -> None:
     kinds = ["break inside", "one block in eager", "force_eager"]
-    for kind in kinds[:1] if form == COMPILED else kinds:
+    for kind in kinds[:1] if form == cases.COMPILED else kinds:
         run_ranks(2, check_model, form, 12, kind)
 
 
 @on_ranks(2)
 def test_compiled_code_knows_where_it_runs() -> None:
     """One compiled function, in the region and out of it, over sequences of several lengths."""
-    mesh = make_mesh(2, names=("cp",))
+    mesh = cases.make_mesh(2, names=("cp",))
     rank = dist.get_rank()
     torch.manual_seed(rank)
 
     def model(query: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, query, query, is_causal=True)
 
-    run = compiled(model, AOT, fullgraph=True, dynamic=False)
+    run = cases.compiled(model, cases.AOT, fullgraph=True, dynamic=False)
     for length in (10, None, 11, 9, None, 10):
         query = make_qkv(length or 10)[0]
         piece = shard(query, rank, 2).contiguous()
@@ -409,28 +395,28 @@ def make_masks(length: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("form", [EAGER, pytest.param(AOT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", [cases.EAGER, pytest.param(cases.AOT, marks=pytest.mark.slow)])
 @on_ranks(3)
 def test_masks_of_the_whole_sequence(form: str) -> None:
-    mesh = make_mesh(3, names=("cp",))
+    mesh = cases.make_mesh(3, names=("cp",))
     whole = make_qkv(11, num_kv_heads=2)
-    for kind, mask in [*make_masks(11).items()][: None if form == EAGER else 2]:
+    for kind, mask in [*make_masks(11).items()][: None if form == cases.EAGER else 2]:
         named = {"allowed" if mask.dtype == torch.bool else "bias": mask}
-        run = partial(compiled(masked, form, fullgraph=True), mask, enable_gqa=True)
+        run = partial(cases.compiled(masked, form, fullgraph=True), mask, enable_gqa=True)
         buffers = {"buffers": [torch.arange(11)], "buffer_seq_dims": [0]}
         check_shards(run, whole, cp_inductor.context_parallel(mesh, **buffers), kind, **named)
 
 
-@pytest.mark.parametrize("form", [EAGER, AOT])
+@pytest.mark.parametrize("form", [cases.EAGER, cases.AOT])
 @on_ranks(2)
 def test_mask_objects(form: str) -> None:
     """Under torch's mask objects, which hold no data; values have fewer features than queries."""
-    mesh = make_mesh(2, names=("cp",))
+    mesh = cases.make_mesh(2, names=("cp",))
     generator = torch.Generator().manual_seed(5)
     for num_keys, make in ((10, causal_upper_left), (14, causal_lower_right)):
         sizes = ((10, 8), (num_keys, 8), (num_keys, 5), (10, 5))
         whole = [torch.randn(2, 4, *size, generator=generator).double() for size in sizes]
-        run = partial(compiled(masked, form, fullgraph=True), make(10, num_keys))
+        run = partial(cases.compiled(masked, form, fullgraph=True), make(10, num_keys))
         allowed = torch.ones(10, num_keys, dtype=torch.bool).tril(num_keys - 10)
         check_shards(run, whole, cp_inductor.context_parallel(mesh), allowed=allowed)
 
@@ -438,7 +424,7 @@ def test_mask_objects(form: str) -> None:
 @on_ranks(2)
 def test_autocast_over_a_mask() -> None:
     """What autocast casts is computed as if it had come so."""
-    mesh = make_mesh(2, names=("cp",))
+    mesh = cases.make_mesh(2, names=("cp",))
     pieces = [shard(tensor, dist.get_rank(), 2) for tensor in make_qkv(10)[:3]]
     mask = torch.ones(10, 10, dtype=torch.bool).tril()
     for kwargs in ({"attn_mask": mask}, {"dropout_p": 0.5, "is_causal": True}):
@@ -464,7 +450,7 @@ def test_a_mask_beside_a_length_that_is_a_symbol(mesh: DeviceMesh) -> None:
     mask = torch.rand(8, 8) < 0.5
     part = mask[:4, :4]
     with cp_inductor.context_parallel(mesh):
-        run = torch.compile(masked, backend=AOT, fullgraph=True)
+        run = torch.compile(masked, backend=cases.AOT, fullgraph=True)
         assert run(mask, query).shape == query.shape
         torch._dynamo.reset()
         words = "an attn_mask over the whole sequence, got one"
@@ -505,16 +491,19 @@ def both(query: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("form", "kind"),
-    [*((form, kind) for form in (EAGER, AOT) for kind in ("context", "dtensor")), (AOT, "mesh")],
+    [
+        *((form, kind) for form in (cases.EAGER, cases.AOT) for kind in ("context", "dtensor")),
+        (cases.AOT, "mesh"),
+    ],
 )
 @on_ranks(2)
 def test_attention_left_alone(form: str, kind: str) -> None:
-    mesh = make_mesh(2, names=("cp",))
+    mesh = cases.make_mesh(2, names=("cp",))
     rank = dist.get_rank()
     query = make_qkv(10)[0]
     piece = shard(query, rank, 2).contiguous()
     options = {"mesh": mesh} if kind == "mesh" else {}
-    run = compiled(both, form, fullgraph=True, options=options)
+    run = cases.compiled(both, form, fullgraph=True, options=options)
     if kind == "context":
         with cp_inductor.context_parallel(mesh):
             local, out = run(piece)
@@ -542,22 +531,22 @@ def test_what_cannot_be_left_alone_is_refused(mesh: DeviceMesh) -> None:
     with cp_inductor.local_attention(), pytest.raises(cp_inductor.UnsupportedAttention):
         F.multi_head_attention_forward(query, query, query, 8, 2, *[None] * 9)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="pass their to_local"):
-        torch.compile(checkpoint_alone, backend=AOT, fullgraph=True)(query)
+        torch.compile(checkpoint_alone, backend=cases.AOT, fullgraph=True)(query)
     # For plain tensors it holds in there, too.
     with cp_inductor.local_attention():
         piece = torch.rand(4, 2, 8)
         attention(piece, piece, piece, need_weights=False)
 
 
-@pytest.mark.parametrize("form", [EAGER, AOT])
+@pytest.mark.parametrize("form", [cases.EAGER, cases.AOT])
 @on_ranks(2)
 def test_a_checkpoint_left_alone(form: str) -> None:
     """The body of a checkpoint is traced out of reach of regions: left alone all the same."""
-    mesh = make_mesh(2, names=("cp",))
+    mesh = cases.make_mesh(2, names=("cp",))
     query = make_qkv(10)[0]
     piece = shard(query, dist.get_rank(), 2).contiguous().requires_grad_()
 
     with cp_inductor.context_parallel(mesh):
-        out = compiled(checkpoint_alone, form, fullgraph=True)(piece)
+        out = cases.compiled(checkpoint_alone, form, fullgraph=True)(piece)
     out.sum().backward()
     torch.testing.assert_close(out, attend(piece, piece, piece).float())

@@ -11,11 +11,13 @@ model . torch.compile(backend="cp_inductor") . code for cuda:sm_90 of rank 0, 1,
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +27,18 @@ from unittest import mock
 from cp_inductor.inspect.compile_for import check_triton
 from tests.rehearsal.rank import Job, play
 from tests.rehearsal.report import RehearsalReport
-from tests.support.ranks import _processes, run_ranks
+from tests.support.ranks import RankError, _processes, run_ranks
 
 DEADLINE_S = 1800.0
+
+COMMAND = """Rehearse a model that a function makes; print the report.
+
+    python -m tests.rehearsal model.py:build --world-size 4
+    python -m tests.rehearsal package.module:build --world-size 2 --target cuda:h200
+
+`build(mesh)` returns (model, args), optionally followed by kwargs and options; args are DTensors.
+The exit code is 0 if nothing was found and all numbers are near those of one process.
+"""
 
 
 @contextmanager
@@ -77,3 +88,19 @@ def rehearse(job: Job, *, stage: Executor | None = None) -> RehearsalReport:
         played = on_stage(stage, job.world_size, play, job, Path(job.folder or folder))
     ranks, (results, *_) = zip(*played, strict=True)
     return RehearsalReport(job.target, ranks, *results)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.rehearsal", description=COMMAND)
+    parser.add_argument("model", help="module:function or file.py:function")
+    parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
+    parser.add_argument("--target", default="cuda:sm_90", help="cuda:sm_90, cuda:h200, ...")
+    args = parser.parse_args(arguments)
+    try:
+        job = Job(named=args.model, world_size=args.world_size, target=args.target)
+        report = rehearse(job)
+    except RankError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(report)
+    return 0 if report.is_fine else 1

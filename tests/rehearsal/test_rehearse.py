@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from cp_inductor.integrations.sinks import flex_sinks_on_cpu
-from tests.rehearsal.__main__ import main
 from tests.rehearsal.attentions import ROWS, Row
+from tests.rehearsal.mutated_programs import MISTAKES, WORLD, Mistake, Programs, programs_of, replay
 from tests.rehearsal.rank import Job
-from tests.rehearsal.rehearse import rehearse
+from tests.rehearsal.rehearse import main, on_stage, rehearse
 from tests.support.costs import listed_long
 from tests.support.graphs import AttentionBlock
 from tests.support.models import MODELS, has_flex, inputs_of, make, make_reference
+from tests.support.ranks import RankError
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -169,3 +170,38 @@ def test_the_command_line(stage: Executor, capsys: Any, monkeypatch: pytest.Monk
     assert main(["tests.examples_of_models", "--world-size", "2"]) == 1
     said = capsys.readouterr().err
     assert "CannotLoad" in said and "there are mixed, plain, attend" in said
+
+
+# --- A rehearsal notices mistakes: each is put into generated text, which then runs on two ranks.
+
+BOUND = 1e-2  # relative: bfloat16 through two tiles
+
+
+@pytest.fixture(scope="module")
+def programs() -> tuple[Programs, ...]:
+    return tuple(programs_of(rank) for rank in range(WORLD))
+
+
+def run(stage: Executor, programs: tuple[Programs, ...]) -> tuple[list[str], float]:
+    findings, worst = on_stage(stage, WORLD, replay, programs)[0]
+    return findings, worst
+
+
+def test_programs_without_mistakes_are_fine(
+    stage: Executor, programs: tuple[Programs, ...]
+) -> None:
+    findings, worst = run(stage, programs)
+    assert not findings and worst < BOUND, (findings, worst)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_mistakes_are_noticed(
+    stage: Executor, programs: tuple[Programs, ...], mistake: Mistake
+) -> None:
+    changed = mistake.apply(programs)
+    assert changed is not None and changed != programs, "there is no such place in the programs"
+    try:
+        findings, worst = run(stage, changed)
+    except RankError as error:
+        findings, worst = [str(error)], 0.0
+    assert findings or not worst < BOUND, f"not noticed: {worst}"

@@ -14,9 +14,16 @@ from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._inductor.codecache import FxGraphCache
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from tests.support import kept_kernels
-from tests.support.costs import COLLECTED, ROOT, cpu_seconds, describe_costs, listed_long
-from tests.support.kept_kernels import GRAPHS, prepare_cache
+from tests.support import costs
+from tests.support.costs import (
+    COLLECTED,
+    GRAPHS,
+    ROOT,
+    cpu_seconds,
+    describe_costs,
+    listed_long,
+    prepare_cache,
+)
 
 
 def test_what_is_listed_exists(request: pytest.FixtureRequest) -> None:
@@ -77,7 +84,7 @@ def files_in(folder: Path) -> list[str]:
 def test_kernels_are_kept_and_graphs_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_kernels, "MOST_BYTES", 150)
+    monkeypatch.setattr(costs, "MOST_BYTES", 150)
     fill(prepare_cache(tmp_path), "ab/kernel.so", "fxgraph/ab/key/graph", "aotautograd/key/graph")
     assert files_in(prepare_cache(tmp_path)) == ["ab/kernel.so"]
     fill(prepare_cache(tmp_path), "cd/another.so")

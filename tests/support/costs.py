@@ -10,10 +10,13 @@ other things, too, they say more than wall time.
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -78,3 +81,36 @@ def describe_costs(costs: Mapping[str, float]) -> Sequence[str]:
         lines += ["", f"Files of more than {FILE_BUDGET_S} s:"]
         lines += [f"{seconds:7.1f} s  {file}" for file, seconds in over]
     return [*lines, "", f"{sum(costs.values()):7.1f} s  all of {len(costs)} cases"]
+
+
+# --- Kernels that one run of the suite leaves to the next: those alone, and not for ever.
+
+# Below Inductor's cache, where graphs lie that were lowered and compiled.
+GRAPHS = ("fxgraph", "aotautograd")
+
+COMPILER = Path(__file__).parent / "cheaply" / "g++"
+
+# What has grown larger is mostly kernels that no test makes any more.
+MOST_BYTES = 2 << 30
+
+
+def prepare_cache(folder: Path) -> Path:
+    """Return the cache below a folder for this torch and compiler; drop what is not to be kept.
+
+    Two runs at once share it: a graph that one drops the other compiles again.
+    """
+    cache = folder / f"kernels-{_fingerprint()}"
+    cache.mkdir(parents=True, exist_ok=True)
+    for other in folder.glob("kernels-*"):
+        if other != cache:
+            shutil.rmtree(other, ignore_errors=True)
+    for name in GRAPHS:
+        shutil.rmtree(cache / name, ignore_errors=True)
+    if sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) > MOST_BYTES:
+        shutil.rmtree(cache, ignore_errors=True)
+    return cache
+
+
+def _fingerprint() -> str:
+    parts = version("torch").encode() + COMPILER.read_bytes()
+    return hashlib.sha256(parts).hexdigest()[:16]

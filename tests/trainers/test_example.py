@@ -24,7 +24,7 @@ def test_flex_attention() -> None:
     assert "attentions rewritten 1\n" in said
 
 
-# Without Inductor, tests/trust/test_restart.py runs it.
+# Without Inductor, tests/trust/test_faults.py runs it.
 @pytest.mark.long
 def test_train_text(tmp_path: Path) -> None:
     arguments = "--steps 7 --check-every 3 --dim 64 --seq-len 250 --layers 2"
@@ -39,7 +39,7 @@ def test_train_text(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_hf_long_context() -> None:
-    """Of a model with a window; tests/trust/test_restart.py runs it for one without."""
+    """Of a model with a window; tests/trust/test_faults.py runs it for one without."""
     arguments = "--model mistral --steps 3 --seq-len 600 --window 100"
     done = run_example("hf_long_context", 2, arguments)
     assert number_in(done.stdout, "largest difference of loss") <= 1e-6

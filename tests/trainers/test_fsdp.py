@@ -31,33 +31,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.attention.flex_attention import create_block_mask
 
 import cp_inductor
-from tests.support.combinations import (
-    AOT,
-    COMPILED,
-    EAGER,
-    FORMS,
-    NOTHING,
-    NUM_LAYERS,
-    TOLERANCE,
-    Block,
-    Decoder,
-    Row,
-    assert_grads,
-    assert_rewritten,
-    combination,
-    combinations,
-    compiled,
-    grads_of,
-    layers_of,
-    make_batch,
-    make_mesh,
-    make_model,
-    mean_loss,
-    plain_name,
-    train_step,
-    unsharded,
-    whole,
-)
+from tests.support import combinations as cases
 from tests.support.comms import Counts
 from tests.support.models import make
 from tests.support.ranks import on_ranks, run_ranks
@@ -77,28 +51,30 @@ SYNC_CHECK = "torch.distributed.fsdp._init_utils._check_module_states_for_sync_m
 # FSDP2. Settings: `names` of axes, `is_tied`, `is_per_block` for blocks that are compiled alone,
 # `accumulates`, `policy` for fully_shard, and the tolerance.
 FSDP2 = {
-    "FSDP2 over (dp, cp)": Row(),
-    "FSDP2, compiled block by block": Row(
-        (AOT, COMPILED), {EAGER: NOTHING}, {"is_per_block": True}
+    "FSDP2 over (dp, cp)": cases.Row(),
+    "FSDP2, compiled block by block": cases.Row(
+        (cases.AOT, cases.COMPILED), {cases.EAGER: cases.NOTHING}, {"is_per_block": True}
     ),
-    "FSDP2, weights kept between forward and backward, gradients accumulated over batches": Row(
-        settings={"policy": {"reshard_after_forward": False}, "accumulates": True}
+    "FSDP2, weights kept between forward and backward, gradients accumulated over batches": (
+        cases.Row(settings={"policy": {"reshard_after_forward": False}, "accumulates": True})
     ),
     # Activations in bfloat16, 2^-9 each, through four layers there and back.
-    "FSDP2, bfloat16 weights, gradients reduced in float32": Row(
+    "FSDP2, bfloat16 weights, gradients reduced in float32": cases.Row(
         settings={
             "policy": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
             "tolerance": 5e-2,
         }
     ),
-    "FSDP2, weights offloaded": Row(
+    "FSDP2, weights offloaded": cases.Row(
         settings={"policy": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}
     ),
-    "FSDP2, embedding and head tied": Row((EAGER, AOT), settings={"is_tied": True}),
-    "FSDP2 over (dp, cp), tensor parallelism over tp": Row(
-        (EAGER, AOT), settings={"names": ("dp", "cp", "tp")}
+    "FSDP2, embedding and head tied": cases.Row(
+        (cases.EAGER, cases.AOT), settings={"is_tied": True}
     ),
-    "FSDP2 over dp, weights replicated on cp": Row(settings={"names": ("cp", "dp")}),
+    "FSDP2 over (dp, cp), tensor parallelism over tp": cases.Row(
+        (cases.EAGER, cases.AOT), settings={"names": ("dp", "cp", "tp")}
+    ),
+    "FSDP2 over dp, weights replicated on cp": cases.Row(settings={"names": ("cp", "dp")}),
 }
 
 
@@ -106,18 +82,18 @@ def sizes_of(row: str, form: str) -> tuple[int, ...]:
     """Return the sizes of axes: to a compiler, the second half of a batch is as the first one."""
     names = FSDP2[row].settings.get("names", ())
     if "tp" in names:
-        return (2, 2, 2) if form == EAGER else (1, 2, 2)
-    return (2, 2) if form == EAGER or names else (1, 2)
+        return (2, 2, 2) if form == cases.EAGER else (1, 2, 2)
+    return (2, 2) if form == cases.EAGER or names else (1, 2)
 
 
 def check_fsdp2(row: str, form: str) -> None:
-    case, num_layers = FSDP2[row].settings, layers_of(form)
+    case, num_layers = FSDP2[row].settings, cases.layers_of(form)
     policy, names = case.get("policy", {}), case.get("names", ("dp", "cp"))
-    tolerance, accumulates = case.get("tolerance", TOLERANCE), case.get("accumulates", False)
-    mesh = make_mesh(*sizes_of(row, form), names=names)
+    tolerance, accumulates = case.get("tolerance", cases.TOLERANCE), case.get("accumulates", False)
+    mesh = cases.make_mesh(*sizes_of(row, form), names=names)
     sizes = {"num_layers": num_layers, "is_tied": case.get("is_tied", False)}
-    loss, grads = unsharded(**sizes)
-    model = make_model(**sizes)
+    loss, grads = cases.unsharded(**sizes)
+    model = cases.make_model(**sizes)
     if "tp" in names:
         parallelize(model, mesh["tp"], "blocks")
     over = mesh if names == ("cp", "dp") else mesh["dp", "cp"]._flatten("fsdp")
@@ -128,17 +104,17 @@ def check_fsdp2(row: str, form: str) -> None:
         for block in model.layers:
             block.compile(backend=form, fullgraph=True)
     else:
-        run = compiled(model, form)
+        run = cases.compiled(model, form)
     # The second batch finds the gradients of the first.
     for times in (1, 2):
         model.set_requires_gradient_sync(times == 2 or not accumulates)
         with Counts() as counts:
-            actual = train_step(run, mesh)
+            actual = cases.train_step(run, mesh)
         assert abs(actual - loss) < tolerance * loss
         if times == 2 or not accumulates:
             scaled = {name: times * grad for name, grad in grads.items()}
-            assert_grads(grads_of(model), scaled, times * tolerance)
-    assert_rewritten(form)
+            cases.assert_grads(cases.grads_of(model), scaled, times * tolerance)
+    cases.assert_rewritten(form)
     if sizes["is_tied"]:
         assert model.head.weight is model.tokens.weight
         assert model.head.weight.grad is model.tokens.weight.grad
@@ -154,75 +130,75 @@ def check_fsdp2(row: str, form: str) -> None:
 
 
 def check_next_step(
-    model: Decoder, run: Any, mesh: DeviceMesh, sizes: Any, tolerance: float
+    model: cases.Decoder, run: Any, mesh: DeviceMesh, sizes: Any, tolerance: float
 ) -> None:
     """The optimizer works on weights wherever they are, and the next step on what it made."""
-    alone, grads = make_model(**sizes), grads_of(model)
+    alone, grads = cases.make_model(**sizes), cases.grads_of(model)
     for name, weight in alone.named_parameters():
         weight.grad = grads[name]
     for each in (model, alone):
         torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9).step()
-    ids, positions, labels = make_batch(seed=3)
-    expected = mean_loss(alone(ids, positions), labels).detach()
-    actual = train_step(run, mesh, (ids, positions, labels))
+    ids, positions, labels = cases.make_batch(seed=3)
+    expected = cases.mean_loss(alone(ids, positions), labels).detach()
+    actual = cases.train_step(run, mesh, (ids, positions, labels))
     assert abs(actual - expected) < tolerance * expected
 
 
-@combinations(FSDP2)
+@cases.combinations(FSDP2)
 def test_fsdp2(row: str, form: str) -> None:
     run_ranks(prod(sizes_of(row, form)), check_fsdp2, row, form)
 
 
 FSDP1 = {
-    "FSDP1 over (dp, cp), use_orig_params": Row(),
-    "FSDP1, SHARD_GRAD_OP, sync_module_states": Row(
+    "FSDP1 over (dp, cp), use_orig_params": cases.Row(),
+    "FSDP1, SHARD_GRAD_OP, sync_module_states": cases.Row(
         settings={
             "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
             "sync_module_states": True,
         }
     ),
     # Dynamo refuses the form that it is about.
-    "FSDP1, flat parameters (use_orig_params=False)": Row(
-        (EAGER,), {AOT: FLAT, COMPILED: FLAT}, {"use_orig_params": False}
+    "FSDP1, flat parameters (use_orig_params=False)": cases.Row(
+        (cases.EAGER,), {cases.AOT: FLAT, cases.COMPILED: FLAT}, {"use_orig_params": False}
     ),
 }
 
 
-@combinations(FSDP1)
+@cases.combinations(FSDP1)
 @on_ranks(4)
 @mock.patch(SYNC_CHECK, new=mock.Mock())
 def test_fsdp1(row: str, form: str) -> None:
     """Where nothing but flat parameters has gradients, a step shows them."""
-    mesh, settings = make_mesh(2, 2), FSDP1[row].settings
-    loss, grads = unsharded()
-    model, weights = make_model(), dict(make_model().named_parameters())
+    mesh, settings = cases.make_mesh(2, 2), FSDP1[row].settings
+    loss, grads = cases.unsharded()
+    model, weights = cases.make_model(), dict(cases.make_model().named_parameters())
     if settings.get("sync_module_states") and dist.get_rank():
         for parameter in model.parameters():
             torch.nn.init.zeros_(parameter)
     wrapped = FullyShardedDataParallel(
         model,
         device_mesh=mesh["dp", "cp"]._flatten("fsdp"),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        auto_wrap_policy=ModuleWrapPolicy({cases.Block}),
         device_id=torch.device("cpu"),
         **{"use_orig_params": True, **settings},
     )
-    run = compiled(wrapped, form)
+    run = cases.compiled(wrapped, form)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
     for _ in range(2):  # the gradients of both
         with Counts() as counts:
-            torch.testing.assert_close(train_step(run, mesh), loss)
-    assert_rewritten(form)
+            torch.testing.assert_close(cases.train_step(run, mesh), loss)
+    cases.assert_rewritten(form)
     optimizer.step()
     with FullyShardedDataParallel.summon_full_params(wrapped):
-        found = {plain_name(name): whole(w) for name, w in wrapped.named_parameters()}
+        found = {cases.plain_name(name): cases.whole(w) for name, w in wrapped.named_parameters()}
     assert found.keys() == weights.keys()
     steps = {name: weights[name].detach() - weight for name, weight in found.items()}
-    assert_grads(steps, {name: 2 * grad for name, grad in grads.items()})
+    cases.assert_grads(steps, {name: 2 * grad for name, grad in grads.items()})
     is_kept = settings.get("sharding_strategy") is ShardingStrategy.SHARD_GRAD_OP
     comms = counts.get_comm_counts()
-    assert comms[ALL_GATHER_LIST] == 1 + NUM_LAYERS * (1 if is_kept else 2)
-    assert comms[REDUCE_SCATTER] == 1 + NUM_LAYERS
-    assert counts.exchanges() >= 2 * NUM_LAYERS
+    assert comms[ALL_GATHER_LIST] == 1 + cases.NUM_LAYERS * (1 if is_kept else 2)
+    assert comms[REDUCE_SCATTER] == 1 + cases.NUM_LAYERS
+    assert counts.exchanges() >= 2 * cases.NUM_LAYERS
 
 
 @pytest.mark.slow
@@ -307,7 +283,7 @@ SIZES = {4: (2, 2), 2: (1, 2), 1: (1, 1)}
 
 def check_training(form: str, num_ranks: int, steps: range, folder: str) -> list[float]:
     """Run steps; load before them if they are not the first, and save behind them."""
-    model, mesh = make_model(), make_mesh(*SIZES[num_ranks])
+    model, mesh = cases.make_model(), cases.make_mesh(*SIZES[num_ranks])
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh["dp", "cp"]._flatten("fsdp"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -315,10 +291,10 @@ def check_training(form: str, num_ranks: int, steps: range, folder: str) -> list
         weights, moments = get_state_dict(model, optimizer)
         dcp.load({"weights": weights, "moments": moments}, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    run = compiled(model, form)
+    run = cases.compiled(model, form)
     losses = []
     for step in steps:
-        losses.append(train_step(run, mesh, make_batch(seed=step)).item())
+        losses.append(cases.train_step(run, mesh, cases.make_batch(seed=step)).item())
         optimizer.step()
         optimizer.zero_grad()
     if not steps.start:
@@ -328,12 +304,12 @@ def check_training(form: str, num_ranks: int, steps: range, folder: str) -> list
 
 
 def losses_on_one_process() -> list[float]:
-    model = make_model()
+    model = cases.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(NUM_STEPS):
-        ids, positions, labels = make_batch(seed=step)
-        loss = mean_loss(model(ids, positions), labels)
+        ids, positions, labels = cases.make_batch(seed=step)
+        loss = cases.mean_loss(model(ids, positions), labels)
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -341,7 +317,7 @@ def losses_on_one_process() -> list[float]:
     return losses
 
 
-@combination("distributed checkpoint: saved on 4 ranks, resumed on 2 and on 1", *FORMS)
+@cases.combination("distributed checkpoint: saved on 4 ranks, resumed on 2 and on 1", *cases.FORMS)
 def test_resumed(form: str, tmp_path: Path) -> None:
     expected = losses_on_one_process()
     (saved, *others) = run_ranks(4, check_training, form, 4, range(NUM_SAVED), str(tmp_path))

@@ -33,37 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cp_inductor
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
-from tests.support.combinations import (
-    AOT,
-    BATCH,
-    COMPILED,
-    DIM,
-    EAGER,
-    FORMS,
-    HEADS,
-    LENGTH,
-    NOTHING,
-    NUM_LAYERS,
-    Decoder,
-    Row,
-    assert_grads,
-    assert_rewritten,
-    averaged_grads,
-    combination,
-    combinations,
-    compiled,
-    grads_of,
-    layers_of,
-    make_batch,
-    make_mesh,
-    make_model,
-    mean_loss,
-    plain_name,
-    shards_of,
-    train_step,
-    unsharded,
-    whole,
-)
+from tests.support import combinations as cases
 from tests.support.comms import Counts
 from tests.support.graphs import Attention
 from tests.support.ranks import on_ranks, run_ranks
@@ -75,40 +45,40 @@ from tests.support.tensor_parallel import parallelize
 ALL_REDUCE = torch.ops.c10d.allreduce_
 
 
-@combination("DDP over (dp, cp), its graph splitter on", *FORMS)
+@cases.combination("DDP over (dp, cp), its graph splitter on", *cases.FORMS)
 @on_ranks(4)
 def test_ddp(form: str) -> None:
-    mesh = make_mesh(2, 2)
-    loss, grads = unsharded()
+    mesh = cases.make_mesh(2, 2)
+    loss, grads = cases.unsharded()
     group = mesh["dp", "cp"]._flatten("data").get_group()
     # Small buckets: the graph splitter cuts the model before, between and behind the blocks.
-    model = DistributedDataParallel(make_model(), process_group=group, bucket_cap_mb=0.02)
-    run = compiled(model, form)
+    model = DistributedDataParallel(cases.make_model(), process_group=group, bucket_cap_mb=0.02)
+    run = cases.compiled(model, form)
     with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024), Counts():
-        actual = train_step(run, mesh)
+        actual = cases.train_step(run, mesh)
     torch.testing.assert_close(actual, loss)
-    assert_rewritten(form)
-    assert_grads(grads_of(model), grads)
-    if form != EAGER:
+    cases.assert_rewritten(form)
+    cases.assert_grads(cases.grads_of(model), grads)
+    if form != cases.EAGER:
         assert counters["aot_autograd"]["total"] > 1, "the graph was not split"
-        assert counters["cp_inductor"]["sites_rewritten"] == NUM_LAYERS
+        assert counters["cp_inductor"]["sites_rewritten"] == cases.NUM_LAYERS
     counts = Counts()
     with counts:
-        train_step(run, mesh)
-    assert counts.exchanges() >= 2 * NUM_LAYERS
+        cases.train_step(run, mesh)
+    assert counts.exchanges() >= 2 * cases.NUM_LAYERS
     # One is that of the loss.
     assert counts.get_comm_counts()[ALL_REDUCE] > 2
     # The second batch found the gradients of the first, which were averages.
-    assert_grads(grads_of(model), {name: 2 * grad for name, grad in grads.items()})
+    cases.assert_grads(cases.grads_of(model), {name: 2 * grad for name, grad in grads.items()})
 
 
-@combination("DDP over cp, tensor parallelism over tp", EAGER, AOT)
+@cases.combination("DDP over cp, tensor parallelism over tp", cases.EAGER, cases.AOT)
 @on_ranks(4)
 def test_ddp_and_tensor_parallel(form: str) -> None:
     """What DDP reduces on cp are the local parts of weights that are sharded on tp."""
-    mesh = make_mesh(2, 2, names=("cp", "tp"))
-    loss, grads = unsharded()
-    model = make_model()
+    mesh = cases.make_mesh(2, 2, names=("cp", "tp"))
+    loss, grads = cases.unsharded()
+    model = cases.make_model()
     parallelize(model, mesh["tp"], "blocks")
     placements = {
         name: parameter.placements
@@ -118,38 +88,44 @@ def test_ddp_and_tensor_parallel(form: str) -> None:
     # Given a mesh of others, it takes the DTensors apart, and puts them together in the forward.
     wrapped = DistributedDataParallel(model, device_mesh=mesh["cp"])
     # Behind the first forward those are no parameters of the modules any more.
-    parameters = {plain_name(name): parameter for name, parameter in wrapped.named_parameters()}
-    run = compiled(wrapped, form)
+    parameters = {
+        cases.plain_name(name): parameter for name, parameter in wrapped.named_parameters()
+    }
+    run = cases.compiled(wrapped, form)
     # torch's hooks leave the DTensors of the first forward in place, and compiled code would go
     # through their graph, which is freed by then, a second time (2.13).
-    for times in (1, 2) if form == EAGER else (1,):
-        torch.testing.assert_close(train_step(run, mesh), loss)
+    for times in (1, 2) if form == cases.EAGER else (1,):
+        torch.testing.assert_close(cases.train_step(run, mesh), loss)
         found = {
-            name: whole(DTensor.from_local(parameter.grad, mesh["tp"], placements[name]))
+            name: cases.whole(DTensor.from_local(parameter.grad, mesh["tp"], placements[name]))
             if name in placements
             else parameter.grad
             for name, parameter in parameters.items()
         }
-        assert_grads(found, {name: times * grad for name, grad in grads.items()})
-    assert_rewritten(form)
+        cases.assert_grads(found, {name: times * grad for name, grad in grads.items()})
+    cases.assert_rewritten(form)
 
 
 # Compiled autograd: one graph for the whole backward, in which gradients are reduced.
 
 
-@combination("replicate over (dp, cp), compiled autograd", AOT, COMPILED, eager=NOTHING)
+@cases.combination(
+    "replicate over (dp, cp), compiled autograd", cases.AOT, cases.COMPILED, eager=cases.NOTHING
+)
 @on_ranks(2)
 def test_compiled_autograd(form: str) -> None:
-    mesh = make_mesh(1, 2)
-    loss, grads = unsharded(num_layers=1)
+    mesh = cases.make_mesh(1, 2)
+    loss, grads = cases.unsharded(num_layers=1)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        model = replicate(make_model(num_layers=1), device_mesh=mesh["dp", "cp"]._flatten("data"))
-        run = compiled(model, form)
-        with compiled_autograd._enable(partial(compiled, form=form, fullgraph=True)):
-            actual = train_step(run, mesh)
+        model = replicate(
+            cases.make_model(num_layers=1), device_mesh=mesh["dp", "cp"]._flatten("data")
+        )
+        run = cases.compiled(model, form)
+        with compiled_autograd._enable(partial(cases.compiled, form=form, fullgraph=True)):
+            actual = cases.train_step(run, mesh)
     torch.testing.assert_close(actual, loss)
-    assert_rewritten(form)
-    assert_grads(grads_of(model), grads)
+    cases.assert_rewritten(form)
+    cases.assert_grads(cases.grads_of(model), grads)
 
 
 # --- Heads on tp, the sequence on cp.
@@ -157,8 +133,17 @@ def test_compiled_autograd(form: str) -> None:
 
 def exchanges_of_an_attention(mesh: DeviceMesh) -> int:
     """Return how many the plan has, forward and backward, that is made of one of this model."""
-    heads = HEADS // mesh["tp"].size()
-    recipe = Recipe(mesh["cp"].size(), LENGTH, LENGTH, heads, heads, DIM // HEADS, 4, "causal")
+    heads = cases.HEADS // mesh["tp"].size()
+    recipe = Recipe(
+        mesh["cp"].size(),
+        cases.LENGTH,
+        cases.LENGTH,
+        heads,
+        heads,
+        cases.DIM // cases.HEADS,
+        4,
+        "causal",
+    )
     recipe = resolve(recipe, site="test")
     stages = (*forward_plan(recipe).stages, *backward_plan(recipe).stages)
     return sum(bool(stage.fetch) + bool(stage.home) for stage in stages)
@@ -166,36 +151,38 @@ def exchanges_of_an_attention(mesh: DeviceMesh) -> int:
 
 def backward_of(run: Callable[..., Any], mesh: DeviceMesh, style: str) -> Tensor:
     """Run forward and backward; return the mean loss over the ranks of cp."""
-    with shards_of(make_batch(), mesh) as (ids, positions, labels):
+    with cases.shards_of(cases.make_batch(), mesh) as (ids, positions, labels):
         logits = run(ids, positions)
         assert isinstance(logits, DTensor) == (style == "loss")
         with loss_parallel() if style == "loss" else nullcontext():
-            loss = mean_loss(logits, labels)
+            loss = cases.mean_loss(logits, labels)
             loss.backward()
-    loss = whole(loss.detach())
+    loss = cases.whole(loss.detach())
     dist.all_reduce(loss, group=mesh["cp"].get_group())
     return loss / mesh["cp"].size()
 
 
 STYLES = {
-    "tensor parallelism: heads and MLP on tp": Row(settings={"style": "blocks"}),
-    "tensor parallelism, embedding and head tied": Row(settings={"style": "tied"}),
-    "tensor parallelism with Megatron's sequence parallelism": Row(settings={"style": "sequence"}),
-    "tensor parallelism, vocabulary on tp (loss_parallel)": Row(settings={"style": "loss"}),
+    "tensor parallelism: heads and MLP on tp": cases.Row(settings={"style": "blocks"}),
+    "tensor parallelism, embedding and head tied": cases.Row(settings={"style": "tied"}),
+    "tensor parallelism with Megatron's sequence parallelism": cases.Row(
+        settings={"style": "sequence"}
+    ),
+    "tensor parallelism, vocabulary on tp (loss_parallel)": cases.Row(settings={"style": "loss"}),
 }
 
 
-@combinations(STYLES)
+@cases.combinations(STYLES)
 @on_ranks(4)
 def test_tensor_parallel(row: str, form: str) -> None:
-    mesh, style = make_mesh(2, 2, names=("cp", "tp")), STYLES[row].settings["style"]
+    mesh, style = cases.make_mesh(2, 2, names=("cp", "tp")), STYLES[row].settings["style"]
     # A second block is the first one's like: the style that changes nothing else has it.
-    num_layers = layers_of(form) if style == "blocks" else 1
+    num_layers = cases.layers_of(form) if style == "blocks" else 1
     kwargs = {"num_layers": num_layers, "is_tied": style == "tied"}
-    loss, grads = unsharded(**kwargs)
-    model = make_model(**kwargs)
+    loss, grads = cases.unsharded(**kwargs)
+    model = cases.make_model(**kwargs)
     parallelize(model, mesh["tp"], style)
-    run = compiled(model, form)
+    run = cases.compiled(model, form)
     with Counts():
         backward_of(run, mesh, style)
     if style == "tied":
@@ -206,26 +193,26 @@ def test_tensor_parallel(row: str, form: str) -> None:
     with counts:
         actual = backward_of(run, mesh, style)
     torch.testing.assert_close(actual, loss)
-    assert_rewritten(form)
+    cases.assert_rewritten(form)
     twice = {name: 2 * grad for name, grad in grads.items()}
-    assert_grads(averaged_grads(model, mesh["cp"]), twice)
+    cases.assert_grads(cases.averaged_grads(model, mesh["cp"]), twice)
     # Attention exchanges on cp.
     assert counts.exchanges() == num_layers * exchanges_of_an_attention(mesh)
 
 
-@combination("tensor parallelism, inference", *FORMS)
+@cases.combination("tensor parallelism, inference", *cases.FORMS)
 @on_ranks(4)
 def test_inference(form: str) -> None:
-    mesh = make_mesh(2, 2, names=("cp", "tp"))
-    ids, positions, _ = make_batch()
-    expected = make_model()(ids, positions).detach()
-    model = make_model().eval()
+    mesh = cases.make_mesh(2, 2, names=("cp", "tp"))
+    ids, positions, _ = cases.make_batch()
+    expected = cases.make_model()(ids, positions).detach()
+    model = cases.make_model().eval()
     parallelize(model, mesh["tp"], "blocks")
-    run = compiled(model, form)
-    with torch.inference_mode(), shards_of(make_batch(), mesh) as (ids, positions, _):
+    run = cases.compiled(model, form)
+    with torch.inference_mode(), cases.shards_of(cases.make_batch(), mesh) as (ids, positions, _):
         logits = run(ids, positions)
         (logits,) = cp_inductor.context_parallel_unshard(mesh["cp"], [logits], [1])
-    assert_rewritten(form)
+    cases.assert_rewritten(form)
     torch.testing.assert_close(logits, expected)
 
 
@@ -235,7 +222,7 @@ NUM_MICROBATCHES = 2
 
 
 class First(nn.Module):
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: cases.Decoder) -> None:
         super().__init__()
         self.tokens, self.positions = model.tokens, model.positions
         self.layers = nn.ModuleDict({"0": model.layers[0]})
@@ -245,7 +232,7 @@ class First(nn.Module):
 
 
 class Last(nn.Module):
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: cases.Decoder) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({"1": model.layers[1]})
         self.norm, self.head = model.norm, model.head
@@ -272,34 +259,34 @@ def run_stage(
     """Run one step of this rank's stage; return the mean loss if it is the last stage."""
     place, pp = mesh["pp"].get_local_rank(), mesh["pp"]
     stage = PipelineStage(run, place, 2, torch.device("cpu"), group=pp.get_group())
-    pipeline = schedule(stage, NUM_MICROBATCHES, loss_fn=mean_loss)
+    pipeline = schedule(stage, NUM_MICROBATCHES, loss_fn=cases.mean_loss)
     ids, positions, labels = batch
     losses: list[Tensor] = []
     if place == 0:
         pipeline.step(ids, positions)
         return None
     pipeline.step(target=labels, losses=losses)
-    assert len(losses) == NUM_MICROBATCHES < BATCH
+    assert len(losses) == NUM_MICROBATCHES < cases.BATCH
     return torch.stack(losses).mean().detach()
 
 
-@combination("pipeline of two stages, GPipe and 1F1B", *FORMS)
+@cases.combination("pipeline of two stages, GPipe and 1F1B", *cases.FORMS)
 @on_ranks(4)
 def test_pipeline(form: str) -> None:
     for schedule in (ScheduleGPipe, Schedule1F1B):
-        mesh = make_mesh(2, 2, names=("pp", "cp"))
-        loss, grads = unsharded()
-        part = (First, Last)[mesh["pp"].get_local_rank()](make_model())
+        mesh = cases.make_mesh(2, 2, names=("pp", "cp"))
+        loss, grads = cases.unsharded()
+        part = (First, Last)[mesh["pp"].get_local_rank()](cases.make_model())
         # What a stage receives, the region has not seen made: the program says that it is shards.
-        run = compiled(Received(part), form, fullgraph=True)
-        with shards_of(make_batch(), mesh) as batch:
+        run = cases.compiled(Received(part), form, fullgraph=True)
+        with cases.shards_of(cases.make_batch(), mesh) as batch:
             actual = run_stage(run, mesh, schedule, batch)
-        assert_rewritten(form)
+        cases.assert_rewritten(form)
         if actual is not None:
             dist.all_reduce(actual, group=mesh["cp"].get_group())
             torch.testing.assert_close(actual / 2, loss)
-        actual_grads = averaged_grads(part, mesh["cp"])
-        assert_grads(actual_grads, {name: grads[name] for name in actual_grads})
+        actual_grads = cases.averaged_grads(part, mesh["cp"])
+        cases.assert_grads(actual_grads, {name: grads[name] for name in actual_grads})
 
 
 @pytest.mark.slow
@@ -307,14 +294,16 @@ def test_pipeline(form: str) -> None:
 @on_ranks(4)
 def test_parallelized_stages(form: str) -> None:
     """Stages that hand on whole activations, each of which its ranks cut."""
-    mesh = make_mesh(2, 2, names=("pp", "cp"))
-    loss, grads = unsharded()
-    part = (First, Last)[mesh["pp"].get_local_rank()](make_model())
+    mesh = cases.make_mesh(2, 2, names=("pp", "cp"))
+    loss, grads = cases.unsharded()
+    part = (First, Last)[mesh["pp"].get_local_rank()](cases.make_model())
     cp_inductor.parallelize(part, mesh["cp"], outputs="whole", seq_dims={"x": 1})
-    actual = run_stage(compiled(part, form), mesh, Schedule1F1B, make_batch())
+    actual = run_stage(cases.compiled(part, form), mesh, Schedule1F1B, cases.make_batch())
     if actual is not None:
         torch.testing.assert_close(actual, loss)
-    assert_grads(grads_of(part), {name: grads[name] for name, _ in part.named_parameters()})
+    cases.assert_grads(
+        cases.grads_of(part), {name: grads[name] for name, _ in part.named_parameters()}
+    )
 
 
 # --- Modules that are told to attend over shards: our parallel style, and torch's own.
@@ -338,7 +327,7 @@ class Layers(nn.Module):
 
 def check_style(form: str, length: int) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    mesh = make_mesh(world_size, names=("cp",))
+    mesh = cases.make_mesh(world_size, names=("cp",))
     x = torch.rand(2, length, 32)
     reference = Layers()
     expected = reference(x)
@@ -348,39 +337,39 @@ def check_style(form: str, length: int) -> None:
     model = copy.deepcopy(parallelize_module(Layers(), mesh, plan))
     assert isinstance(model.encoder.self_attn, nn.MultiheadAttention)
     piece = shard(x, rank, world_size, 1)
-    out = compiled(model, form, fullgraph=True)(piece)
+    out = cases.compiled(model, form, fullgraph=True)(piece)
     out.sum().backward()
     torch.testing.assert_close(out, shard(expected, rank, world_size, 1))
-    for name, grad in averaged_grads(model, mesh).items():
+    for name, grad in cases.averaged_grads(model, mesh).items():
         torch.testing.assert_close(
-            world_size * grad, grads_of(reference)[name], rtol=1e-4, atol=1e-5
+            world_size * grad, cases.grads_of(reference)[name], rtol=1e-4, atol=1e-5
         )
-    if form == COMPILED:
+    if form == cases.COMPILED:
         return  # which code runs in inference is seen before C++ is made of it
     # In inference, torch has a fast path for this layer that would go past the style.
     with torch.no_grad():
-        out = compiled(model.eval(), form, fullgraph=True)(piece)
+        out = cases.compiled(model.eval(), form, fullgraph=True)(piece)
     torch.testing.assert_close(out, shard(expected, rank, world_size, 1))
 
 
-@combination("ContextParallel() on modules", *FORMS)
+@cases.combination("ContextParallel() on modules", *cases.FORMS)
 def test_style(form: str) -> None:
     # Ranks of one length share what they compile; what tiles they have cp_aot_eager shows.
-    worlds = {EAGER: [(3, 12), (3, 11)], AOT: [(3, 11)], COMPILED: [(2, 12)]}
+    worlds = {cases.EAGER: [(3, 12), (3, 11)], cases.AOT: [(3, 11)], cases.COMPILED: [(2, 12)]}
     for world_size, length in worlds[form]:
         run_ranks(world_size, check_style, form, length)
 
 
-@combination("torch's own style _ContextParallel, the backend exchanged", *FORMS)
+@cases.combination("torch's own style _ContextParallel, the backend exchanged", *cases.FORMS)
 @on_ranks(2)
 def test_style_of_torch(form: str) -> None:
-    mesh = make_mesh(2, names=("cp",))
+    mesh = cases.make_mesh(2, names=("cp",))
     kind = _ContextParallel.AttentionType.SDPA
     inner = parallelize_module(Attention(), mesh, _ContextParallel(2, kind))
     # What torch has the models it prepares call; of its handlers there is none for the CPU.
     _enable_context_parallel_dispatcher()
     try:
-        check_shards(compiled(inner, form), make_qkv(10), is_causal=True)
+        check_shards(cases.compiled(inner, form), make_qkv(10), is_causal=True)
     finally:
         _disable_context_parallel_dispatcher()
-    assert_rewritten(form)
+    cases.assert_rewritten(form)

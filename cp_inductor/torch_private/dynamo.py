@@ -260,14 +260,15 @@ def _last_call(error: Exception) -> fx.Node | None:
     graph: Any = getattr(getattr(tracer, "output_graph_for_cleanup", None), "graph", None)
     if graph is None:
         return None
-    nodes = {id(one.meta.get("example_value")): one for one in graph.nodes}
+    values = ((node.meta.get("example_value"), node) for node in graph.nodes)
+    nodes = {id(value): node for value, node in values if isinstance(value, torch.Tensor)}
     raised: BaseException | None = error
     while raised is not None:
         for frame, _ in traceback.walk_tb(raised.__traceback__):
             if frame.f_code is run_node.__code__ and frame.f_locals["node"] not in graph.nodes:
-                node, *values = (frame.f_locals[name] for name in ("node", "args", "kwargs"))
-                values = pytree.tree_map(lambda value: nodes.get(id(value), value), values)
-                failed: fx.Node = graph.create_node(node.op, node.target, *values)
+                node, *arguments = (frame.f_locals[name] for name in ("node", "args", "kwargs"))
+                arguments = pytree.tree_map(lambda value: nodes.get(id(value), value), arguments)
+                failed: fx.Node = graph.create_node(node.op, node.target, *arguments)
                 failed.meta.update(node.meta)
                 return failed
         raised = raised.__context__

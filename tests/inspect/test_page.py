@@ -84,8 +84,8 @@ def test_what_is_drawn_is_what_the_plan_costs(strategy: str) -> None:
             for index, stage in enumerate(one.program(rank)):
                 # What has come, what is coming, and what goes.
                 if index <= now + 1:
-                    arrived = stage.fetch.columns[:, DESTINATION] == rank
-                    held[now, rank] += one.bytes_of(stage.fetch)[arrived].sum()
+                    is_for_rank = stage.fetch.columns[:, DESTINATION] == rank
+                    held[now, rank] += one.bytes_of(stage.fetch)[is_for_rank].sum()
                 if now - 1 <= index <= now:
                     held[now, rank] += one.bytes_of(stage.home).sum()
         np.testing.assert_array_equal(held_bytes(one), held)

@@ -398,8 +398,8 @@ def test_what_is_gathered_are_weights(first_mesh: DeviceMesh) -> None:
     graphs = lowered_graphs(model, *make_batch(2, 16))
     gather = torch.ops._c10d_functional.all_gather_into_tensor.default
     nodes = (node for kind in ("forward", "backward") for node in graphs[kind].graph.nodes)
+    # And truth values, where torch 2.15 checks the classes of `one_hot` in the graph.
     gathered = (node.meta["val"] for node in nodes if node.target is gather)
-    # torch 2.15 checks the classes of `one_hot` in the graph, which gathers truth values.
     shapes = {tuple(value.shape) for value in gathered if value.is_floating_point()}
     assert shapes and shapes <= {tuple(weight.shape) for weight in model.parameters()}
 

@@ -372,8 +372,7 @@ def test_refusals() -> None:
         alone = cp_inductor.parallelize(nn.Identity(), mesh, recurrent=(nn.Identity,))
         with pytest.raises(UnsupportedPlacement, match="called no known function"):
             alone(tokens)
-        # What another module of the class asks for says nothing of this one.
-        layers = nn.Sequential(Asks(True), Asks(False))
+        layers = nn.Sequential(Asks(True), Asks(False))  # the first says nothing of the second
         cp_inductor.parallelize(layers, mesh, recurrent=(Asks,))
         for run in (layers, torch.compile(layers, backend="cp_aot_eager")):
             with pytest.raises(UnsupportedPlacement, match="called no known function"):

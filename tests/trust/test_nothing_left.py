@@ -221,5 +221,5 @@ def test_groups_that_are_gone_leave_no_threads_and_no_descriptors() -> None:
         cp_inductor.reset()
         gc.collect()
         counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
-    # torch begins a thread of a pool at any time; groups that leave one would leave three.
-    assert all(now - before < 3 for now, before in zip(counts[3], counts[0], strict=True)), counts
+    # torch begins one thread of a pool late; groups that leave one would leave three.
+    assert counts[3][0] <= counts[0][0] + 1 and counts[3][1] <= counts[0][1], counts

@@ -7,6 +7,7 @@
     python benchmarks/compile_time.py --target cuda:sm_90 --ranks 8 --layers 1 8 --plan runtime
     python benchmarks/compile_time.py --backend cp_aot_eager --ranks 8 --layers 2 8
     python benchmarks/compile_time.py --regions --ranks 8 --layers 1 8 32
+    python benchmarks/compile_time.py --regions --target cuda:sm_90 --ranks 8 --layers 1 8 32
 
 Each figure is a fresh process with cold caches that compiles forward and backward of a transformer
 for the CPU, C++ compiler included, as one rank under a fake process group; nothing is run, but by
@@ -17,7 +18,8 @@ and each runs once what it compiled or loaded (nothing arrives from others). The
 (capture: find, plan and replace; lower; schedule), the C++ compiler, and all else (Dynamo,
 AOTAutograd, Inductor). CPU seconds are those of all processes and their compilers.
 
-With --regions, each layer is a `torch.compiler.nested_compile_region`, also of plain Inductor.
+With --regions, each layer is a `torch.compiler.nested_compile_region` over plain shards, also of
+plain Inductor.
 
 With --target, code is generated for a GPU that need not exist, without its Triton compiler: of
 unmodified Llamas of transformers (--hidden), or of attention alone (--hidden 0), whose documents
@@ -222,6 +224,7 @@ def compile_for_target(args: argparse.Namespace, layers: int, world_size: int) -
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.experimental import implicit_replication
 
+    from benchmarks.overlap import Layer, attend_ours
     from cp_inductor import cross_compile
 
     length = args.tokens * world_size
@@ -245,10 +248,14 @@ def compile_for_target(args: argparse.Namespace, layers: int, world_size: int) -
         return {name: distribute_tensor(t, mesh, [Shard(1)]) for name, t in named.items()}
 
     options = {"plan": args.plan} if world_size > 1 else {}
-    how = {"world_size": world_size, "target": args.target, "options": options}
+    how: dict[str, Any] = {"world_size": world_size, "target": args.target, "options": options}
     start, cpu = time.perf_counter(), time.process_time()
     with implicit_replication():
-        if args.hidden:
+        if args.regions:
+            model = Regions(*(Layer(args.dim, args.heads, attend_ours) for _ in range(layers)))
+            x = torch.empty(1, args.tokens, args.dim, dtype=torch.bfloat16, device="meta")
+            compiled = cross_compile(model.bfloat16(), [x.requires_grad_()], **how)
+        elif args.hidden:
             compiled = compile_llama(llama(layers, args.hidden), of_llama, how)
         else:
             compiled = cross_compile(Attentions(layers), attention, **how)

@@ -139,7 +139,7 @@ def check_ways(gm: fx.GraphModule) -> None:
                 site=name_of(node),
                 expected="plain tensors in a nested_compile_region",
                 got="DTensors, which torch (2.13 to 2.15) does not trace there",
-                remedy="call it without nested_compile_region",
+                remedy="compile each layer instead: layer.compile(backend='cp_inductor')",
             )
 
 

@@ -27,7 +27,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
@@ -49,7 +49,7 @@ from cp_inductor.tiles.kernels import Partial, TileCall
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.inductor import append_custom_pass, triton_for_this_torch
 from cp_inductor.torch_private.modes import has_autocast
-from cp_inductor.torch_private.tracing import fake_on, retrace
+from cp_inductor.torch_private.tracing import INVOKE_SUBGRAPH, fake_on, retrace
 
 CUDA = torch.device("cuda", 0)
 # What SDPA computes an unsharded attention by on the CPU.
@@ -126,9 +126,8 @@ def settings_for(target: Target, settings: Settings, mode: str | None) -> Settin
 
 def planned_for(target: Target, settings: Settings) -> Settings:
     """Return settings whose plans choose kernels for a target."""
-    device = "cpu" if target.gpu is None else "cuda"
-    there: dict[str, Any] = {"device": device, "capability": target.capability}
-    return replace(settings, plan_options=replace(settings.plan_options, **there))
+    there = replace(settings.plan_options, device="cpu" if target.gpu is None else "cuda")
+    return replace(settings, plan_options=replace(there, capability=target.capability))
 
 
 def _check_autocast(gm: fx.GraphModule) -> None:
@@ -181,19 +180,10 @@ class Retarget(CustomGraphPass):
         """Retarget a joint graph or an inference graph.
 
         Raises:
-            UnsupportedTarget: the graph has subgraphs, or an unsharded attention with a mask or
-                dropout.
+            UnsupportedTarget: subgraphs but of nested_compile_region, or what `FLASH` lacks.
         """
         gm = graph.owning_module
         assert gm is not None
-        for node in graph.nodes:
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
-                raise UnsupportedTarget(
-                    site=f"{node.name} in the graph from AOTAutograd",
-                    expected="a graph without subgraphs, because it is traced again for the GPU",
-                    got=str(node.target),
-                    remedy="generate the code on a machine with a GPU, or use target='cpu'",
-                )
         placeholders = graph.find_nodes(op="placeholder")
         for node in placeholders:
             node.meta["val"] = fake_on(node.meta["val"], CUDA)
@@ -229,17 +219,20 @@ class _OnGPU(fx.Interpreter):
         args, kwargs = pytree.tree_map_only(
             torch.device, lambda device: CUDA if device.type == "cpu" else device, (args, kwargs)
         )
+        if target is INVOKE_SUBGRAPH:
+            body, name, *operands = args
+            # Torch traces a name once; here, calls of a name may differ in strides.
+            name += str([value.stride() for value in operands if isinstance(value, Tensor)])
+            return INVOKE_SUBGRAPH(_OnGPU(body, self.capability).run, name, *operands)
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            self._refuse(target, "no subgraphs but of nested_compile_region", "one")
         if target not in (FLASH, FLASH_BACKWARD):
             return super().call_function(target, args, kwargs)
         call = bind_arguments(target, args, kwargs)
         if call["attn_mask"] is not None or call["dropout_p"]:
-            raise UnsupportedTarget(
-                site=target.name(),
-                expected="unsharded attention without a mask or dropout",
-                got=f"dropout_p={call['dropout_p']} and"
-                f" attn_mask={'a tensor' if call['attn_mask'] is not None else None}",
-                remedy="generate the code on a machine with a GPU, or use target='cpu'",
-            )
+            mask = "a tensor" if call["attn_mask"] is not None else None
+            got = f"dropout_p={call['dropout_p']} and attn_mask={mask}"
+            self._refuse(target, "unsharded attention without a mask or dropout", got)
         inputs = call["query"], call["key"], call["value"]
         facts: dict[str, Any] = {"site": target.name(), "capability": self.capability}
         name, _ = choose_kernel(*inputs, dtype=inputs[0].dtype, **facts)
@@ -248,6 +241,14 @@ class _OnGPU(fx.Interpreter):
             return kernel.backward(tile, call["grad_out"], Partial(call["out"], call["logsumexp"]))
         partial = kernel.forward(tile)
         return partial.out, partial.lse
+
+    def _refuse(self, target: Any, expected: str, got: str) -> NoReturn:
+        raise UnsupportedTarget(
+            site=target.name(),
+            expected=f"{expected}, because the graph is traced again for the GPU",
+            got=got,
+            remedy="generate the code on a machine with a GPU, or use target='cpu'",
+        )
 
 
 def _replace(graph: fx.Graph, traced: fx.GraphModule) -> None:

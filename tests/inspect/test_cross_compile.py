@@ -65,25 +65,13 @@ def test_dtensors_of_another_world() -> None:
 def test_two_mesh_axes() -> None:
     """Whole tensors, by placements and by options."""
     tensors = (torch.empty(4, 4, 250, 32, dtype=torch.bfloat16, device="meta"),) * 3
-    code = cross_compile(
-        attend_causal,
-        tensors,
-        world_size=8,
-        rank=5,
-        mesh_shape=(2, 4),
-        placements=[Shard(0), Shard(2)],
-    ).code["inference"]
+    where: dict[str, Any] = {"world_size": 8, "rank": 5, "placements": [Shard(0), Shard(2)]}
+    code = cross_compile(attend_causal, tensors, mesh_shape=(2, 4), **where).code["inference"]
     # Rank 5 is second of its four: it sends to one, or receives. They hold 63, 63, 63 and 61.
     assert "(2, 4, 63, 32)" in code
     assert "[0, 0, 0, 0]" not in code.split(START)[1].split("\n")[0]
-    by_name = cross_compile(
-        attend_causal,
-        tensors,
-        world_size=8,
-        mesh_shape=(4, 2),
-        mesh_dim_names=("seq", "tp"),
-        options={"mesh": "seq"},
-    )
+    where = {"world_size": 8, "mesh_dim_names": ("seq", "tp"), "options": {"mesh": "seq"}}
+    by_name = cross_compile(attend_causal, tensors, mesh_shape=(4, 2), **where)
     assert "(4, 4, 250, 32)" in by_name.code["inference"]
 
 
@@ -109,6 +97,16 @@ def test_dynamic_lengths() -> None:
 def test_kernels_of_the_target(target: str, dtype: torch.dtype, kernel: str) -> None:
     code = cross_compile(attend_causal, (heads(dtype),) * 3, world_size=2, rank=1, target=target)
     assert code.code["inference"].count(kernel) == 2
+
+
+def test_a_region_is_generated_once() -> None:
+    region = torch.compiler.nested_compile_region(attend_causal)
+
+    def three_times(x: Tensor) -> Any:
+        return region(*[region(*[region(x, x, x)] * 3)] * 3)
+
+    code = cross_compile(three_times, (heads(),), world_size=2, rank=1).code["inference"]
+    assert code.count(TILE) == 2
 
 
 def test_odd_head_dims_are_padded() -> None:

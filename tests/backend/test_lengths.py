@@ -259,8 +259,9 @@ def test_backwards_in_another_order_than_forwards() -> None:
 @pytest.mark.slow
 @on_ranks(2)
 def test_one_graph_for_lengths_of_plain_shards() -> None:
-    options = {"mesh": world_mesh()}
-    run = torch.compile(attend_causal, backend="cp_aot_eager", fullgraph=True, options=options)
+    torch.compiler.set_default_backend("cp_aot_eager")
+    torch.compiler.set_enable_guard_collectives(True)
+    run = torch.compile(attend_causal, fullgraph=True, options={"mesh": world_mesh()})
 
     def marked(*leaves: Tensor) -> Tensor:
         for leaf in leaves:
@@ -268,9 +269,10 @@ def test_one_graph_for_lengths_of_plain_shards() -> None:
         return run(*leaves)
 
     for length in (32, 40, 64, 122):
-        whole = make_qkv(length, batch=1, num_heads=2, head_dim=16)
-        check_shards(marked, whole, is_causal=True)
+        check_shards(marked, make_qkv(length, batch=1, head_dim=16), is_causal=True)
     assert counters["stats"]["unique_graphs"] == 1
+    torch.compiler.set_default_backend(None)
+    torch.compiler.set_enable_guard_collectives(False)
 
 
 def first_token(x: Tensor) -> Tensor:

@@ -230,7 +230,7 @@ class Typer(OpWatcher):
         for tensor in tensors:
             found, sizes = first_own([self.types.get(tensor)]), tuple(numbers(tensor.shape))
             if found is not None and any(size != 1 for size in sizes):
-                expected = f"a kept tensor of {sizes} to stay the same on every rank"
+                expected = f"a tensor of {sizes}, which a model keeps, to be the same on all ranks"
                 site, remedy = getattr(found, "site", ""), f"use dist.all_reduce first; {REMEDY}"
                 raise self.refusal(expected, describe(found), remedy, site)
 

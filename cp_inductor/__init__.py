@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         context_parallel,
         context_parallel_unshard,
     )
-    from cp_inductor.region.local import local_attention, per_rank
+    from cp_inductor.region.modes import local_attention, per_rank
     from cp_inductor.region.reduce_gradients import reduce_gradients
     from cp_inductor.torch_private.flex import flex_gradients_on_cpu
 
@@ -129,7 +129,7 @@ _HOMES = {
     "plan": "Device Level Machine Plan plan_attention",
     "plan.batch": "BatchPlan",
     "region.context": "ContextParallel context_parallel context_parallel_unshard",
-    "region.local": "local_attention per_rank",
+    "region.modes": "local_attention per_rank",
     "region.reduce_gradients": "reduce_gradients",
     "torch_private.flex": "flex_gradients_on_cpu",
 }

@@ -8,9 +8,8 @@
     ...
 
 nn.MultiheadAttention, and with it nn.TransformerEncoderLayer, reaches a Dynamo graph as this one
-function. On plain shards it would attend within the shard. On DTensors, DTensor's handler would
-take a mask for a tensor, instead of reading which pairs exist. A call on DTensors that returns
-attention weights uses no SDPA, and stays: DTensor computes its products.
+function. Plain shards would attend within themselves, and DTensor's handler would take a mask for a
+tensor. A call on DTensors that returns attention weights stays: DTensor computes its products.
 
     out, lse, _ = torch_attn::_varlen_attn(q, k, v, cu, cu, ..., window_size=[-1, 0])   q (T, H, D)
       =>                                                                inline_varlen
@@ -36,8 +35,7 @@ torch has kernels of varlen_attn for CUDA alone, whose lse has no gradient; flex
 What every rank has whole is sliced, which moves nothing; its gradient is gathered. Zeros behind a
 value give zeros behind the output; zeros behind query and key change no score, if the scale stays.
 
-Assumes: a graph from Dynamo with `example_value`s. Attentions that are not over a sharded sequence
-are left as they are.
+Assumes: a graph from Dynamo with `example_value`s. Attentions over no sharded sequence stay.
 """
 
 from __future__ import annotations
@@ -60,9 +58,9 @@ from cp_inductor.errors import CPError, UnsupportedAttention
 from cp_inductor.graph.nodes import call_target, name_of
 from cp_inductor.passes.attentions import CAPTURED, SDPA_OP, calls_to
 from cp_inductor.passes.nodes import free_name, insert_call, insert_graph, replace_results
-from cp_inductor.region.flex_calls import FLEX, LSE, OF_VARLEN, OUT
-from cp_inductor.region.marks import regions_of
-from cp_inductor.region.modes import VARLEN_OPS
+from cp_inductor.region.flex_calls import LSE, OF_VARLEN, OUT
+from cp_inductor.region.marks import FLEX, regions_of
+from cp_inductor.region.modes import VARLEN_OPS, WORDS_OF_WEIGHTS
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.dtensor import varlen_op
 from cp_inductor.torch_private.sizes import size_expression
@@ -80,10 +78,8 @@ READ = (
 def inline_multi_head(gm: fx.GraphModule, axis: SequenceAxis | None) -> None:
     """Replace calls of F.multi_head_attention_forward on DTensors and on shards by its body.
 
-    Plain tensors are shards on the axis that a user named, if any.
-
-    Raises:
-        UnsupportedAttention: a call on shards returns attention weights, for which it uses no SDPA.
+    Plain tensors are shards on the axis that a user named, if any. Refused is a call on shards that
+    returns attention weights, for which it uses no SDPA.
     """
     wanted, regions = [], regions_of(gm)
     for node in calls_to(gm, {F.multi_head_attention_forward}):
@@ -93,12 +89,7 @@ def inline_multi_head(gm: fx.GraphModule, axis: SequenceAxis | None) -> None:
         if not node.kwargs.get("need_weights", True):
             wanted += [node] if is_distributed or is_of_shards else []
         elif is_of_shards:
-            raise UnsupportedAttention(
-                site=name_of(node),
-                expected="need_weights=False",
-                got="need_weights=True, which uses no attention kernel",
-                remedy="pass need_weights=False to nn.MultiheadAttention",
-            )
+            raise UnsupportedAttention(site=name_of(node), **WORDS_OF_WEIGHTS)
     for node in wanted:
         _inline_multi_head(node)
 
@@ -122,8 +113,7 @@ def _inline_multi_head(node: fx.Node) -> None:
 def inline_varlen(gm: fx.GraphModule) -> None:
     """Rewrite every call whose tokens are sharded, in a Dynamo graph and below it; idempotent.
 
-    Raises:
-        UnsupportedAttention: something is asked for that is no rule of positions.
+    Refused is what is no rule of positions.
     """
     calls = {}
     for node in calls_to(gm, VARLEN_OPS):
@@ -299,12 +289,10 @@ def _align_placements(node: fx.Node, call: dict[str, Any]) -> None:
     except CPError:
         return
     for side in SIDES if placements is not None else ():
-        value = _value(call[side])
+        value, mesh = _value(call[side]), _value(call[side]).device_mesh
         if value.placements != placements:
             with node.graph.inserting_before(node):
-                call[side] = insert_call(
-                    node, "redistribute", call[side], value.device_mesh, placements
-                )
+                call[side] = insert_call(node, "redistribute", call[side], mesh, placements)
             _rewrite(node, call)
 
 

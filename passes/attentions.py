@@ -8,19 +8,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.dtensor.wrap import held_by_rank
-from cp_inductor.errors import CPError, UnsupportedAttention
+from cp_inductor.errors import CPError
 from cp_inductor.graph.nodes import nodes_of
-from cp_inductor.mask.reader.lengths import as_number
 from cp_inductor.mask.reader.read import MaskOfLengths
 from cp_inductor.mask.reader.to_rule import Recognized
-from cp_inductor.region.flex_calls import FLEX
-from cp_inductor.region.marks import is_left_alone
+from cp_inductor.region.flex_calls import constant
+from cp_inductor.region.marks import FLEX, LEFT_ALONE, is_marked
 from cp_inductor.region.modes import OPAQUE_ATTENTION
 from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -45,11 +44,6 @@ KERNELS_OF_SDPA = frozenset(
 ATTENTIONS = CAPTURED | OPAQUE_ATTENTION | KERNELS_OF_SDPA | {F.multi_head_attention_forward}
 
 
-def has_attentions(gm: fx.GraphModule) -> bool:
-    """Whether a Dynamo graph has any attention, sharded or not."""
-    return any(node.target in ATTENTIONS for node in nodes_of(gm))
-
-
 def has_masks(gm: fx.GraphModule) -> bool:
     """Whether any attention of a Dynamo graph has a mask or dropout, or is flex_attention."""
     calls = (bind_sdpa(node, node.name) for node in nodes_of(gm) if node.target in SDPA)
@@ -60,59 +54,34 @@ def has_masks(gm: fx.GraphModule) -> bool:
 def calls_to(gm: fx.GraphModule, functions: Container[Any]) -> list[fx.Node]:
     """Return the calls of some functions, but for those that a region leaves alone."""
     calls = (node for node in nodes_of(gm) if node.op == "call_function")
-    return [node for node in calls if node.target in functions and not is_left_alone(node)]
+    return [n for n in calls if n.target in functions and not is_marked(n, LEFT_ALONE)]
 
 
 def bind_sdpa(node: fx.Node, site: str) -> dict[str, Any]:
-    """Return the arguments of an SDPA call by name.
-
-    Raises:
-        UnsupportedAttention: an argument that shapes the plan is not a constant.
-    """
+    """Return the arguments of an SDPA call by name; those that shape the plan must be constants."""
     # The builtin has no signature; the aten op that it dispatches to has a schema.
     bound = bind_arguments(SDPA_OP, node.args, node.kwargs)
     for name in ("dropout_p", "is_causal", "scale", "enable_gqa"):
-        if isinstance(bound[name], fx.Node):
-            # With dynamic=True, Dynamo makes symbols of Python's numbers.
-            bound[name] = as_number(bound[name].meta["example_value"])
-        if isinstance(bound[name], Tensor):
-            raise UnsupportedAttention(
-                site=site,
-                expected=f"a constant {name}",
-                got="a value computed in the graph",
-                remedy=f"pass {name} as a Python number",
-            )
+        bound[name] = constant(bound[name], name, site)
     return bound
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """An attention over a sharded sequence.
+    """An attention over a sharded sequence."""
 
-    Attributes:
-        name: for messages, with the source line.
-        node: the call of SDPA, or of flex_attention.
-        dtype: in which it computes; under autocast its inputs may still be wider.
-        axis: the mesh axis that shards the sequence.
-        attention: what to compute, with the recipe of its plan, or by a plan of its batch.
-        mask: the tensors that the mask reads.
-        plan_options: the choices that hold for it.
-        of_lengths: the mask, if its lengths are symbols that only a call gives numbers.
-        why_kernel: why its kernel was chosen, for people.
-    """
-
-    name: str
-    node: fx.Node
+    name: str  # for messages, with the source line
+    node: fx.Node  # the call of SDPA, or of flex_attention
     query: fx.Node
     key: fx.Node
     value: fx.Node
-    dtype: torch.dtype
-    axis: SequenceAxis
-    attention: Attention
-    mask: Recognized
-    plan_options: PlanOptions
-    of_lengths: MaskOfLengths | None
-    why_kernel: str
+    dtype: torch.dtype  # in which it computes; under autocast its inputs may still be wider
+    axis: SequenceAxis  # that shards the sequence
+    attention: Attention  # what to compute, with the recipe of its plan, or by a plan of its batch
+    mask: Recognized  # the tensors that the mask reads
+    plan_options: PlanOptions  # the choices that hold for it
+    of_lengths: MaskOfLengths | None  # the mask, if only a call gives its lengths numbers
+    why_kernel: str  # why its kernel was chosen, for people
 
     @property
     def is_distributed(self) -> bool:

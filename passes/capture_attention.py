@@ -9,10 +9,9 @@
 flex_attention becomes the same op, and its lse the second result, which flex_attention returns as a
 logarithm to base 2.
 
-Plain tensors, under a mesh that the user named, are local already and need no wrapping. If a
-region, or torch's own style, wrapped shards for the attention only, the from_local before it and
-the to_local after it are removed. If autocast would have cast the inputs of SDPA, the casts are
-inserted.
+Plain tensors, under a mesh that the user named, are local already. If a region, or torch's own
+style, wrapped shards for the attention only, the from_local before it and the to_local after it are
+removed. Casts by which autocast would have changed the inputs of SDPA are inserted.
 
 If the graph writes in place to a tensor that the backward reads, the op gets a copy. The op saves
 the local tensor, and autograd does not know that a write to the DTensor is a write to it.
@@ -33,7 +32,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from operator import getitem, mul, setitem
 from typing import Any, cast
@@ -108,7 +106,7 @@ def _results(site: Site) -> list[fx.Node]:
     return [taken for taken in site.node.users if taken.users] if site.is_flex else [site.node]
 
 
-def _capture(site: Site, calls: Calls, written: AbstractSet[fx.Node]) -> dict[fx.Node, fx.Node]:
+def _capture(site: Site, calls: Calls, written: set[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Rewrite a site; return what replaces its results. The graph writes to what is `written`."""
     graph = site.node.graph
     with graph.inserting_before(site.node):
@@ -162,9 +160,7 @@ def _copied(site: Site, node: fx.Node, is_written: bool) -> fx.Node:
     return insert_call(site.node, "clone", node) if is_written else node
 
 
-def _extras(
-    site: Site, query: fx.Node, calls: Calls, written: AbstractSet[fx.Node]
-) -> list[fx.Node]:
+def _extras(site: Site, query: fx.Node, calls: Calls, written: set[fx.Node]) -> list[fx.Node]:
     """Insert the tensors that the mask reads, and the seed of dropout."""
     mask, extras = site.mask, []
     for place, (table, indices) in enumerate(zip(mask.tables, mask.indices, strict=True)):

@@ -52,11 +52,8 @@ def check_mesh(
 ) -> None:
     """Check a graph against the axis of the mesh that the user named; None without one.
 
-    If `is_mesh_named`, options say what plain tensors are; `{"mesh": None}`: whole.
-
-    Raises:
-        UnsupportedAttention: the graph ends at a graph break, and only options say that plain
-            tensors are shards.
+    If `is_mesh_named`, options say what plain tensors are; `{"mesh": None}`: whole. If they alone
+    say that these are shards, a graph break is refused.
     """
     if axis is None:
         if has_attention and not is_mesh_named and _is_of_whole_tensors(gm):
@@ -110,11 +107,7 @@ def _warn_of_fallback() -> None:
 
 
 def check_ways(gm: fx.GraphModule) -> None:
-    """Check how a graph is compiled.
-
-    Raises:
-        InvalidArgument: in a way that loses its exchanges.
-    """
+    """Refuse to compile a graph in a way that loses its exchanges."""
     if not dist.is_initialized():
         return
     if is_compiled_for_all_ranks():

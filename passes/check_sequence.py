@@ -6,12 +6,11 @@
 
 The graph is run once on fake tensors, and every aten op is given types (`sequence.rules`). What is
 not proven to compute each token by itself is refused if an attention or a result of the graph
-depends on it; so all ranks refuse alike. A result that is a sum over tokens, and no number, gets a
-`SequenceWarning`.
+depends on it; so all ranks refuse alike, also graphs without attention. A result that is a sum over
+tokens, and no number, gets a `SequenceWarning`.
 
-Whether there is an attention in the graph does not matter. In a region its typer knows what the
-inputs are: what the region cut, and what eager code and other graphs made of that. It is told what
-the results are (`GraphTypes`), so that a graph may return what is mixed: what uses it is refused.
+In a region its typer knows what the inputs are: what the region cut, and what eager code and other
+graphs made of that. It is told what results are (`GraphTypes`): what uses mixed ones is refused.
 
 Of other inputs nothing says that they are shards. So they are told by convention: parameters and
 buffers of modules are the same on every rank; of any other tensor dim 1 holds this rank's tokens,
@@ -20,11 +19,9 @@ value itself). Beside such an input another dim that is as long will do, as of a
 (S, D). Without an attention, the inputs with most dims say how long that is.
 ``options={"seq_dims": {"ids": 1}}`` says it of the rest.
 
-The library spmd_types (0.2.3) does the same, but knows neither a dim into which batch and tokens
-were flattened, nor means; takes 2 ms for an op; and replaces torch.autograd.Function.apply.
-
 Losses that are means over labels are made to compare how many labels count on each rank
-(`sequence.count_labels`); nothing else is changed.
+(`sequence.wholes`); nothing else is changed. The library spmd_types (0.2.3) knows neither a dim
+into which batch and tokens were flattened, nor means, and takes 2 ms for an op.
 
 Assumes: a graph from Dynamo whose attentions were found.
 """
@@ -49,13 +46,13 @@ from cp_inductor.graph.nodes import name_of, nodes_of
 from cp_inductor.graph.subgraphs import method_of
 from cp_inductor.passes.attentions import Site
 from cp_inductor.passes.graph_types import Checking, GraphTypes, compare_lengths, follow_graph
-from cp_inductor.region.marks import MARK, groups_of_regions, is_per_rank
-from cp_inductor.region.regions import typers_of_program
-from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels
+from cp_inductor.region.marks import MARK, PER_RANK, groups_of_regions, is_marked
+from cp_inductor.region.modes import typers_of_program
 from cp_inductor.sequence.eager import EagerTyper
 from cp_inductor.sequence.follow import shards_at, warn_of_sums
 from cp_inductor.sequence.rules.call import numbers
 from cp_inductor.sequence.types import Mixed, Own, Same, Type
+from cp_inductor.sequence.wholes import COUNTED_LOSSES, count_labels
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.dynamo import frame_locals, graph_examples, graph_inputs
 from cp_inductor.torch_private.groups import group_of
@@ -69,20 +66,13 @@ def check_sequence(
 ) -> Checking | None:
     """Check a Dynamo graph over plain shards, with all its attentions over a sharded sequence.
 
-    Args:
-        seq_dims: of inputs, by their names in the model; None: the same on every rank.
-
-    Returns:
-        What calls of the graph are checked by: of one in a region, or of one without attention that
-        takes a mean over tokens.
-
-    Raises:
-        InvalidArgument: no input has a name in `seq_dims`.
-        SequenceMixed: an attention, or a result outside of a region, depends on what mixes tokens.
+    `seq_dims` are those of inputs, by their names in the model; None: the same on every rank. The
+    calls of a graph in a region are checked by what this returns, and so are those of a graph
+    without attention that takes a mean over tokens.
     """
     sites = [site for site in sites if site.axis.world_size > 1 and _is_of_shards(site.query)]
-    groups = [site.axis.group_name for site in sites]
-    groups += [typer.group_name for typer in typers_of_program()]
+    typers = typers_of_program()
+    groups = [site.axis.group_name for site in sites] + [typer.group_name for typer in typers]
     groups += [name for name in groups_of_regions(gm) if group_of(name).size() > 1]
     groups += [axis.group_name] if axis is not None and axis.world_size > 1 else []
     inputs = _inputs(gm, sites, seq_dims)
@@ -91,14 +81,14 @@ def check_sequence(
     if not groups or not any(isinstance(one.value, Tensor) for one in inputs):
         return None
     _count_all_labels(gm, groups[0])
-    is_in_region = bool(typers_of_program())
+    is_in_region = bool(typers)
     if sites or not is_in_region:
         for node, given in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
             if given.shard_dim is not None:
                 node.meta[_SHARD] = (given.name, given.shard_dim)
     if is_in_region:
-        nodes = [site.node for site in sites]
-        types = GraphTypes(gm, nodes, partial(_type_in_region, inputs))
+        type_of = partial(_type_in_region, inputs, sites)
+        types = GraphTypes(gm, [site.node for site in sites], type_of)
         types.check(graph_examples(gm.graph))
         return types.typed
     try:
@@ -122,10 +112,10 @@ def _check_by_convention(
     difference, they compare.
     """
     uneven, nodes = _uneven_lengths(sites), {site.node for site in sites}
-    values = [one.value for one in inputs]
 
     def check(is_even: Callable[[int], bool]) -> None:
         types = [_type_of(one, one.value, is_even) for one in inputs]
+        values = [one.value for one in inputs]
         typer, _, returned = follow_graph(gm, nodes, values, types, is_even)
         typer.refuse_mixed(returned)
         warn_of_sums(typer, returned)
@@ -163,7 +153,8 @@ def _with_guesses(error: SequenceMixed, inputs: Sequence[_Input]) -> SequenceMix
 def _count_all_labels(gm: fx.GraphModule, group_name: str) -> None:
     """Let means over labels compare how many count on each rank."""
     for node in list(nodes_of(gm)):
-        if node.op != "call_function" or node.target not in COUNTED_LOSSES or is_per_rank(node):
+        is_own = is_marked(node, PER_RANK)
+        if node.op != "call_function" or node.target not in COUNTED_LOSSES or is_own:
             continue
         bound = signature(node.target).bind(*node.args, **node.kwargs)
         bound.apply_defaults()
@@ -203,25 +194,14 @@ def _length(node: fx.Node) -> int:
 
 @dataclass(slots=True)
 class _Input:
-    """An input of a graph.
-
-    Attributes:
-        name: as an argument of the model, if it is one.
-        value: as Dynamo has it.
-        sizes: of a tensor; none of anything else.
-        is_named: the user has named the dim.
-        is_of_module: it is a parameter or a buffer.
-        is_told: the convention holds where no region knows the tensor.
-        dim: the convention's place of its tokens; None: it has none; text: what it is, if that is
-            not known.
-    """
+    """An input of a graph, named as an argument of the model if it is one."""
 
     name: str
-    value: Any
-    sizes: list[int]
-    is_named: bool
-    is_of_module: bool
-    is_told: bool
+    value: Any  # as Dynamo has it
+    sizes: list[int]  # of a tensor; none of anything else
+    is_named: bool  # the user has named the dim
+    is_of_module: bool  # it is a parameter or a buffer
+    # The convention's place of its tokens; None: it has none; text: what it is, if not known.
     dim: int | str | None = None
 
     @property
@@ -243,8 +223,7 @@ def _inputs(
         name = re.sub(r"^L\['(\w+)'\]", r"\1", source) or node.name
         sizes = numbers(value.shape) if isinstance(value, Tensor) else []
         is_of_module = isinstance(value, nn.Parameter) or (source or "L[")[:2] not in ("L[", "G[")
-        is_told = bool(sites) or is_of_module
-        inputs[node] = _Input(name, value, sizes, name in seq_dims, is_of_module, is_told)
+        inputs[node] = _Input(name, value, sizes, name in seq_dims, is_of_module)
     lengths = {_length(node) for site in sites for node in (site.query, site.key)}
     if not sites:
         telling = (one for one in inputs.values() if _tells_length(one))
@@ -254,10 +233,8 @@ def _inputs(
         if one.is_named:
             named, site = seq_dims[one.name], f"options={{'seq_dims': ...}}, {one.name}"
             one.dim = None if named is None else dim_of(one.value, named, site=site)
-        elif node in attended and not (one.is_of_module or is_free):
-            one.dim = SEQUENCE_DIM
         elif not (one.is_of_module or is_free):
-            usual = _PLACES.get(len(one.sizes), (1,))
+            usual = (SEQUENCE_DIM,) if node in attended else _PLACES.get(len(one.sizes), (1,))
             likely = [i for i in usual if lengths.intersection(one.sizes[i : i + 1])]
             is_clear = likely and (sites or len(likely) == 1)
             one.dim = likely[0] if is_clear else f"an input {one.name} of {one.sizes}"
@@ -270,13 +247,11 @@ def _inputs(
 
 
 def _tells_length(given: _Input) -> bool:
-    """Whether dim 1 of an input, or its only dim, holds tokens if no attention says what does.
-
-    A matrix of floats may be a table as well, or have tokens in dim 0.
-    """
+    """Whether dim 1 of an input, or its only dim, holds tokens if no attention says what does."""
     value, num_dims = given.value, len(given.sizes)
     if given.is_of_module or isinstance(value, DTensor) or num_dims not in (1, 2, 3):
         return False
+    # A matrix of floats may be a table as well, or have tokens in dim 0.
     return num_dims == 3 or not (value.is_floating_point() or value.is_complex())
 
 
@@ -328,11 +303,13 @@ def _type_of(given: _Input, value: Any, is_even: Callable[[int], bool]) -> Type:
     return Same() if given.dim is None else shards_at(value, given.dim, is_even)
 
 
-def _type_in_region(inputs: Sequence[_Input], typer: EagerTyper, place: int, value: Tensor) -> Type:
+def _type_in_region(
+    inputs: Sequence[_Input], sites: Sequence[Site], typer: EagerTyper, place: int, value: Tensor
+) -> Type:
     """Return the type of an input in a region: what was made in it of what was cut for it."""
     given = inputs[place]
     is_said = given.is_named or isinstance(value, DTensor)
     known = None if is_said else typer.find(value)
-    if known is None and (is_said or given.is_told):
+    if known is None and (is_said or sites or given.is_of_module):
         known = _type_of(given, value, typer.is_even)
     return typer.type_of(value) if known is None else known

@@ -5,9 +5,8 @@
     policy(ctx, cp_inductor::attention)                    => MUST_SAVE
 
 So policies of selective checkpoints, made by `create_selective_checkpoint_contexts`, apply to the
-op in place of SDPA's kernels. If a policy names `torch.ops.cp_inductor.attention.default` itself,
-that decides. All results of the op are saved: out, lse, and the fetched data that the recipe keeps,
-so that none of its exchanges is repeated.
+op in place of SDPA's kernels, unless they name `torch.ops.cp_inductor.attention.default` itself.
+All results of the op are saved, fetched data as well, so that none of its exchanges is repeated.
 
     return loss               loss: DTensor () [Partial(sum)]: its item() is the part of this rank
       =>
@@ -21,9 +20,9 @@ so that none of its exchanges is repeated.
     own = first.clone()
     return tokens, own
 
-A sum over sharded tokens is a part on every rank. torch's `DTensor.item()` returns the part, and so
-every log of a loss would be wrong. The gradient of every part is that of the whole, so backward
-passes stay as they are. Tensors with dims keep their placements.
+A sum over sharded tokens is a part on every rank, which torch's `DTensor.item()` returns: every log
+of a loss would be wrong. The gradient of every part is that of the whole, so backwards stay as they
+are. Tensors with dims keep their placements.
 
 AOTAutograd returns the base of outputs that share memory, and makes the views of it again outside
 of the graph. DTensor has no `as_strided` (torch 2.13 to 2.15), so that call fails. What is written
@@ -31,9 +30,8 @@ to one of the two in place would not reach the other: `dtensor/rules/writes.py` 
 
     def graph(mesh, q, k, v)      =>      def graph(q, k, v)           returns the places 1, 2, 3
 
-Inputs that are neither tensors nor numbers, and that nothing reads, are dropped: after capturing,
-the mesh of a region is one, and torch 2.13's partitioner with a memory budget takes it for an
-object of unknown size. Who calls the graph leaves out the same inputs.
+Inputs that are neither tensors nor numbers, and that nothing reads, such as the mesh of a region,
+are dropped: torch 2.13's partitioner with a memory budget takes it for an object of unknown size.
 
 Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_value`.
 """

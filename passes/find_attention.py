@@ -59,14 +59,13 @@ from cp_inductor.passes.attentions import (
     calls_to,
 )
 from cp_inductor.plan.batch_nodes import Nodes
-from cp_inductor.region.flex_calls import FLEX, OUT, FlexCall, FlexMasks, bind_flex
-from cp_inductor.region.marks import region_of_query, regions_of
-from cp_inductor.region.modes import OPAQUE_ATTENTION, VARLEN_OPS
+from cp_inductor.region.flex_calls import OUT, FlexMasks, bind_flex
+from cp_inductor.region.marks import FLEX, region_of_query, regions_of
+from cp_inductor.region.modes import OPAQUE_ATTENTION, words_of_opaque
 from cp_inductor.run.attention import ANY_RANK, Attention, PerBatch
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS, choose_kernel
 from cp_inductor.torch_private.arguments import sdpa_backends_at
-from cp_inductor.torch_private.modes import name_of_function
 from cp_inductor.torch_private.sizes import Multiple, size_hint, solve
 
 # Exchanges of a plan at run time, forward, if the user names no number: half of a rank's own cells
@@ -143,8 +142,8 @@ def find_attention(
         )
         is_handled = is_distributed and node.target in KERNELS_OF_SDPA
         if (is_of_shards or is_distributed) and not is_handled:
-            error = _refuse_opaque(node)
-            yield error.site, error
+            site, words = f"{node.name} ({place_of(node)})", words_of_opaque(node.target)
+            yield site, UnsupportedAttention(site=site, **words)
     counts = {"sdpa": count(), "flex": count()}
     for node in calls_to(gm, CAPTURED):
         kind = "flex" if node.target is FLEX else "sdpa"
@@ -173,28 +172,16 @@ def groups_of_sequence(gm: fx.GraphModule, axis: SequenceAxis | None) -> list[st
     return sorted({axis.group_name for axis in axes} | of_tensors)
 
 
-def _refuse_opaque(node: fx.Node) -> UnsupportedAttention:
-    return UnsupportedAttention(
-        site=f"{node.name} ({place_of(node)})",
-        expected="attention as torch.nn.functional.scaled_dot_product_attention",
-        got=f"{name_of_function(node.target)}, which would attend within the local shard only",
-        remedy=(
-            "call varlen_attn on DTensors whose tokens are sharded, or flex_attention with a"
-            " mask_mod that compares document numbers"
-            if node.target in VARLEN_OPS
-            else "call scaled_dot_product_attention; for nn.TransformerEncoderLayer, use"
-            " torch.backends.mha.set_fastpath_enabled(False)"
-        ),
-    )
-
-
 def _as_site(
     node: fx.Node, name: str, mesh_axis: SequenceAxis | None, options: PlanOptions, masks: _Masks
 ) -> Site | None:
-    (call, flex), example = _bind(node, name), node.meta["example_value"]
+    flex, example = None, node.meta["example_value"]
+    if node.target is FLEX:
+        flex, example = bind_flex(node, name), example[OUT]
+    call = bind_sdpa(node, name) if flex is None else flex.as_sdpa()
     sides = (call["query"], call["key"], call["value"])
     query, key, value = (side.meta["example_value"] for side in sides)
-    dtype = (example if flex is None else example[OUT]).dtype
+    dtype = example.dtype
     axis = axis_of_tensors(query, key, value, site=name)
     if axis is None and mesh_axis is not None:
         check_shards_of_named_mesh(query, key, value, site=name)
@@ -203,8 +190,7 @@ def _as_site(
         return None
     check_attention(query=query, key=key, site=name)
     refuse_permuted(name)
-    is_masked = call["attn_mask"] is not None
-    numbers = _numbers_of_lengths(query, key, options) if is_masked else {}
+    numbers = {} if call["attn_mask"] is None else _numbers_of_lengths(query, key, options)
     if flex is None:
         mask = _read_mask(call, dtype, numbers, axis.name, name, masks)
     else:
@@ -244,17 +230,7 @@ def _as_site(
         has_bias=mask.has_bias,
         kernel_options="" if flex is None else flex.kernel_options,
     )
-    decided = (options, of_lengths, why)
-    return Site(name, node, *sides, dtype, axis, attention, mask, *decided)
-
-
-def _bind(node: fx.Node, site: str) -> tuple[dict[str, Any], FlexCall | None]:
-    """Return the arguments of a site's call by their names in SDPA, and those of flex_attention."""
-    if node.target is not FLEX:
-        return bind_sdpa(node, site), None
-    flex = bind_flex(node, site)
-    call = {name: getattr(flex, name) for name in ("query", "key", "value", "scale")}
-    return {**call, "dropout_p": 0, "attn_mask": None, "is_causal": False}, flex
+    return Site(name, node, *sides, dtype, axis, attention, mask, options, of_lengths, why)
 
 
 def _numbers_of_lengths(query: Tensor, key: Tensor, plan_options: PlanOptions) -> Numbers:
@@ -276,11 +252,7 @@ def _numbers_of_lengths(query: Tensor, key: Tensor, plan_options: PlanOptions) -
 def _is_planned_at_run_time(
     options: PlanOptions, mask: Recognized, dropout_p: float, of_kernel: str | None, site: str
 ) -> bool:
-    """Whether the batch decides the plan of an attention, of whose kernel there is an obstacle.
-
-    Raises:
-        UnsupportedStrategy: the user wants it so, and it cannot be.
-    """
+    """Whether the batch decides the plan; refused is a user's wish for it that cannot be met."""
     if options.plan == "static":
         return False
     obstacles = {

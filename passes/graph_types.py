@@ -9,10 +9,9 @@
 A graph is run on fake tensors, op by op (`sequence.follow`). An attention over a sharded sequence,
 and what makes DTensors of shards for it, is not run: where its tokens are is known.
 
-Code that was compiled once also runs on tensors of other types and lengths: for another block of a
-model, behind `per_rank`, on a batch of another length. So the graph is followed anew for each types
-that its inputs have, on the fake tensors of which it was traced. There tokens have another number;
-`_resized` says which.
+Code that was compiled once also runs on tensors of other types and lengths, as of another block or
+batch. So the graph is followed anew for each types that its inputs have, on the fake tensors with
+which it was traced. There tokens have another number; `_resized` says which.
 
 Assumes: a graph from Dynamo whose attentions were found, and that who compiles it changes it behind
 this.
@@ -23,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import torch
@@ -37,14 +35,13 @@ from cp_inductor.errors import CPError
 from cp_inductor.graph.nodes import name_of
 from cp_inductor.graph.subgraphs import copy_graphs, method_of
 from cp_inductor.passes.attentions import CAPTURED, SDPA_OP
-from cp_inductor.region.flex_calls import FLEX
-from cp_inductor.region.marks import MARK, is_left_alone, is_per_rank
-from cp_inductor.region.regions import typers_of_program
-from cp_inductor.sequence.count_labels import count_labels, range_over_ranks
+from cp_inductor.region.marks import FLEX, LEFT_ALONE, MARK, PER_RANK, is_marked
+from cp_inductor.region.modes import typers_of_program
 from cp_inductor.sequence.eager import EagerTyper
 from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, warn_of_sums
 from cp_inductor.sequence.rules.call import numbers
-from cp_inductor.sequence.types import Mixed, Own, Same, Shards, Sum, Type, conditions, describe
+from cp_inductor.sequence.types import Mixed, Own, Same, Shards, Type, describe, first_own, identity
+from cp_inductor.sequence.wholes import count_labels, range_over_ranks
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.modes import autocast_restored
 from cp_inductor.torch_private.tracing import fake_copy, fake_mode_of, map_tensors, unbacked_ignored
@@ -65,13 +62,9 @@ def follow_graph(
 ) -> tuple[GraphTyper, list[Any], Any]:
     """Run a graph on fake tensors; return what knows their types, the inputs and the results.
 
-    Args:
-        sites: the attentions over a sharded sequence.
-        values, types: of the inputs. One of them is a tensor; types of others are not read.
-        is_even: whether all ranks have as many tokens as this one, given how many it has.
-
-    Raises:
-        SequenceMixed: an attention, or a tensor that the model keeps, depends on what mixes tokens.
+    Refused is an attention, and a tensor that the model keeps, that depends on what mixes tokens.
+    The sites are the attentions over a sharded sequence. `values` and `types` are of the inputs,
+    one of which is a tensor; types of others are not read. `is_even` is that of a `Typer`.
     """
     like = next(value for value in values if isinstance(value, Tensor))
     local = held_by_rank(like)
@@ -94,11 +87,10 @@ def follow_graph(
 class GraphTyper(Typer):
     """Types the values of a graph."""
 
-    node: fx.Node | None = None
+    node: fx.Node
 
     def locate(self) -> str:
         """Return the name and source line of the node."""
-        assert self.node is not None
         return name_of(self.node)
 
     def meet_first(self, tensor: Tensor) -> Type:
@@ -109,8 +101,7 @@ class GraphTyper(Typer):
         """Give results their types; refuse numbers and sizes, which have none, of tokens."""
         super().meet(op, args, kwargs, out)
         outs = self.leaves(out)
-        found = [self.type_of(tensor) for tensor in self.leaves((args, kwargs))]
-        own = next((one for one in found if isinstance(one, (Shards, Sum, Mixed))), None)
+        own = first_own(map(self.type_of, self.leaves((args, kwargs))))
         is_read = torch.Tag.data_dependent_output in op.tags and not outs
         is_sized = any(has_free_unbacked_symbols(one) for one in outs) and any(
             isinstance(self.types[one], Mixed) for one in outs
@@ -137,10 +128,8 @@ class _Follower(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if (by_hand := self._by_hand(n)) is not None:
             return by_hand(n, args, kwargs)
-        if is_per_rank(n):
-            with self.typer.trusting(args, kwargs) as made:
-                made.append(getattr(self, n.op)(n.target, args, kwargs))
-            return made[0]
+        if is_marked(n, PER_RANK):
+            return self.typer.trust(getattr(self, n.op), n.target, args, kwargs)
         self.typer.check_call(n.target, args, kwargs)
         with self.typer:
             return getattr(self, n.op)(n.target, args, kwargs)
@@ -154,7 +143,7 @@ class _Follower(fx.Interpreter):
             return self._rewrap
         if node.op == "call_method":
             return None
-        if node.target in CAPTURED and (node in self.sites or is_left_alone(node)):
+        if node.target in CAPTURED and (node in self.sites or is_marked(node, LEFT_ALONE)):
             return self._attend
         if node.target in (torch.amp._enter_autocast, torch.amp._exit_autocast):
             return self._autocast
@@ -218,9 +207,8 @@ class _Follower(fx.Interpreter):
         is_known = len(bodies) == 1 and not any(isinstance(one, (tuple, list)) for one in operands)
         if node.target is torch.ops.higher_order.cond:
             # All ranks must take one branch.
-            is_known = not isinstance(args[0], Tensor) or isinstance(
-                self.typer.type_of(args[0]), (Same, Own)
-            )
+            found = self.typer.type_of(args[0]) if isinstance(args[0], Tensor) else Same()
+            is_known = isinstance(found, (Same, Own))
         counts = {len(body.graph.find_nodes(op="placeholder")) for body in bodies}
         if not is_known or counts != {len(operands)}:
             return self._lose(node, args)
@@ -237,15 +225,16 @@ class _Follower(fx.Interpreter):
         """Return results of which nothing is known; of tensors that ranks share, the same."""
         given = {type(self.typer.type_of(tensor)) for tensor in self.typer.leaves(args)}
         got = f"{node.target}, which is not known to keep tokens apart"
+        found = Same() if given == {Same} else Mixed(name_of(node), got, REMEDY)
         out = map_tensors(fake_copy, node.meta["example_value"])
-        for leaf in self.typer.leaves(out):
-            is_same = given == {Same}
-            self.typer.types[leaf] = Same() if is_same else Mixed(name_of(node), got, REMEDY)
+        self.typer.types.update(dict.fromkeys(self.typer.leaves(out), found))
         return out
 
 
-# Returns a compiled graph whose calls are checked, given where its arguments are among the inputs.
-Checking = Callable[[Callable[..., Any], Sequence[int]], Callable[..., Any]]
+# Calls a compiled graph.
+Run = Callable[..., Any]
+# Returns one whose calls are checked, given where its arguments are among the inputs.
+Checking = Callable[[Run, Sequence[int]], Run]
 # Returns the type of an input, given its place.
 TypeOf = Callable[[EagerTyper, int, Tensor], Type]
 # A type, and the sizes of the tensor that it is of.
@@ -269,31 +258,25 @@ class GraphTypes:
         self.known: dict[Hashable, _Judgement] = {}
 
     def check(self, values: Sequence[Any]) -> None:
-        """Check the call for which the graph is compiled, if it is known with which inputs.
-
-        Raises:
-            SequenceMixed: an attention, or a tensor that the model keeps, depends on what mixes
-                tokens.
-        """
+        """Check the call for which the graph is compiled, if it is known with which inputs."""
         pairs = zip(values, self.values, strict=False)
         is_alike = all(isinstance(x, Tensor) == isinstance(y, Tensor) for x, y in pairs)
         if len(values) != len(self.values) or not is_alike:
             return  # DDP has cut the graph up
         with torch._C.DisableTorchFunction():
             for typer in typers_of_program():
-                self._judge(typer, values, range(len(values)))
+                self._judge(typer, dict(enumerate(values)))
 
-    def typed(self, run: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    def typed(self, run: Run, places: Sequence[int]) -> Run:
         """Return a compiled graph that is checked before each call, and types what it returns.
 
         Its arguments are at these places among the inputs of the graph.
         """
 
-        @wraps(run)
         def call(*args: Any) -> Any:
-            args = _at_places(args, places)
+            inputs = dict(zip(places, args, strict=True))
             with torch._C.DisableTorchFunction():
-                judged = {typer: self._judge(typer, args, places) for typer in typers_of_program()}
+                judged = {typer: self._judge(typer, inputs) for typer in typers_of_program()}
             with ExitStack() as stack:
                 for typer in judged:
                     stack.enter_context(typer.running())
@@ -308,20 +291,17 @@ class GraphTypes:
 
         return call
 
-    def _judge(
-        self, typer: EagerTyper, values: Sequence[Any], places: Sequence[int]
-    ) -> _Judgement | None:
+    def _judge(self, typer: EagerTyper, inputs: Mapping[int, Any]) -> _Judgement | None:
         """Return what a call makes of its inputs, and the results; None if it does not matter."""
-        tensors = {p: v for p, v in zip(places, values, strict=True) if isinstance(v, Tensor)}
+        tensors = {p: value for p, value in inputs.items() if isinstance(value, Tensor)}
         if typer.is_idle(tensors.values()):
             return None
         given = {place: self.type_of(typer, place, value) for place, value in tensors.items()}
-        key = tuple((p, one, tensors[p].shape, *conditions(one)) for p, one in given.items())
+        key = tuple((p, tensors[p].shape, identity(one)) for p, one in given.items())
         if key not in self.known:
             types: list[Type] = [Same()] * len(self.values)
-            for place, one in given.items():
-                sizes = numbers(self.values[place].shape)
-                types[place] = _resized((one, tensors[place].shape), sizes)
+            for p, one in given.items():
+                types[p] = _resized((one, tensors[p].shape), numbers(self.values[p].shape))
             try:
                 self.known[key] = self._follow(typer, types)
             except CPError as error:
@@ -348,12 +328,8 @@ class GraphTypes:
 
 
 def compare_lengths(
-    dims: Mapping[int, int],
-    group_name: str,
-    error: CPError,
-    run: Callable[..., Any],
-    places: Sequence[int],
-) -> Callable[..., Any]:
+    dims: Mapping[int, int], group_name: str, error: CPError, run: Run, places: Sequence[int]
+) -> Run:
     """Return a compiled graph that lets ranks compare how many tokens they have, in each call.
 
     A mean over a rank's tokens is a part of the whole's if all ranks have as many of them. Between
@@ -361,9 +337,7 @@ def compare_lengths(
     the tokens of inputs, by their places. The error is raised if lengths differ.
     """
 
-    @wraps(run)
     def call(*args: Any) -> Any:
-        args = _at_places(args, places)
         shards = [(v, dims[p]) for p, v in zip(places, args, strict=True) if p in dims]
         total = sum(tensor.shape[dim] for tensor, dim in shards)
         count = torch.tensor(total, device=shards[0][0].device)
@@ -373,10 +347,6 @@ def compare_lengths(
         return run(*args)
 
     return call
-
-
-def _at_places(args: tuple[Any, ...], places: Sequence[int]) -> tuple[Any, ...]:
-    return tuple(args[place] for place in places) if len(args) > len(places) else args
 
 
 def _tell(typer: EagerTyper, values: Sequence[Any], found: Sequence[_Sized | None]) -> None:

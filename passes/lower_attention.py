@@ -18,11 +18,10 @@ is cut at its collectives. What is between them, layers share:
     message = wait_tensor(arriving)               message = wait_tensor(arriving)
     out = combine(tile, message)                  out = invoke_subgraph(piece_2, tile, message)
 
-The attentions of layers that are alike are copies of one trace, and call the same pieces. Inductor
-lowers a piece once, and generates one function for it; how long it takes does not grow with the
-layers. Exchanges stay outside, where the schedule moves them. What computes numbers, such as the
-tables of tiles, stays outside as well: layers share its results. A piece returns tensors that have
-memory of their own; views of them are made again outside.
+The attentions of layers that are alike are copies of one trace, and call the same pieces, each of
+which Inductor lowers once, to one function. Exchanges stay outside, where the schedule moves them,
+and so does what computes numbers, such as the tables of tiles: layers share its results. A piece
+returns tensors that have memory of their own; views of them are made again outside.
 
 Assumes: a forward, backward or inference graph from AOTAutograd, whose nodes carry `val`.
 """
@@ -78,10 +77,7 @@ OWN_META = ("val", "unbacked_bindings", *OWN_KEYS)
 IS_OURS = "cp_inductor_expansion"
 
 # What computes the results of the ops, and is traced.
-EXPANSIONS: Mapping[object, Callable[..., Sequence[Tensor]]] = {
-    FORWARD: run_forward,
-    BACKWARD: run_backward,
-}
+EXPANSIONS: Mapping[object, Callable[..., Any]] = {FORWARD: run_forward, BACKWARD: run_backward}
 
 # A piece of fewer nodes is not worth a function.
 MIN_NODES = 4
@@ -92,8 +88,8 @@ def lower_attention(
 ) -> int:
     """Expand every op of the pair, in place and in subgraphs as well; return how many there were.
 
-    By `decompositions` an expansion uses the ops of the rest of the graph. To `note_tables` is to
-    insert ops that hand over tables which all ranks must read alike; see `agreement`.
+    By `decompositions` an expansion uses the ops of the rest of the graph. If `note_tables`, ops
+    hand over tables which all ranks must read alike.
     """
     num_lowered = 0
     for module in modules_of(gm):
@@ -107,9 +103,13 @@ def lower_attention(
         for node in nodes:
             key = _key(node)
             if key not in traced:
-                traced[key] = _trace(node, decompositions, is_repeated=counts[key] > 1)
+                traced[key] = _trace(node, decompositions, counts[key] > 1)
                 _adopt_subgraphs(traced[key], module.graph)
-            _lower(node, traced[key])
+            outputs, copies = insert_graph(traced[key], _inputs_of(node), before=node)
+            for original, copy in copies.items():
+                own = {key: original.meta[key] for key in OWN_META if key in original.meta}
+                copy.meta = {**_meta_of_site(node), **own, IS_OURS: True}
+            replace_results(node, outputs.__getitem__)
         # Layers that read the same tables compute the same numbers of them; tokens differ.
         merge_equal(module.graph, lambda node: IS_OURS in node.meta and computes_numbers(node))
         module.graph.lint()
@@ -122,9 +122,8 @@ def _note_tables(nodes: Sequence[fx.Node]) -> None:
     """Insert ops that hand over tables and seeds; they share a token, which orders them."""
     token: fx.Node | None = None
     for node in nodes:
-        query, extras = node.args[0], node.args[3]
-        assert isinstance(query, fx.Node) and isinstance(extras, (list, tuple))
-        this = attention_of(node)
+        arguments: Any = node.args
+        query, extras, this = arguments[0], arguments[3], attention_of(node)
         assert this is not None
         tables = [extras[place] for place in tables_to_note(this)]
         if not tables:
@@ -141,18 +140,7 @@ def _note_tables(nodes: Sequence[fx.Node]) -> None:
         note.meta = {**_meta_of_site(node), "val": None}
 
 
-def _lower(node: fx.Node, traced: fx.GraphModule) -> None:
-    """Put in place of an op what its function traces to."""
-    outputs, copies = insert_graph(traced, _inputs_of(node), before=node)
-    for original, copy in copies.items():
-        own = {key: original.meta[key] for key in OWN_META if key in original.meta}
-        copy.meta = {**_meta_of_site(node), **own, IS_OURS: True}
-    replace_results(node, outputs.__getitem__)
-
-
-def _trace(
-    node: fx.Node, decompositions: Mapping[Any, Any], *, is_repeated: bool
-) -> fx.GraphModule:
+def _trace(node: fx.Node, decompositions: Mapping[Any, Any], is_repeated: bool) -> fx.GraphModule:
     """Trace the function of an op; if it `is_repeated`, the graph has others that are alike."""
     this, used = attention_of(node), _used_of(node)
     assert this is not None
@@ -292,11 +280,9 @@ def _cut(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
         for node in (view for views in views_of.values() for view in reversed(views)):
             if node not in behind:
                 behind[node] = graph.node_copy(node, lambda source: behind.get(source, source))
-    copies = set(behind.values())
+    own = inside.union(behind.values())
     for node in leaving:
-        node.replace_all_uses_with(
-            behind[node], lambda user: user not in inside and user not in copies
-        )
+        node.replace_all_uses_with(behind[node], lambda user: user not in own)
     for node in reversed(nodes):
         graph.erase_node(node)
 

@@ -10,16 +10,15 @@ starts one, and so with what is computed of them, up to the plan of a batch, for
 well. The graphs of all ranks have to be alike.
 
 Two outputs may then be waits for one collective, as the gradients of two biases that are added to
-one tensor. They would share memory, and who accumulates or scales one would change both: all but
-the first are copied.
+one tensor. All but the first are copied, as they would share memory: to scale one would scale both.
 
     a = wait(all_reduce(da));  b = wait(all_reduce(db))
       =>
     both = wait(all_reduce(cat([da.reshape(-1), db.reshape(-1)])));  a, b = split(both)
 
 A parallelized model reads its weights one by one, so their gradients are summed one by one. A small
-sum takes as long as a message takes at all. Large ones stay alone: they hide behind the rest of the
-backward, and are not copied. Sizes and order of these sums are the same on all ranks.
+sum takes as long as any message. Large ones stay alone: they hide behind the rest of the backward.
+Sizes and order of these sums are the same on all ranks.
 
 Assumes: graphs of AOTAutograd.
 """
@@ -61,16 +60,11 @@ def merge_starts(graph: fx.Graph) -> None:
 
     results = graph.output_node().args[0]
     merge_equal(graph, is_merged)
-    _copy_what_is_shared(graph, results, lambda node: is_collective(node) or is_merged(node))
+    _copy_shared(graph, results, lambda node: is_collective(node) or is_merged(node))
 
 
-def _copy_what_is_shared(
-    graph: fx.Graph, before: Any, is_shared: Callable[[fx.Node], bool]
-) -> None:
-    """Copy outputs that had memory of their own `before`, and now share that of another.
-
-    A node `is_shared` if it may stand for several, which it was merged with.
-    """
+def _copy_shared(graph: fx.Graph, before: Any, is_shared: Callable[[fx.Node], bool]) -> None:
+    """Copy outputs that had memory of their own `before`, and share a node that `is_shared` now."""
     output = graph.output_node()
     if isinstance(output.args[0], fx.Node):  # one output
         return

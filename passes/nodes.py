@@ -98,10 +98,8 @@ SIZE = torch.ops.aten.sym_size.int
 
 # In the meta of a start: what the rank moves that moves most in this exchange, in bytes.
 BYTES_KEY = "cp_inductor_bytes"
-
 # In the meta of a start, or a tile: its number among those of its attention, from 1, and theirs.
 EXCHANGE_KEY, TILE_KEY = "cp_inductor_exchange", "cp_inductor_tile"
-
 # In the meta of the call of a piece (see `lower_attention`): the tiles in it.
 TILES_KEY = "cp_inductor_tiles"
 

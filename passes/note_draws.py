@@ -8,10 +8,9 @@
     out = hidden * noted
     token = note_drawn(torch.multinomial(p, 1), 1)
 
-Ranks that are seeded alike draw alike. If they are not, DTensor would silently go on with other
-numbers on each rank. Draws over plain shards stay as they are, and so does what is drawn over
-shards of a DTensor: there each rank is meant to have its own. What is drawn in one graph and read
-in the next, or drawn by eager code and handed in, is not followed.
+Ranks that are not seeded alike draw other numbers, with which DTensor would silently go on. Draws
+over shards, plain or of a DTensor, stay: there each rank is meant to have its own. What is drawn in
+one graph and read in the next, or drawn by eager code and handed in, is not followed.
 
 Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_value`.
 """
@@ -58,8 +57,7 @@ def has_notes(gm: fx.GraphModule) -> bool:
 
 
 def _note_in(graph: fx.Graph, numbers: Iterator[int]) -> None:
-    # Nodes that draw, or read what is drawn, and the memory of plain tensors that hold it: it may
-    # be written in place.
+    # Nodes that draw, or read what is drawn, and the memory of plain tensors that hold it.
     drawn = set[object]()
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
@@ -135,8 +133,7 @@ def _note_plain(node: fx.Node, source: fx.Node, mesh: DeviceMesh, numbers: Itera
 def _note_distributed(node: fx.Node, numbers: Iterator[int]) -> None:
     """Let all that comes later read a copy of a DTensor that was drawn, noted.
 
-    What is drawn into a tensor that was there is noted and written to it again: it may be read, and
-    written to, by other names.
+    What is drawn into a tensor that was there is written to it again: it may have other names.
     """
     value: DTensor = node.meta["example_value"]
     places, sizes = value.placements, value.device_mesh.shape
@@ -145,18 +142,11 @@ def _note_distributed(node: fx.Node, numbers: Iterator[int]) -> None:
     with node.graph.inserting_after(node):
         noted = node.graph.call_function(note_drawn, (node, next(numbers), name_of(node)))
     noted.meta = dict(node.meta)
-    if _is_drawn_into(node):
+    drawn = memory_of(local_of(value))
+    given = filter(_is_distributed, node.all_input_nodes)
+    if any(memory_of(local_of(one.meta["example_value"])) == drawn for one in given):
         with node.graph.inserting_after(noted):
             again = node.graph.call_method("copy_", (node, noted))
         again.meta = dict(node.meta)
         return
     node.replace_all_uses_with(noted, delete_user_cb=lambda user: user is not noted)
-
-
-def _is_drawn_into(node: fx.Node) -> bool:
-    """Whether a node draws into a DTensor that it was given."""
-    drawn = memory_of(local_of(node.meta["example_value"]))
-    return any(
-        _is_distributed(source) and memory_of(local_of(source.meta["example_value"])) == drawn
-        for source in node.all_input_nodes
-    )

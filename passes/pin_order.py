@@ -9,8 +9,8 @@ and data parallelism, in the order that all ranks agreed on when the graph was l
 that hides them is in the chain as well: tiles, and matrix multiplications between a start and its
 wait.
 
-There are two halves. `number_nodes` numbers the nodes of the lowered graph in their order.
-`pin_order`, which runs after Inductor's own rewrites, turns the numbers into dependencies.
+`number_nodes` numbers the nodes of the lowered graph in their order. `pin_order`, which runs after
+Inductor's own rewrites, turns the numbers into dependencies.
 
     flat = view(softplus_backward(...), [66, 4])     =>     flat = reshape(...)
 
@@ -77,20 +77,14 @@ def _in_order(graph: fx.Graph) -> list[fx.Node]:
         elif node.target is WAIT:
             number_of[node] = latest
         elif is_collective(node):
-            number_of[node] = _number_of_made(node, behind)
+            # One made since, such as a bucket of DDP. Its place depends on the rest of the graph,
+            # which differs on other ranks. What it was made of is in an order that all agree on.
+            sources = walk_back(node.all_input_nodes, lambda source: READ_BY in source.meta)
+            numbers = (source.meta[READ_BY] for source in sources if READ_BY in source.meta)
+            number_of[node] = max(numbers, default=behind)
         latest = max(latest, number_of.get(node, -1))
     # As stable as it looks: what has one number is in the order of the graph.
     return sorted(number_of, key=number_of.__getitem__) if behind >= 0 else []
-
-
-def _number_of_made(start: fx.Node, behind: int) -> int:
-    """Return the number that a collective takes which was made since, such as a bucket of DDP.
-
-    Its current place depends on the rest of the graph, which differs on other ranks. The
-    collectives that it was made of have an order that all ranks agree on.
-    """
-    sources = walk_back(start.all_input_nodes, lambda source: READ_BY in source.meta)
-    return max((s.meta[READ_BY] for s in sources if READ_BY in s.meta), default=behind)
 
 
 def _forget_what_changed(graph: fx.Graph) -> None:

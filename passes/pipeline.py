@@ -33,7 +33,7 @@ from cp_inductor.modules.ties import check_ties
 from cp_inductor.ops.attention import attention_of
 from cp_inductor.passes import report
 from cp_inductor.passes.align_attention import align_attention, inline_multi_head, inline_varlen
-from cp_inductor.passes.attentions import Site, Verdict, has_attentions, has_masks
+from cp_inductor.passes.attentions import ATTENTIONS, Site, Verdict, has_masks
 from cp_inductor.passes.capture_attention import capture_attention, drop_block_masks
 from cp_inductor.passes.check_mesh import check_mesh, check_placements, check_ways
 from cp_inductor.passes.check_sequence import check_sequence
@@ -54,7 +54,8 @@ from cp_inductor.passes.schedule_exchange import schedule_exchange
 from cp_inductor.passes.settings import Settings
 from cp_inductor.passes.verify_graph import label_exchanges, number_attentions, verify_graph
 from cp_inductor.region.marks import regions_of, remove_marks
-from cp_inductor.region.regions import groups_of_program, typers_of_program
+from cp_inductor.region.modes import typers_of_program
+from cp_inductor.region.regions import groups_of_program
 from cp_inductor.torch_private.dynamo import (
     guard_whole_lengths,
     relate_local_lengths,
@@ -88,25 +89,21 @@ class Pass:
     is_wanted: Callable[[Any], bool] = lambda _: True
     # Numbers are the same without it, so that torch's bisector may leave it out.
     is_spare: bool = False
+    # The attribute in which what it returns is kept, if it is.
+    keeps: str = ""
 
 
 @dataclass
 class Capture:
-    """A Dynamo graph on its way through FIND and REWRITE.
-
-    Attributes:
-        is_explained: the verdicts alone are asked for. Warnings, some of which are given once in a
-            process, are for the compile.
-        kept: the places of the inputs that are left at the end.
-        types: what checks calls of the graph, if they must be.
-    """
+    """A Dynamo graph on its way through FIND and REWRITE."""
 
     gm: fx.GraphModule
     settings: Settings
+    # The verdicts alone are asked for: warnings that are given once are for the compile.
     is_explained: bool = False
     verdicts: list[tuple[str, Verdict]] = field(default_factory=list)
-    kept: tuple[int, ...] = ()
-    types: Checking | None = None
+    kept: tuple[int, ...] = ()  # places of the inputs that are left at the end
+    types: Checking | None = None  # what checks calls of the graph, if they must be
     sharing: Sharing = field(default_factory=list)
 
     @property
@@ -117,7 +114,7 @@ class Capture:
     @cached_property
     def has_attention(self) -> bool:
         """Whether the graph had any attention, including those that are left alone."""
-        return has_attentions(self.gm)
+        return any(node.target in ATTENTIONS for node in nodes_of(self.gm))
 
     @cached_property
     def is_searched(self) -> bool:
@@ -141,40 +138,21 @@ class Capture:
             if isinstance(verdict, CPError):
                 raise verdict
 
-    def check_sequence(self) -> None:
-        """Check what is not attention, and keep what checks the calls."""
-        settings = self.settings
-        self.types = check_sequence(self.gm, self.sites, settings.seq_dims, settings.axis)
-
-    def complete_outputs(self) -> None:
-        """Complete them, and keep which of them share memory on one process."""
-        self.sharing = complete_outputs(self.gm)
-
-    def drop_idle_objects(self) -> None:
-        """Drop them, and keep the places of the others."""
-        self.kept = drop_idle_objects(self.gm)
-
 
 @dataclass
 class Lowering:
-    """A graph of AOTAutograd on its way through LOWER, SCHEDULE and INTERPRET.
-
-    Attributes:
-        kind: "forward", "backward" or "inference".
-        decompositions: aten op to function, as the rest of the graph is decomposed.
-        check_tables: let ranks compare the tables of masks and the seeds of dropout.
-        place_of: of `number_attentions`, from the forward of a compile to its backward.
-        order: of the collectives, once it is known.
-    """
+    """A graph of AOTAutograd on its way through LOWER, SCHEDULE and INTERPRET."""
 
     gm: fx.GraphModule
-    kind: str
+    kind: str  # "forward", "backward" or "inference"
     options: PlanOptions
+    # By op of aten, as the rest of the graph is decomposed.
     decompositions: Mapping[Any, Any] = field(default_factory=dict)
-    check_tables: bool = False
+    check_tables: bool = False  # ranks compare the tables of masks and the seeds of dropout
+    # Of `number_attentions`, from the forward of a compile to its backward.
     place_of: dict[Any, int] = field(default_factory=dict)
     num_lowered: int = 0
-    order: list[str] | None = None
+    order: list[str] | None = None  # of the collectives, once it is known
 
     def lower_attention(self) -> None:
         """Lower all attentions. A backward reads tables that its forward has compared."""
@@ -184,11 +162,6 @@ class Lowering:
             if any(attention.is_per_batch for attention in attentions):
                 forget_fakes(around)  # whose sizes only data says
             self.num_lowered = lower_attention(self.gm, self.decompositions, note_tables=is_noted)
-
-    @property
-    def is_scheduled(self) -> bool:
-        """Whether there are exchanges of attentions or of recurrences."""
-        return self.num_lowered > 0 or any(map(_passes_states, nodes_of(self.gm)))
 
     def schedule_exchanges(self) -> None:
         """Schedule every graph that starts an exchange of attentions or of recurrences."""
@@ -209,12 +182,8 @@ def _passes_states(node: fx.Node) -> bool:
     return is_start(node) and GATHERS in node.meta.get("custom", {})
 
 
-def _of_all_graphs(change: Callable[[fx.Graph], None]) -> Callable[[Lowering], None]:
-    def run(this: Lowering) -> None:
-        for graph in graphs_of(this.gm):
-            change(graph)
-
-    return run
+def _of_all_graphs(change: Callable[[fx.Graph], object]) -> Callable[[Lowering], object]:
+    return lambda this: [change(graph) for graph in graphs_of(this.gm)]
 
 
 FIND, REWRITE, LOWER, SCHEDULE, INTERPRET, POST_GRAD = Stage
@@ -248,7 +217,9 @@ PASSES = (
     Pass(FIND, "drop_block_masks", lambda this: drop_block_masks(this.gm, this.sites), SEARCHED,
          is_spare=True),
     # Behind find_attention: queries and keys tell which dims hold tokens, if nothing else does.
-    Pass(FIND, "check_sequence", Capture.check_sequence, lambda this: this.is_checked),
+    Pass(FIND, "check_sequence", lambda this: check_sequence(
+        this.gm, this.sites, this.settings.seq_dims, this.settings.axis),
+         lambda this: this.is_checked, keeps="types"),
     Pass(FIND, "check_placements", lambda this: check_placements(this.gm),
          lambda this: this.is_checked and not this.is_explained),
 
@@ -260,11 +231,11 @@ PASSES = (
     # Policies name what attention was before; nothing reads them until AOTAutograd.
     Pass(REWRITE, "translate_policy", lambda this: translate_policy(this.gm), FOUND),
     # What leaves the graph is known only now.
-    Pass(REWRITE, "complete_outputs", Capture.complete_outputs),
+    Pass(REWRITE, "complete_outputs", lambda this: complete_outputs(this.gm), keeps="sharing"),
     # Behind all that make numbers of whole lengths which were symbols.
     Pass(REWRITE, "guard_whole_lengths", lambda this: guard_whole_lengths(this.gm.graph)),
     # Behind capture_attention, after which nothing reads the mesh of a region.
-    Pass(REWRITE, "drop_idle_objects", Capture.drop_idle_objects),
+    Pass(REWRITE, "drop_idle_objects", lambda this: drop_idle_objects(this.gm), keeps="kept"),
 
     # Before lowering: the numbers are part of an expansion's meta.
     Pass(LOWER, "number_attentions",
@@ -302,18 +273,13 @@ def run_passes(stage: Stage, this: Any) -> None:
         if one.stage is not stage or not one.is_wanted(this):
             continue
         if not one.is_spare or not is_bisected_away(one.name):
-            one.run(this)
+            result = one.run(this)
+            if one.keeps:
+                setattr(this, one.keeps, result)
 
 
 def capture(gm: fx.GraphModule, settings: Settings) -> Capture:
-    """Find and capture the attentions of a Dynamo graph, in place.
-
-    They are as they were if one of them is refused.
-
-    Raises:
-        CPError: an attention is sharded along the sequence and cannot be rewritten, or something
-            else mixes the tokens of plain shards.
-    """
+    """Find and capture the attentions of a Dynamo graph, in place, or refuse and change none."""
     this = Capture(gm, settings)
     try:
         run_passes(Stage.FIND, this)
@@ -349,7 +315,7 @@ def lower(this: Lowering) -> None:
     """Lower the captured attentions of a graph from AOTAutograd, and schedule their exchanges."""
     with report.graph_logged(this.gm, this.kind):
         run_passes(Stage.LOWER, this)
-        if not this.is_scheduled:
+        if not this.num_lowered and not any(map(_passes_states, nodes_of(this.gm))):
             report.say_nothing_found()
             return
         run_passes(Stage.SCHEDULE, this)
@@ -359,10 +325,8 @@ def lower(this: Lowering) -> None:
 class PostGrad(CustomGraphPass):
     """Inductor's custom pass behind its own: runs the stage POST_GRAD.
 
-    Args:
-        key: identifies this compile in Inductor's cache keys. With a pass that has no `uuid`,
-            nothing is cached; with a `uuid` that leaves out the rank, ranks load each other's
-            graphs.
+    `key` identifies this compile in Inductor's cache keys. Without a `uuid` nothing is cached; with
+    one that leaves out the rank, ranks load each other's graphs.
     """
 
     def __init__(self, key: str) -> None:

@@ -15,10 +15,9 @@ process is a copy here: what is written to it is lost, and what was cut before a
 
 What shares memory with what, and what is written, is found on plain fake tensors of the whole size,
 which do what one process does. A write becomes what `torch.func.functionalize` makes of it and of
-the views between the tensor and what is written. Views that are read after a write are computed
-again. Autograd sees a write to the whole tensor, if it follows the write: not under `no_grad`, nor
-through `detach`. Then parts of what every rank has whole are rewritten as well, because gradients
-may be sharded.
+the views between the tensor and what is written; views that are read after it are computed again.
+Autograd sees a write to the whole tensor, if it follows the write: not under `no_grad`, nor through
+`detach`. So parts of what every rank has whole are rewritten as well: gradients may be sharded.
 
 Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_value`.
 """
@@ -30,7 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -60,11 +59,7 @@ _SIMPLE = (aten.copy_.default, aten.fill_.Scalar, aten.zero_.default)
 
 
 def replay_writes(gm: fx.GraphModule) -> None:
-    """Rewrite the writes, in place; a graph without such writes stays as it is.
-
-    Raises:
-        UnsupportedWrite: a write is not understood. The graph is unusable then.
-    """
+    """Rewrite the writes, in place; a graph in which one of them is refused is unusable."""
     graphs = (graph for graph in graphs_of(gm) if any(map(_may_write, graph.nodes)))
     found, calls = {graph: _Aliases(graph) for graph in graphs}, calls_of(gm)
     for aliases in found.values():
@@ -101,32 +96,24 @@ def _is_cut(node: fx.Node) -> bool:
 
 @dataclass(eq=False)
 class _Family:
-    """Nodes whose values share memory on one process: the first, and the others in order.
-
-    It `is_clear` if each of the views is computed from a node before it.
-    """
+    """Nodes whose values share memory on one process: the first, and the others in order."""
 
     base: fx.Node
     views: list[fx.Node] = field(default_factory=list)
-    is_clear: bool = True
+    is_clear: bool = True  # each of the views is computed from a node before it
 
 
 class _Aliases:
-    """What a graph would do on one process: it is run on fake plain tensors of the whole size.
-
-    Attributes:
-        writes: node => the families to whose memory it writes in place.
-        simple: nodes that write elements alone, and not to views that they make, as `y[:, 1:] = x`.
-        same: a node that returns a tensor which it was given => the node that it was given.
-        families: that a node's value belongs to.
-        like: a tensor of the fake mode of the graph.
-    """
+    """What a graph would do on one process: it is run on fake plain tensors of the whole size."""
 
     def __init__(self, graph: fx.Graph) -> None:
+        # To whose memory a node writes in place, and whose memory its value is.
         self.writes: dict[fx.Node, list[_Family]] = {}
-        self.simple: set[fx.Node] = set()
-        self.same: dict[fx.Node, fx.Node] = {}
         self.families: defaultdict[fx.Node, list[_Family]] = defaultdict(list)
+        # Nodes that write elements alone, and not to views that they make, as `y[:, 1:] = x`.
+        self.simple: set[fx.Node] = set()
+        # A node that returns a tensor which it was given => the node that it was given.
+        self.same: dict[fx.Node, fx.Node] = {}
         self._values: dict[fx.Node, Any] = {}
         self._by_memory: dict[int, _Family] = {}
         self.like = local_of(next(v for node in graph.nodes for v in _dtensors_of(node)))
@@ -167,9 +154,7 @@ class _Aliases:
         sources = [one for one in node.all_input_nodes if one in self._values]
         given = {id(leaf) for one in sources for leaf in tensors_in(self._values[one])}
         known = dict.fromkeys(self._by_memory.get(memory_of(tensor)) for _, tensor in written)
-        families = [
-            one for one in known if one and (_is_cut(one.base) or _is_differentiated(one.base))
-        ]
+        families = [f for f in known if f and (_is_cut(f.base) or _is_differentiated(f.base))]
         for family in families:
             part = family.base.meta.get("custom", {}).get(PART_OF_BATCH)
             if part is not None:
@@ -195,7 +180,7 @@ def _check_outside(aliases: _Aliases, calls: Calls) -> None:
             while tensor.op == "placeholder" and tensor.graph in calls:
                 call = calls[tensor.graph]
                 inputs = tensor.graph.find_nodes(op="placeholder")
-                (tensor,) = _nodes_in(call.args[1 + inputs.index(tensor)])
+                tensor = cast(fx.Node, call.args[1 + inputs.index(tensor)])
                 families = _Aliases(call.graph).families[tensor]
                 names = {name for one in families for name in (one.base, *one.views)} - {tensor}
                 places = {other: place for place, other in enumerate(call.graph.nodes)}
@@ -206,19 +191,17 @@ def _check_outside(aliases: _Aliases, calls: Calls) -> None:
 
 
 class _Replay:
-    """Rewrites the writes of a graph, in the order in which they run.
-
-    Attributes:
-        current: a node of before => the node that has its value at this place of the graph.
-        is_tracked: whether autograd follows what runs at this place.
-    """
+    """Rewrites the writes of a graph, in the order in which they run."""
 
     def __init__(self, graph: fx.Graph, aliases: _Aliases) -> None:
         self.graph, self.aliases = graph, aliases
+        # A node of before => the node that has its value at this place of the graph.
         self.current: dict[fx.Node, fx.Node] = {}
         self.places = {node: place for place, node in enumerate(graph.nodes)}
         self.users = {node: list(node.users) for node in graph.nodes}
         self.given = {node: (node.args, node.kwargs) for node in graph.nodes}
+        self.read = {node: node.all_input_nodes for node in graph.nodes}
+        # Whether autograd follows what runs at this place, and at that of a node of before.
         self.is_tracked = torch.is_grad_enabled()
         self.tracked: dict[fx.Node, bool] = {}
 
@@ -290,7 +273,7 @@ class _Replay:
         """Insert what computes the tensors as they are after a write; return them."""
         bases = [family.base for family in families]
         steps = self._steps_to(node, families)
-        read = [one for step in (*steps, node) for one in _nodes_in(self.given[step])]
+        read = [one for step in (*steps, node) for one in self.read[step]]
         inputs = list(dict.fromkeys([*bases, *(one for one in read if one not in steps)]))
         fakes = [map_tensors(fake_copy, one.meta["example_value"]) for one in inputs]
 
@@ -313,7 +296,7 @@ class _Replay:
         views = {view for family in families for view in family.views}
         found, stack = set[fx.Node](), [node]
         while stack:
-            new = [one for one in _nodes_in(self.given[stack.pop()]) if one in views - found]
+            new = views.intersection(self.read[stack.pop()]) - found
             found.update(new)
             stack += new
         return sorted(found, key=self.places.__getitem__)
@@ -363,7 +346,7 @@ class _Replay:
             return True
         return any(
             _is_differentiated(written)
-            for written in _nodes_in(self.given[node])
+            for written in self.read[node]
             if any(family.base in bases for family in self.aliases.families[written])
         )
 
@@ -385,12 +368,6 @@ class _Replay:
             with torch.set_grad_enabled(self.is_tracked), fake_mode_of(self.aliases.like):
                 node.meta["example_value"] = _call(node, lambda one: one.meta["example_value"])
         return node
-
-
-def _nodes_in(value: Any) -> list[fx.Node]:
-    found: dict[fx.Node, None] = {}
-    fx.map_arg(value, found.setdefault)
-    return list(found)
 
 
 def _is_differentiated(node: fx.Node) -> bool:

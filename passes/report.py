@@ -56,13 +56,9 @@ def report_site(site: Site) -> None:
     how = f"{recipe.strategy} in {recipe.stages} stages, {kernel}"
     cost = f"{100 * forward.skipped:.1f}% of pairs skipped, sends {num_bytes} bytes per run"
     log.info("%s, %s, %s", where, how, cost)
-    _warn_of_pairs(site)
     for plan in (forward, backward):
         log.debug("%s %s\n%s", site.name, plan.direction.value, format_program(plan, axis.rank))
-
-
-def _warn_of_pairs(site: Site) -> None:
-    """Warn what a mask costs that has a value for every pair: the model builds it on every rank."""
+    # What has a value for every pair is built on every rank.
     for node, indices in zip(site.mask.tables, site.mask.indices, strict=True):
         if is_of_pairs(indices):
             mask = node.meta["example_value"]

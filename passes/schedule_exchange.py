@@ -57,9 +57,8 @@ def schedule_exchange(
 ) -> tuple[Measured, Measured, int]:
     """Reorder a lowered graph with exchanges, in place.
 
-    Returns:
-        The cost if nothing overlapped, that of the new order, and the bytes by which peak memory
-        was allowed to rise.
+    Return the cost if nothing overlapped, that of the new order, and how many bytes the peak of
+    memory was allowed to rise by.
     """
     nodes = [node for node in graph.nodes if node.op != "output"]
     instructions = Description(nodes, kind, options).instructions
@@ -112,13 +111,10 @@ class Description:
         read = self._read_by(node)
         passes = looks_through(node) or node.target is WAIT
         if not passes and is_fusible(node):
-            passes = self._is_inlined(node, read)
+            users = self.users[node]
+            is_cheap = 0 < len(users) <= MOST_USERS and len(read) <= MOST_READ
+            passes = is_cheap and all(map(is_fusible, users))
         self.sources[node] = read if passes else frozenset((node,))
-
-    def _is_inlined(self, node: fx.Node, read: frozenset[fx.Node]) -> bool:
-        users = self.users[node]
-        is_cheap = 0 < len(users) <= MOST_USERS and len(read) <= MOST_READ
-        return is_cheap and all(map(is_fusible, users))
 
     def _instruction(self, node: fx.Node, inputs: tuple[int, ...]) -> Instruction:
         if node not in self.sources[node] and node.target is not WAIT:
@@ -149,7 +145,10 @@ class Description:
         if node.op != "call_function" or not isinstance(_value(node), (Tensor, list, tuple)):
             return 0.0
         tensors = tensors_in(_value(node))
-        machine = _machine_of(tensors[0].device.type if tensors else "cpu", self.options)
+        usual = USUAL.get(tensors[0].device.type if tensors else "cpu", Machine())
+        options, is_usual = self.options, self.options.machine in ("", AUTO)
+        machine = usual if is_usual else Machine.parse(options.machine)
+        machine = machine.with_speeds(options.link_bytes_per_s, options.device_flops_per_s)
         link, device = machine.levels[-1], machine.device
         if is_start(node):
             own = max(num_bytes_of(node), sum(map(num_bytes_of, node.all_input_nodes)))
@@ -188,13 +187,6 @@ class _Effects:
             found |= set(range(max(self.barrier, default=0), index))
             self.barrier = {index}
         return found
-
-
-def _machine_of(device: str, options: PlanOptions) -> Machine:
-    """Return how fast a rank with a type of device is: by default as usual."""
-    is_usual = options.machine in ("", AUTO)
-    machine = USUAL.get(device, Machine()) if is_usual else Machine.parse(options.machine)
-    return machine.with_speeds(options.link_bytes_per_s, options.device_flops_per_s)
 
 
 def _value(node: fx.Node) -> Any:

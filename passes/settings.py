@@ -23,32 +23,21 @@ SITE = "options of torch.compile"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Options and flags of one compile (docs/options.md).
+    """Options and flags of one compile (docs/options.md)."""
 
-    Attributes:
-        enabled: lower attentions in the graph; otherwise the op computes them at run time.
-        axis: the axis of the mesh that the user named, on which plain tensors are shards; or None.
-        inductor_options: all options that are not ours.
-        seq_dims: of plain inputs, by the names of the model's arguments.
-        is_mesh_named: options say what plain tensors are; `{"mesh": None}`: whole.
-    """
-
-    enabled: bool
+    enabled: bool  # lower attentions in the graph; otherwise the op computes them at run time
     plan_options: PlanOptions
-    axis: SequenceAxis | None
-    inductor_options: Mapping[str, Any]
+    axis: SequenceAxis | None  # of the mesh that the user named, on which plain tensors are shards
+    inductor_options: Mapping[str, Any]  # all that are not ours
     check_agreement: bool = True
     check_sequence: bool = True
+    # Of plain inputs, by the names of the model's arguments.
     seq_dims: Mapping[str, int | None] = field(default_factory=dict)
-    is_mesh_named: bool = False
+    is_mesh_named: bool = False  # options say what plain tensors are; `{"mesh": None}`: whole
 
 
 def read_settings(options: Mapping[str, Any] | None) -> Settings:
-    """Return the flags and options of a compile.
-
-    Raises:
-        InvalidArgument: options are no dict, or one of them means nothing.
-    """
+    """Return the flags and options of a compile; refuse options that mean nothing."""
     if not isinstance(options, Mapping | None):
         raise InvalidArgument(
             site=SITE,

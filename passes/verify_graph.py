@@ -6,9 +6,8 @@
       => its "from_node" is cp_attention_1_forward_exchange_2_of_4, and Inductor writes
     # Topologically Sorted Source Nodes: [cp_attention_1_forward_exchange_2_of_4], ...
 
-Errors and profiles name exchanges by these labels, which are in the code that Inductor keeps in its
-cache. They name attentions by their place in the graph, and not by their source line: two graphs
-that differ in nothing else share code.
+Errors and profiles name exchanges by these labels, which are in the code that Inductor caches. They
+name attentions by their place, not by their line: graphs that differ in that alone share code.
 
 To verify a graph changes nothing. A failure is our own bug, so these are assertions, not refusals:
 
@@ -22,7 +21,7 @@ Assumes: graphs from AOTAutograd, in which a backward's node has the `seq_nr` of
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
@@ -44,8 +43,7 @@ LABEL = re.compile(r"cp_attention_(\d+|unknown)_(forward|backward)_(exchange|til
 def number_attentions(gm: fx.GraphModule, kind: str, place_of: dict[Any, int]) -> None:
     """Note in the meta of each attention of an unlowered graph which it is.
 
-    `place_of` is the place of an attention by its `seq_nr`. A forward writes it, and the backward
-    of the same compile reads it.
+    A forward writes to `place_of`, by `seq_nr`; the backward of the same compile reads it.
     """
     if kind != "backward":
         place_of.clear()
@@ -72,11 +70,7 @@ def label_exchanges(graph: fx.Graph) -> None:
 
 
 def verify_graph(gm: fx.GraphModule) -> list[str]:
-    """Raise AssertionError where a lowered graph breaks a rule above.
-
-    Returns:
-        Names of the nodes that start collectives, in order.
-    """
+    """Return the names of starts in order; raise AssertionError where a rule above is broken."""
     starts = []
     for graph in graphs_of(gm):
         graph.lint()
@@ -88,23 +82,18 @@ def verify_graph(gm: fx.GraphModule) -> list[str]:
                 is_awaited = len(users) == 1 and users[0].target is WAIT
                 assert is_awaited, f"{node} is read by {users}"
         own = [node for node in graph.nodes if is_start(node)]
-        _verify_starts([node.meta[EXCHANGE_KEY] for node in own if EXCHANGE_KEY in node.meta])
+        _verify_starts(node.meta[EXCHANGE_KEY] for node in own if EXCHANGE_KEY in node.meta)
         starts += [node.name for node in own]
     return starts
 
 
-def _verify_starts(numbers: Sequence[tuple[int, int]]) -> None:
-    """Check that every attention has its starts, which may stand between those of others.
-
-    Args:
-        numbers: of each start, its number among those of its attention, from 1, and theirs.
-    """
+def _verify_starts(numbers: Iterable[tuple[int, int]]) -> None:
+    """Check that every attention has all its starts, which may stand between those of others."""
     reached: list[tuple[int, int]] = []
     for number, total in numbers:
-        before = (number - 1, total)
         if number > 1:
+            before = (number - 1, total)
             assert before in reached, f"start {number} of {total} stands before the one ahead of it"
             reached.remove(before)
-        reached.append((number, total))
-    left = [one for one in reached if one[0] < one[1]]
-    assert not left, f"of an attention's starts, numbers and how many there are, only {left} stand"
+        reached += [(number, total)] if number < total else []
+    assert not reached, f"of an attention's starts, as (number, how many), only {reached} stand"

@@ -115,13 +115,10 @@ class Captured:
 
         group_names = {one.attention.group_name for one in self.attentions}
 
-        @wraps(compiled)
         def run(*args: Any) -> Any:
             if self.attentions:  # of which Dynamo has no guard
                 refuse_permuted("a compiled graph with attention over a sharded sequence")
             note_compiled()
-            if len(args) > len(self.kept):
-                args = tuple(self.inputs(args))
             for name in group_names:
                 watch_gradients(name, args)
             for place in self.written:
@@ -132,4 +129,10 @@ class Captured:
                 note_copies([results[i] for i in outputs] + [args[i] for i in inputs])
             return results
 
-        return run if self.types is None else self.types(run, self.kept)
+        checked = run if self.types is None else self.types(run, self.kept)
+
+        @wraps(compiled)
+        def call_with_kept(*args: Any) -> Any:
+            return checked(*(self.inputs(args) if len(args) > len(self.kept) else args))
+
+        return call_with_kept

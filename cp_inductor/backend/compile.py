@@ -39,7 +39,7 @@ from cp_inductor.graph.collectives import list_collectives
 from cp_inductor.passes.pipeline import Lowering, PostGrad, Stage, lower, run_passes
 from cp_inductor.passes.settings import Settings, read_settings
 from cp_inductor.region.flex_bias import bias_of_scores
-from cp_inductor.sequence.count_labels import count_labels
+from cp_inductor.sequence.wholes import count_labels
 from cp_inductor.source import source_hash
 from cp_inductor.tiles.kernel_table import ROWS_OF_TILES
 from cp_inductor.torch_private.dynamo import one_compile_at_a_time

@@ -2,7 +2,6 @@
 
 context     context_parallel, context_parallel_unshard; ContextParallel, for parallelize_module
 regions     the mode of both: attention is over the whole sequence
-local       modes in which each rank computes within its own shard
-modes       what all modes of this room share
+modes       what all modes share; those in which each rank computes within its own shard
 marks       what they write into graphs while Dynamo traces them
 """

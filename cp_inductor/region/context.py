@@ -104,9 +104,7 @@ class context_parallel(ContextDecorator):  # noqa: N801
                 limits.refuse_two_contexts(SITE)
             region = SequenceRegion(self.mesh, lengths, buffers=[*cut.values()])
             stack.enter_context(torchs_load_balance(not cut and limits.may_be_permuted()))
-            for place in places:
-                stack.enter_context(self._sharded(place))
-            stack.enter_context(self._unwritten(places))
+            stack.enter_context(self._sharded(places))
             stack.enter_context(region)
             self.entered.append((region, stack.pop_all()))
 
@@ -117,40 +115,38 @@ class context_parallel(ContextDecorator):  # noqa: N801
             region.judge()
 
     @contextmanager
-    def _sharded(self, place: int) -> Iterator[None]:
-        buffer, dim = self.buffers[place], self.dims[place]
-        lengths = shard_lengths(buffer.shape[dim], self.mesh.size())
-        rank = self.mesh.get_local_rank()
-        note_batch(str(self.mesh.get_group().group_name), buffer)
-        # Whichever mode this is entered in, a tensor stays one of inference, or stays none.
-        with torch.inference_mode(buffer.is_inference()):
-            whole = None if id(buffer) in self.kept else buffer.data
-            # A copy: the whole is free to go, and views of it do not change.
-            shard = buffer.data.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone()
-            _put(buffer, shard)
+    def _sharded(self, places: Sequence[int]) -> Iterator[None]:
+        """Put shards into the buffers at some places, then their wholes; refuse writes between."""
+        rank, wholes = self.mesh.get_local_rank(), dict[int, Tensor]()
         try:
-            yield
-        finally:
-            if whole is not None:
+            for place in places:
+                buffer, dim = self.buffers[place], self.dims[place]
+                lengths = shard_lengths(buffer.shape[dim], self.mesh.size())
+                note_batch(str(self.mesh.get_group().group_name), buffer)
+                # Whichever mode this is entered in, a tensor stays one of inference, or stays none.
                 with torch.inference_mode(buffer.is_inference()):
-                    _put(buffer, whole)
-
-    @contextmanager
-    def _unwritten(self, places: Sequence[int]) -> Iterator[None]:
-        """Refuse writes inside. Views of one tensor have one version: all are cut before it."""
-        restored = [place for place in places if id(self.buffers[place]) not in self.kept]
-        versions = {place: version_of(self.buffers[place]) for place in restored}
-        yield
-        for place, version in versions.items():
-            if version_of(self.buffers[place]) != version:
-                _refuse(
-                    "a tensor that nothing writes to inside the context",
-                    "one that was written to",
-                    "write to a copy, because writes to a buffer are lost on exit;"
-                    " build DistributedDataParallel with broadcast_buffers=False, or it"
-                    " overwrites all shards with rank 0's",
-                    place,
-                )
+                    if id(buffer) not in self.kept:
+                        wholes[place] = buffer.data
+                    # A copy: the whole is free to go, and views of it do not change.
+                    shard = buffer.data.narrow(dim, sum(lengths[:rank]), lengths[rank]).clone()
+                    _put(buffer, shard)
+            # Views of one tensor have one version, so all are cut before it is read.
+            versions = {place: version_of(self.buffers[place]) for place in wholes}
+            yield
+            for place, version in versions.items():
+                if version_of(self.buffers[place]) != version:
+                    _refuse(
+                        "a tensor that nothing writes to inside the context",
+                        "one that was written to",
+                        "write to a copy, because writes to a buffer are lost on exit;"
+                        " build DistributedDataParallel with broadcast_buffers=False, or it"
+                        " overwrites all shards with rank 0's",
+                        place,
+                    )
+        finally:
+            for place, whole in wholes.items():
+                with torch.inference_mode(whole.is_inference()):
+                    _put(self.buffers[place], whole)
 
 
 run_uncompiled(context_parallel.__enter__)

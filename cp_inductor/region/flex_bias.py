@@ -67,26 +67,21 @@ def bias_of_scores(
     ]
     dtype = torch.promote_types(query.dtype, torch.float32)
     zero = torch.zeros((), dtype=dtype, device=device)
-    values = [
-        _widened(_whole(item, placed), dtype) if isinstance(item, Tensor) else item
-        for item in captured
-    ]
+    values = [_whole(it, placed, dtype) if isinstance(it, Tensor) else it for it in captured]
     return bias_at(score_mod, zero, indices, values).to(dtype)
 
 
-def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Widen half precision, in which the bias, and sums of gradients, would be rounded."""
+def _whole(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a whole tensor, whose gradient is summed over the ranks that read other rows of it.
+
+    Half precision is widened, in which the bias, and sums of gradients, would be rounded.
+    """
+    if isinstance(like, DTensor):
+        mesh = like.device_mesh
+        if not isinstance(tensor, DTensor):
+            tensor = wrap_whole(tensor, mesh)
+        parts = [Partial() if isinstance(p, Shard) else Replicate() for p in like.placements]
+        whole = tensor.redistribute(mesh, [Replicate()] * mesh.ndim)
+        tensor = whole.to_local(grad_placements=parts)
     is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize
     return tensor.to(dtype) if is_narrow else tensor
-
-
-def _whole(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor, whose gradient is summed over the ranks that read other rows of it."""
-    if not isinstance(like, DTensor):
-        return tensor
-    mesh = like.device_mesh
-    if not isinstance(tensor, DTensor):
-        tensor = wrap_whole(tensor, mesh)
-    parts = [Partial() if isinstance(p, Shard) else Replicate() for p in like.placements]
-    whole = tensor.redistribute(mesh, [Replicate()] * mesh.ndim)
-    return whole.to_local(grad_placements=parts)

@@ -41,50 +41,41 @@ from cp_inductor.mask.reader.trace import Scores, trace_nodes
 from cp_inductor.region.flex_bias import reads_batch_and_head
 from cp_inductor.region.marks import MARK
 from cp_inductor.tiles.block_tables import BLOCK
-from cp_inductor.torch_private.dtensor import flex_attention_op
 from cp_inductor.torch_private.flex import TUNING, has_blocks, scores_changed
 
-FLEX = flex_attention_op()
-
-# Where flex_attention takes its score_mod.
+# Where flex_attention takes its score_mod, and what it returns, by place.
 SCORE_MOD = 3
+OUT, LSE, MAX_SCORES = range(3)
 
 # The options of varlen_attn that is written as flex_attention: its lse is the natural logarithm.
 # Those of a user have torch's defaults among them.
 OF_VARLEN = {"BACKEND": "FLASH"}
 
-# What flex_attention returns, by place.
-OUT, LSE, MAX_SCORES = range(3)
-
 
 @dataclass(frozen=True, slots=True)
 class FlexCall:
-    """The arguments of a call.
-
-    Attributes:
-        score_mod, mask_mod: functions of four indices and of captured values; score_mod takes the
-            score as well, as its first argument.
-        of_score_mod, of_mask_mod: the values that they captured: nodes, or numbers.
-        kernel_options: the options that say how a kernel computes, as the text of a dict.
-    """
+    """The arguments of a call."""
 
     query: fx.Node
     key: fx.Node
     value: fx.Node
+    # Functions of four indices and of captured values; ahead of these, score_mod takes the score.
     score_mod: fx.GraphModule
     mask_mod: fx.GraphModule
     scale: float
+    # What they captured: nodes, or numbers.
     of_score_mod: tuple[Any, ...]
     of_mask_mod: tuple[Any, ...]
-    kernel_options: str
+    kernel_options: str  # those that say how a kernel computes, as the text of a dict
+
+    def as_sdpa(self) -> dict[str, Any]:
+        """Return the arguments by their names in SDPA."""
+        call = {name: getattr(self, name) for name in ("query", "key", "value", "scale")}
+        return {**call, "dropout_p": 0, "attn_mask": None}
 
 
 def bind_flex(node: fx.Node, site: str) -> FlexCall:
-    """Return the arguments of a call.
-
-    Raises:
-        UnsupportedAttention: something is asked for that is not computed along a plan.
-    """
+    """Return the arguments of a call; refuse what is not computed along a plan."""
     arguments: Any = node.args
     query, key, value, score_mod, block_mask, scale, options, *captured = arguments
     # Dynamo leaves what nobody reads in the body of a checkpoint.
@@ -95,16 +86,7 @@ def bind_flex(node: fx.Node, site: str) -> FlexCall:
             got="max_scores=True",
             remedy="ask for AuxRequest(lse=True) alone",
         )
-    if isinstance(scale, fx.Node):
-        # With dynamic=True, Dynamo makes symbols of Python's numbers.
-        scale = as_number(scale.meta["example_value"])
-    if isinstance(scale, Tensor):
-        raise UnsupportedAttention(
-            site=site,
-            expected="a constant scale",
-            got="a value computed in the graph",
-            remedy="pass scale as a Python number",
-        )
+    scale = constant(scale, "scale", site)
     of_score_mod, of_mask_mod = (*captured, (), ())[:2]
     mods = (body_at(score_mod), body_at(block_mask[-1]))
     _check_blocks(block_mask, mods[1], site)
@@ -112,6 +94,21 @@ def bind_flex(node: fx.Node, site: str) -> FlexCall:
         query = query.args[0]
     tensors, of_mods = (query, key, value), (tuple(of_score_mod), tuple(of_mask_mod))
     return FlexCall(*tensors, *mods, scale, *of_mods, _tuning_of(options, site))
+
+
+def constant(argument: Any, name: str, site: str) -> Any:
+    """Return an argument of an attention that must be a constant; refuse a tensor."""
+    if isinstance(argument, fx.Node):
+        # With dynamic=True, Dynamo makes symbols of Python's numbers.
+        argument = as_number(argument.meta["example_value"])
+    if isinstance(argument, Tensor):
+        raise UnsupportedAttention(
+            site=site,
+            expected=f"a constant {name}",
+            got="a value computed in the graph",
+            remedy=f"pass {name} as a Python number",
+        )
+    return argument
 
 
 def _tuning_of(options: Mapping[str, Any], site: str) -> str:
@@ -177,9 +174,8 @@ class FlexMasks:
     def read(self, call: FlexCall, lengths: tuple[int, int], site: str) -> Recognized:
         """Return what a call's functions say, of whole queries and keys of these lengths.
 
-        Raises:
-            UnsupportedAttention: one of them cannot be read, or does more than add to the scores
-                and depends on a tensor that requires a gradient.
+        Refused is what cannot be read, and what does more than add to the scores and depends on a
+        tensor that requires a gradient.
         """
         captured = [
             source_of(item, self.calls) if isinstance(item, fx.Node) else item
@@ -201,19 +197,13 @@ class FlexMasks:
 
 @dataclass(frozen=True, slots=True)
 class _Outside:
-    """A call, seen from outside all bodies.
-
-    Attributes:
-        captured: the values that its functions captured, score_mod's first: nodes outside all
-            bodies, or numbers.
-        graph: the graph around all bodies.
-        shape: of the scores, (B, H, S, T).
-    """
+    """A call, seen from outside all bodies."""
 
     call: FlexCall
+    # What its functions captured, score_mod's first: nodes outside bodies, or numbers.
     captured: Sequence[Any]
-    graph: fx.Graph
-    shape: tuple[int, ...]
+    graph: fx.Graph  # around all bodies
+    shape: tuple[int, ...]  # of the scores, (B, H, S, T)
     site: str
 
 
@@ -228,8 +218,18 @@ def _read(outside: _Outside) -> Recognized:
             return found
     if recognized is None:
         raise _unreadable(site, _first_unread(reading))
-    _check_slope(recognized, site)
-    _check_gradients(recognized, site)
+    slope, known = recognized.rule.slope, (*FUNCTIONS, sympy.Piecewise)
+    unknown = slope.atoms(sympy.Function) - slope.atoms(*known) - set(recognized.rule.reads)
+    if slope.has(sympy.Derivative, sympy.Subs) or {part for part in unknown if part.has(SCORE)}:
+        raise _unreadable(site, f"a score that becomes {recognized.rule.score}, which has corners")
+    for node in _learned(recognized):
+        raise UnsupportedAttention(
+            site=site,
+            expected="a score_mod that adds to the score what it computes from tensors that require"
+            " a gradient",
+            got=f"a score that becomes {recognized.rule.score}, which reads {node.name}",
+            remedy="detach it, or multiply query or key with it instead",
+        )
     return replace(recognized, computed_by=known_nodes(reading.trace))
 
 
@@ -315,15 +315,6 @@ def _unreadable(site: str, got: str) -> UnsupportedAttention:
     )
 
 
-def _check_slope(recognized: Recognized, site: str) -> None:
-    """Refuse a score that cannot be differentiated as an expression."""
-    known = (*FUNCTIONS, sympy.Piecewise)
-    slope = recognized.rule.slope
-    unknown = slope.atoms(sympy.Function) - slope.atoms(*known) - set(recognized.rule.reads)
-    if slope.has(sympy.Derivative, sympy.Subs) or {part for part in unknown if part.has(SCORE)}:
-        raise _unreadable(site, f"a score that becomes {recognized.rule.score}, which has corners")
-
-
 def _check_detached(score_mod: fx.GraphModule, site: str) -> None:
     """Refuse to differentiate a score that is detached: the rule would not be detached."""
     of_score: dict[fx.Node, None] = dict.fromkeys(score_mod.graph.find_nodes(op="placeholder")[:1])
@@ -334,17 +325,6 @@ def _check_detached(score_mod: fx.GraphModule, site: str) -> None:
         is_detached = node in of_score and called in (torch.detach, Tensor.detach)
         if torch.is_grad_enabled() and (is_detached or called is torch._C._set_grad_enabled):
             raise _unreadable(site, "a score_mod that keeps the gradient from the score")
-
-
-def _check_gradients(recognized: Recognized, site: str) -> None:
-    for node in _learned(recognized):
-        raise UnsupportedAttention(
-            site=site,
-            expected="a score_mod that adds to the score what it computes from tensors that require"
-            " a gradient",
-            got=f"a score that becomes {recognized.rule.score}, which reads {node.name}",
-            remedy="detach it, or multiply query or key with it instead",
-        )
 
 
 def _learned(recognized: Recognized) -> list[fx.Node]:

@@ -18,18 +18,17 @@ from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.nodes import graphs_of, modules_of, nodes_of, recompile_all
 from cp_inductor.graph.subgraphs import bodies_of
-from cp_inductor.region.modes import FLEX
 from cp_inductor.sequence.rules.call import RULES
-from cp_inductor.sequence.rules.elements import pointwise
+from cp_inductor.sequence.rules.computing import pointwise
+from cp_inductor.torch_private.dtensor import flex_attention_op
 
-# The custom metadata of an attention that is left alone on purpose.
-LEFT_ALONE = {"cp_inductor": "local_attention"}
+FLEX = flex_attention_op()
 
-# The custom metadata of what each rank computes within its own shard on purpose.
-PER_RANK = {"cp_inductor": "per_rank"}
+# Custom metadata of an attention that is left alone, and of what each rank computes for itself.
+LEFT_ALONE, PER_RANK = ({"cp_inductor": said} for said in ("local_attention", "per_rank"))
 
-# The custom metadata of what runs in a region that the graph begins: the group of its ranks. Around
-# a graph, only a mode says that there is a region.
+# In that of what runs in a region that the graph begins: the group of its ranks. Around a graph,
+# only a mode says that there is a region.
 IN_REGION = "cp_inductor_region"
 
 
@@ -114,11 +113,6 @@ def remove_marks(gm: fx.GraphModule) -> None:
     recompile_all(gm)
 
 
-def is_left_alone(node: fx.Node) -> bool:
-    """Whether the user asked for local attention at this node."""
-    return LEFT_ALONE.items() <= node.meta.get("custom", {}).items()
-
-
-def is_per_rank(node: fx.Node) -> bool:
-    """Whether the user said that each rank computes this within its own shard."""
-    return PER_RANK.items() <= node.meta.get("custom", {}).items()
+def is_marked(node: fx.Node, mark: dict[str, str]) -> bool:
+    """Whether the user said of a node that it is `LEFT_ALONE`, or `PER_RANK`."""
+    return mark.items() <= node.meta.get("custom", {}).items()

@@ -37,12 +37,9 @@ from cp_inductor.torch_private.groups import mesh_axis_ranks, ranks_that_reduce
 from cp_inductor.trust.agreement import agree_once
 from cp_inductor.trust.record import Entry
 
-BUCKET_BYTES = 32 << 20
-
 SITE = "reduce_gradients"
-
-# How many parameters an error names.
-MOST_NAMED = 4
+BUCKET_BYTES = 32 << 20
+MOST_NAMED = 4  # parameters, by an error
 
 
 @torch.no_grad()
@@ -82,14 +79,15 @@ def reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
             + (f" of {mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else ""),
             remedy='name the axis that shards the sequence, as in mesh["cp"]',
         )
-    ranks = frozenset(mesh_axis_ranks(mesh, 0))
-    parameters = dict(_unreduced(model, ranks))
-    missing = _compare(parameters, mesh)
-    if missing:
+    parameters = dict(_unreduced(model, frozenset(mesh_axis_ranks(mesh, 0))))
+    if _compare(parameters, mesh):
         _fill(parameters, mesh)
     grads = [held_by_rank(p.grad) for p in parameters.values() if p.grad is not None]
     for bucket in _buckets(grads):
-        _sum(bucket, mesh.get_group())
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])
+        dist.all_reduce(flat, group=mesh.get_group())
+        for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            grad.copy_(part.view_as(grad))
     for parameter in parameters.values():
         if parameter.grad is not None:
             _note_sum(parameter, mesh.get_group().group_name)
@@ -120,20 +118,13 @@ def _unreduced(model: nn.Module, ranks: frozenset[int]) -> Iterator[tuple[str, n
 
 
 def _compare(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> bool:
-    """Return whether any rank lacks a gradient.
-
-    Raises:
-        RanksDisagree: ranks have other parameters.
-        UnsupportedPlacement: a rank has a sparse gradient, or one that holds a sum.
-    """
+    """Return whether any rank lacks a gradient; refuse what `reduce_gradients` cannot sum."""
     texts = [f"{name}: {p.dtype} {list(held_by_rank(p).shape)}" for name, p in parameters.items()]
     digest = int.from_bytes(hashlib.sha256(repr(texts).encode()).digest()[:7], "big")
     grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     sparse = [name for name, g in grads.items() if held_by_rank(g).layout != torch.strided]
-    group = mesh.get_group()
-    sums = {
-        name: _sums[p].is_left(group.group_name) for name, p in parameters.items() if p in _sums
-    }
+    group, summed = mesh.get_group(), {n: _sums[p] for n, p in parameters.items() if p in _sums}
+    sums = {name: known.is_left(group.group_name) for name, known in summed.items()}
     said = [digest, -digest, len(grads) < len(parameters), bool(sparse), False]
     most = torch.tensor(said, dtype=torch.int64, device=mesh.device_type)
     for is_left in sums.values():
@@ -232,10 +223,3 @@ def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         if sum(one.nbytes for one in bucket) >= BUCKET_BYTES:
             yield by_kind.pop((grad.dtype, grad.device))
     yield from by_kind.values()
-
-
-def _sum(grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    flat = torch.cat([grad.reshape(-1) for grad in grads])
-    dist.all_reduce(flat, group=group)
-    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(part.view_as(grad))

@@ -45,19 +45,23 @@ from cp_inductor.errors import (
     UnsupportedPlacement,
 )
 from cp_inductor.plan.grid import shard_lengths
-from cp_inductor.region.marks import MARK
+from cp_inductor.region.marks import FLEX, MARK
 from cp_inductor.region.modes import (
-    FLEX,
     MULTI_HEAD,
     SITE,
+    WORDS_OF_WEIGHTS,
     RegionMode,
     has_body,
     is_opaque,
     is_sdpa,
     placed_like,
     refuse,
+    type_attended,
+    typers_of_program,
+    words_of_opaque,
 )
 from cp_inductor.sequence.eager import EagerTyper
+from cp_inductor.sequence.types import first_own
 from cp_inductor.source import user_line
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import is_a_kernel_enabled
@@ -67,7 +71,6 @@ from cp_inductor.torch_private.modes import (
     function_modes_of_program,
     is_transforming,
     multi_head_attention,
-    name_of_function,
     needs_weights,
     note_parameters,
     run_uncompiled,
@@ -111,8 +114,7 @@ class SequenceRegion(RegionMode):
         self.copy.copy = self
         self.buffers = buffers
 
-    def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call an attention over the whole sequence, and check whatever else runs."""
+    def _call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return self._call_in_region(func, args, kwargs)
         try:
@@ -131,36 +133,31 @@ class SequenceRegion(RegionMode):
         if func is FLEX and is_compiling:
             return self._attend_flex(*args, **kwargs)
         if is_opaque(func):
-            refuse(  # it would see the local shard only
-                UnsupportedAttention,
-                expected="attention as torch.nn.functional.scaled_dot_product_attention",
-                got=f"{name_of_function(func)}, which would attend within the local shard only",
-                remedy="call scaled_dot_product_attention, or wrap the call in"
-                " cp_inductor.local_attention; for nn.TransformerEncoderLayer, use"
-                " torch.backends.mha.set_fastpath_enabled(False)",
-            )
+            refuse(UnsupportedAttention, **words_of_opaque(func))
         if has_body(func):
             return self._call_with_body(func, args, kwargs)
         if is_compiling:
             return func(*args, **kwargs)
         if func in _PRODUCTS:
             watch_gradients(self.group_name, (*args, *kwargs.values()))
-        return self.typing().run(func, args, kwargs) if self.is_typing() else func(*args, **kwargs)
+        typer = self.typing()
+        return func(*args, **kwargs) if typer is None else typer.run(func, args, kwargs)
 
-    def is_typing(self) -> bool:
-        """Whether operations other than attention are checked in this region."""
-        return bool(config.check_sequence) and self.mesh.size() > 1
-
-    def typing(self) -> EagerTyper:
+    def typing(self) -> EagerTyper | None:
         """Return what types the program inside: of the outermost region over these ranks."""
+        if not config.check_sequence or self.mesh.size() == 1:
+            return None
         if self.typer is None:
-            alike = [r for r in _regions_of_program() if r.group_name == self.group_name]
-            outer = [region for region in alike if region is not self]
-            self.typer = outer[0].typing() if outer else EagerTyper(self.group_name, self._is_even)
-            self.copy.typer = self.typer
+            outer = [region for region in self._alike() if region is not self]
+            typer = outer[0].typing() if outer else None
+            self.typer = self.copy.typer = typer or EagerTyper(self.group_name, self._is_even)
             for buffer in self.buffers:
                 self.typer.declare(*buffer)
         return self.typer
+
+    def _alike(self) -> list[SequenceRegion]:
+        """Return the regions over these ranks that the program is in."""
+        return [r for r in _regions_of_program() if r.group_name == self.group_name]
 
     def _is_even(self, length: int) -> bool:
         """Whether all ranks have as many tokens as this one, of its so many."""
@@ -169,11 +166,9 @@ class SequenceRegion(RegionMode):
     def judge(self) -> None:
         """Refuse what was mixed inside and leaves the region: it may be differentiated outside."""
         typer, self.typer, self.copy.typer = self.typer, None, None
-        if typer is None or not self.is_typing():
+        if typer is None or not config.check_sequence:
             return
-        if any(
-            r is not self.copy and r.group_name == self.group_name for r in _regions_of_program()
-        ):
+        if any(region is not self.copy for region in self._alike()):
             return  # the outer one will
         try:
             typer.check_left()
@@ -248,7 +243,7 @@ class SequenceRegion(RegionMode):
         out = out if of_values >= width else out[..., :of_values]
         out = placed_like(out, query)
         if not torch.compiler.is_compiling():
-            type_attended(given, out, inner=self)
+            type_attended(given, out, self)
         return out
 
     def _prepare_attention(self, tensors: Sequence[Tensor], mask: Tensor | None) -> None:
@@ -267,11 +262,11 @@ class SequenceRegion(RegionMode):
             for t in tensors
             if not isinstance(t, DTensor)
         }
-        for typer, is_inner in _typers(self).items():
+        for typer in typers_of_program(self):
             if mask is not None:
                 typer.check_mask(mask, whole)
             typer.refuse_mixed(tensors)
-            if is_inner:
+            if typer.group_name == self.group_name:
                 typer.check_attention(f"{SITE} ({user_line()})", *tensors)
 
     def _attend_flex(
@@ -298,12 +293,7 @@ class SequenceRegion(RegionMode):
             # DTensor knows the ops that it is made of, and has a handler for the attention.
             return MULTI_HEAD(*args, **kwargs)
         if needs_weights(args, kwargs):
-            refuse(
-                UnsupportedAttention,
-                expected="need_weights=False",
-                got="need_weights=True, which uses no attention kernel",
-                remedy="pass need_weights=False to nn.MultiheadAttention",
-            )
+            refuse(UnsupportedAttention, **WORDS_OF_WEIGHTS)
         with self.copy:
             return multi_head_attention(*args, **kwargs)
 
@@ -337,10 +327,8 @@ class SequenceRegion(RegionMode):
             return mask
         lengths = (query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
         # Not `in`: to Dynamo (2.13) a number is in no tuple that holds a symbol.
-        if any(
-            given != 1 and given != whole
-            for given, whole in zip(mask.shape[-2:], lengths, strict=True)
-        ):
+        pairs = zip(mask.shape[-2:], lengths, strict=True)
+        if any(given != 1 and given != whole for given, whole in pairs):
             refuse(
                 UnsupportedAttention,
                 expected=f"an attn_mask over the whole sequence{_sizes(lengths)}",
@@ -372,36 +360,17 @@ def _regions_of_program() -> list[SequenceRegion]:
     return [mode for mode in function_modes_of_program() if isinstance(mode, SequenceRegion)]
 
 
-def _typers(inner: SequenceRegion | None) -> dict[EagerTyper, bool]:
-    """Return what types the program here, and whether `inner` is over its ranks."""
-    found = {}
-    for region in (*_regions_of_program(), *([] if inner is None else [inner])):
-        if region.is_typing():
-            is_inner = inner is not None and inner.group_name == region.group_name
-            found[region.typing()] = is_inner
-    return found
-
-
 def groups_of_program() -> list[str]:
     """Return the groups of the regions around the program, also while Dynamo compiles a part."""
     return [region.group_name for region in _regions_of_program()]
 
 
-def typers_of_program() -> list[EagerTyper]:
-    """Return what types the program here, also while Dynamo compiles a part of it."""
-    return list(_typers(None))
-
-
 @note_parameters
 def _type_parameter(parameter: Tensor, tensor: Tensor) -> None:
     for typer in typers_of_program():
-        typer.take_made_of(parameter, tensor)
-
-
-def type_attended(tensors: Sequence[Tensor], out: Tensor, *, inner: SequenceRegion | None) -> None:
-    """Let all enclosing regions know of a result; it is over shards if `inner` computed it."""
-    for typer, is_inner in _typers(inner).items():
-        typer.attended(out, tensors, is_local=not is_inner)
+        found = first_own([typer.find(tensor)])
+        if found is not None:
+            typer.types[parameter] = found
 
 
 def _has_tensor(values: Sequence[Any]) -> bool:
@@ -415,8 +384,6 @@ def _whole_lengths(mesh: DeviceMesh, lengths: Sequence[int]) -> dict[int, int]:
     """Map this rank's shard lengths to whole lengths; empty if all shards are equally long."""
     world_size = mesh.size()
     known = whole_of_shard(lengths, world_size, mesh.get_local_rank())
-    if not known:
-        return {}
     lengths = sorted(set(lengths))
     for shards in zip(*(shard_lengths(length, world_size) for length in lengths), strict=True):
         if len(set(shards)) < len(lengths):
@@ -435,14 +402,12 @@ def _without_placements(tensor: Tensor) -> Tensor:
     """Return the local part of a tensor that may be sharded over batch or heads."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if not all(
-        placement.dim < SEQUENCE_DIM if isinstance(placement, Shard) else placement.is_replicate()
-        for placement in tensor.placements
-    ):
+    places = tensor.placements
+    if not all(p.dim < SEQUENCE_DIM if isinstance(p, Shard) else p.is_replicate() for p in places):
         refuse(
             UnsupportedPlacement,
             expected="plain shards, or DTensors that shard batch or heads",
-            got=str(tensor.placements),
+            got=str(places),
             remedy="redistribute query, key and value before the attention",
         )
     return tensor.to_local()

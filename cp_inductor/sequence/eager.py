@@ -36,7 +36,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.errors import SequenceMixed
 from cp_inductor.kept import on_reset
-from cp_inductor.sequence.count_labels import COUNTED_LOSSES, count_labels, range_over_ranks
 from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, version_of
 from cp_inductor.sequence.rules.views import MASKS
 from cp_inductor.sequence.types import (
@@ -45,12 +44,12 @@ from cp_inductor.sequence.types import (
     Own,
     Same,
     Shards,
-    Sum,
     Type,
-    conditions,
     describe,
+    first_own,
+    identity,
 )
-from cp_inductor.sequence.wholes import Wholes
+from cp_inductor.sequence.wholes import COUNTED_LOSSES, Wholes, count_labels, range_over_ranks
 from cp_inductor.source import user_line
 from cp_inductor.torch_private.modes import (
     is_backward_compiled,
@@ -69,12 +68,8 @@ _DECIDING = _COMPARING | {Tensor.__bool__, torch.is_nonzero, Tensor.is_nonzero, 
 _HANDING_OUT = frozenset(
     {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__} | {Tensor.untyped_storage, Tensor.storage}
 )
-_READING = (
-    _DECIDING
-    | _HANDING_OUT
-    | {Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__}
-    | {Tensor.__index__, Tensor.__complex__}
-)
+_READING = _DECIDING | _HANDING_OUT | {Tensor.item, Tensor.tolist, Tensor.__index__}
+_READING |= {Tensor.__int__, Tensor.__float__, Tensor.__complex__}
 
 # Attributes and methods that return no tensor.
 _SIZES = frozenset(
@@ -84,8 +79,6 @@ _SIZES = frozenset(
         *("is_cuda", "is_cpu", "is_meta", "is_sparse", "itemsize", "nbytes", "_version"),
     )
 ) | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, Tensor.is_contiguous}
-
-_HigherOrder = torch._ops.HigherOrderOperator
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -98,12 +91,7 @@ TRUST = _Trust()
 
 
 class EagerTyper(Typer):
-    """Gives types to what a program in a region computes.
-
-    Args:
-        group_name: of the ranks that share the sequence.
-        is_even: whether all ranks have as many tokens as this one, given how many it has.
-    """
+    """Gives types to what a program in a region over the ranks of a group computes."""
 
     def __init__(self, group_name: str, is_even: Callable[[int], bool]) -> None:
         super().__init__(is_even)
@@ -151,10 +139,12 @@ class EagerTyper(Typer):
             return Same()
         return self.shards(tensor, min(tensor.ndim - 1, 1))
 
-    def meet_attended(self, tensor: Tensor) -> Type:
-        """Return the type of a query, key or value from outside."""
-        is_own = self.has_buffers or not _is_plain(tensor)
-        return Own() if is_own else self.shards(tensor, ATTENDED_DIM)
+    def type_attended(self, tensor: Tensor) -> Type:
+        """Return the type of a query, key or value; it may come from outside."""
+        if tensor not in self.types:
+            is_own = self.has_buffers or not _is_plain(tensor)
+            self.types[tensor] = Own() if is_own else self.shards(tensor, ATTENDED_DIM)
+        return self.types[tensor]
 
     def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
         """Give results their types, and note whether a number is read off tokens.
@@ -164,7 +154,7 @@ class EagerTyper(Typer):
         super().meet(op, args, kwargs, out)
         outs = self.leaves(out)
         if torch.Tag.data_dependent_output in op.tags and not outs:
-            found = _first_own(map(self.type_of, self.leaves((args, kwargs))))
+            found = first_own(map(self.type_of, self.leaves((args, kwargs))))
             self.was_read = self.was_read or found
         if _is_sized_by_data(op, args, outs):
             sized = (one for one in map(self.type_of, outs) if isinstance(one, Mixed))
@@ -181,7 +171,7 @@ class EagerTyper(Typer):
             self._end_forward()
             self.refuse_mixed(leaves)
             if is_backward_compiled():
-                return self._trust(func, args, kwargs)
+                return self.trust(func, *args, **kwargs)
             is_last = func is not torch.autograd.grad and not kwargs.get("create_graph")
             if is_last and len(args) <= 2:  # gradients leave; nothing is made of them here
                 with self.running():
@@ -196,9 +186,12 @@ class EagerTyper(Typer):
             return self.put(args[0], self.type_of(args[1]))
         elif func is Tensor.register_hook and not TRUST.depth:
             return func(args[0], self._typed_hook(args[0], *args[1:], **kwargs))
-        elif TRUST.depth or not all(map(_is_plain, leaves)) or isinstance(func, _HigherOrder):
+        elif isinstance(func, torch._ops.HigherOrderOperator):
             self._refuse_methods(leaves)
-            return self._trust(func, args, kwargs)
+            return func(*args, **kwargs)
+        elif TRUST.depth or not all(map(_is_plain, leaves)):
+            self._refuse_methods(leaves)
+            return self.trust(func, *args, **kwargs)
         elif str(getattr(func, "__module__", "")).startswith("torch.distributed"):
             return self._communicate(func, args, kwargs)
         elif func in COUNTED_LOSSES:
@@ -215,7 +208,7 @@ class EagerTyper(Typer):
         """
         if self.is_running or is_in_backward():
             return True
-        return self.is_over and _first_own(filter(None, map(self.find, tensors))) is None
+        return self.is_over and first_own(map(self.find, tensors)) is None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -230,12 +223,6 @@ class EagerTyper(Typer):
         """Give a tensor the type that compiled code has given it, or left it with."""
         if _is_plain(tensor):
             self.put(tensor, found)
-
-    def take_made_of(self, parameter: Tensor, tensor: Tensor) -> None:
-        """Give a parameter that is made of tokens their type."""
-        found = _first_own(filter(None, [self.find(tensor)]))
-        if found is not None:
-            self.types[parameter] = found
 
     def _end_forward(self) -> None:
         """Check what the program keeps, once: a backward writes to gradients."""
@@ -278,9 +265,8 @@ class EagerTyper(Typer):
             if isinstance(leaf, Tensor):
                 if leaf.is_inference():
                     return None
-                found = self.type_of(leaf)
                 layout = leaf.shape, leaf.stride(), leaf.dtype
-                parts.append((found, conditions(found), *layout))
+                parts.append((identity(self.type_of(leaf)), *layout))
             elif isinstance(leaf, slice):
                 parts.append((slice, leaf.start, leaf.stop, leaf.step))
             elif isinstance(leaf, _PLAIN):
@@ -296,14 +282,6 @@ class EagerTyper(Typer):
             if len(_TYPED) >= _MOST:
                 _TYPED.clear()
             _TYPED[key] = types
-
-    def _trust(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Take the results of a function for each rank's own, unless its arguments are the same."""
-        if isinstance(func, _HigherOrder):
-            return func(*args, **kwargs)
-        with self.trusting(args, kwargs) as made:
-            made.append(func(*args, **kwargs))
-        return made[0]
 
     def _communicate(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Follow a program that communicates, and so knows that there are ranks."""
@@ -326,7 +304,7 @@ class EagerTyper(Typer):
         if self.is_over or TRUST.depth:
             return out
         found = [self.type_of(leaf) for leaf in leaves if _is_plain(leaf)]
-        own = _first_own(found)
+        own = first_own(found)
         if own is None:
             return out
         whole = self.wholes.find(leaves[0]) if len(leaves) == 1 else None
@@ -334,9 +312,8 @@ class EagerTyper(Typer):
             return func(whole)
         is_vote = func in _COMPARING or (isinstance(own, Mixed) and own.is_vote)
         if is_vote and isinstance(out, bool) and all(map(_is_vote, found)):
-            least, most = range_over_ranks(
-                torch.tensor(int(out), device=leaves[0].device), self.group_name
-            )
+            vote = torch.tensor(int(out), device=leaves[0].device)
+            least, most = range_over_ranks(vote, self.group_name)
             if least == most:
                 return out
             got = f"{name_of_function(func)} to be {out} on this rank, and not on another"
@@ -420,7 +397,7 @@ class EagerTyper(Typer):
         self.refuse_mixed([t for t, one in left if isinstance(one, Mixed) and not one.is_vote])
         self._end_forward()
         for tensor, found in left:
-            is_own = isinstance(found, (Shards, Sum, Mixed)) and tensor.numel() > 1
+            is_own = first_own([found]) is not None and tensor.numel() > 1
             if is_own and not tensor.is_inference() and tensor not in self.declared:
                 _LEFT[tensor] = (found, tensor._version)
 
@@ -443,11 +420,6 @@ def forget_judgements() -> None:
     """Type every function again."""
     _TYPED.clear()
     _LEFT.clear()
-
-
-def _first_own(types: Iterable[Type]) -> Type | None:
-    """Return the first type of a tensor that is not the whole's."""
-    return next((one for one in types if isinstance(one, (Shards, Sum, Mixed))), None)
 
 
 def _say_read(own: Type, what: str) -> str:
@@ -485,14 +457,9 @@ def _is_of_torch(hook: Any) -> bool:
 
 def _is_of_a_module(tensor: Tensor) -> bool:
     """Whether a module that is being called, or a part of it, has a tensor as a buffer."""
-    seen = set()
-    for frame, _ in walk_stack(sys._getframe(1)):
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and id(module) not in seen:
-            seen.add(id(module))
-            if any(buffer is tensor for buffer in module.buffers()):
-                return True
-    return False
+    owners = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe(1)))
+    modules = {id(owner): owner for owner in owners if isinstance(owner, nn.Module)}
+    return any(buffer is tensor for module in modules.values() for buffer in module.buffers())
 
 
 # The rest of torch asks for a storage to tell views apart, or to make a fake tensor.

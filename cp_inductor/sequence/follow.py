@@ -16,8 +16,7 @@ from __future__ import annotations
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -40,6 +39,7 @@ from cp_inductor.sequence.types import (
     Sum,
     Type,
     describe,
+    first_own,
     regroup,
 )
 from cp_inductor.torch_private.modes import OpWatcher
@@ -51,21 +51,19 @@ REMEDY = (
     " within its own shard, say so: with cp_inductor.per_rank()"
 )
 _WRITES = "which writes to what it does not return"
-HEADS = "query, key and value of shape (batch, heads, tokens, features)"
 
 
 class Typer(OpWatcher):
     """Gives every tensor that ops make inside a type.
 
-    Args:
-        is_even: whether all ranks have as many tokens as this one, given how many it has.
+    `is_even` says whether all ranks have as many tokens as this one, given how many it has.
     """
 
     # Higher-order ops have no rules, so nothing is known about their results.
     supports_higher_order_operators = True
     leaves = staticmethod(tensors_in)
 
-    def __init__(self, is_even: Callable[[int], bool] = lambda length: True) -> None:
+    def __init__(self, is_even: Callable[[int], bool]) -> None:
         super().__init__()
         self.is_even = is_even
         self.types: MutableMapping[Tensor, Type] = WeakTensorKeyDictionary()
@@ -85,16 +83,16 @@ class Typer(OpWatcher):
         """Return the type of a tensor that no op inside has made."""
         raise NotImplementedError
 
-    def meet_attended(self, tensor: Tensor) -> Type:
-        """Return the type of a query, key or value that no op inside has made."""
-        return self.meet_first(tensor)
-
     def type_of(self, tensor: Tensor) -> Type:
         """Return the type of a tensor."""
         known = self.types.get(tensor)
         if known is None:
             known = self.types[tensor] = self.meet_first(tensor)
         return known
+
+    def type_attended(self, tensor: Tensor) -> Type:
+        """Return the type of a query, key or value."""
+        return self.type_of(tensor)
 
     def shards(self, tensor: Tensor, dim: int) -> Type:
         """Return the type of a tensor whose dim holds this rank's tokens."""
@@ -131,8 +129,8 @@ class Typer(OpWatcher):
                 self.put(tensor, self._mixed(call, Mixes(f"{op}, {_WRITES}")))
 
     def _mixed(self, call: OpCall, error: Mixes) -> Mixed:
-        remedy = error.remedy or REMEDY
-        return Mixed(self.locate(), error.got, remedy, call.lengths(), error.is_vote)
+        words = (error.got, error.remedy or REMEDY)
+        return Mixed(self.locate(), *words, call.lengths(), error.is_vote)
 
     def put(self, tensor: Tensor, given: Type) -> None:
         """Set the type of a tensor: a result, or what was written to."""
@@ -164,24 +162,20 @@ class Typer(OpWatcher):
                     return given.at(found)
         return Mixed(self.locate(), "a write to a part of a tensor that others read", REMEDY)
 
-    @contextmanager
-    def trusting(self, *args: Any) -> Iterator[list[Any]]:
-        """Trust the user: what the code inside returns and writes to is meant within each shard.
-
-        The caller puts what the code returns into the list that this yields.
-        """
-        given = self.leaves(args)
+    def trust(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function that is meant within each shard: what it returns and writes to is Own."""
+        given = self.leaves((args, kwargs))
         versions = [version_of(tensor) for tensor in given]
-        made: list[Any] = []
-        yield made
+        out = func(*args, **kwargs)
         written = [t for t, before in zip(given, versions, strict=True) if version_of(t) != before]
-        for tensor in (*written, *self.leaves(made)):
+        for tensor in (*written, *self.leaves(out)):
             # A later `to_local` makes a view of the local tensor without calling any mode.
             with torch.no_grad():
                 parts = [tensor, tensor.to_local()] if isinstance(tensor, DTensor) else [tensor]
             for part in parts:
                 self.type_of(part)
                 self.put(part, Own())
+        return out
 
     def check_call(self, func: Any, args: Any, kwargs: Any) -> None:
         """Refuse what no op says: losses divided by a number of tokens that differs among ranks.
@@ -202,9 +196,7 @@ class Typer(OpWatcher):
         else:
             is_mean = reduction == "mean" and given["target"].is_floating_point()
         if is_mean:
-            got = (
-                f"{func.__name__} with reduction={reduction!r} over shards that are unequally long"
-            )
+            got = f"{func.__name__}, reduction={reduction!r}, over shards that are unequally long"
             raise self.refusal("a mean over as many tokens on every rank", got, SUMS)
 
     def _check_slices(self, tensor: Tensor, index: Any) -> None:
@@ -236,27 +228,23 @@ class Typer(OpWatcher):
         A number, as of losses that are added up for a log, may be each rank's own.
         """
         for tensor in tensors:
-            found = self.types.get(tensor)
-            sizes = tuple(numbers(tensor.shape))
-            if isinstance(found, (Shards, Sum, Mixed)) and any(size != 1 for size in sizes):
-                expected = (
-                    f"a tensor of {sizes}, which a model keeps, to stay the same on every rank"
-                )
-                site, got = "", describe(found)
-                if isinstance(found, Mixed):
-                    site, got = found.site, found.got
-                raise self.refusal(expected, got, f"use dist.all_reduce first; {REMEDY}", site)
+            found, sizes = first_own([self.types.get(tensor)]), tuple(numbers(tensor.shape))
+            if found is not None and any(size != 1 for size in sizes):
+                expected = f"a tensor of {sizes}, which a model keeps, to be the same on all ranks"
+                site, remedy = getattr(found, "site", ""), f"use dist.all_reduce first; {REMEDY}"
+                raise self.refusal(expected, describe(found), remedy, site)
 
     def check_attention(self, site: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Refuse an attention unless it is over the tokens, in dim 2."""
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             self.refuse_mixed(tensor)
-            found = self._type_attended(tensor)
+            found = self.type_attended(tensor)
             places = found.places() if isinstance(found, Shards) else ()
             if not isinstance(found, Own) and self.shards(tensor, ATTENDED_DIM) not in places:
                 raise SequenceMixed(
                     site=site,
-                    expected=f"{HEADS}, with this rank's tokens in dim {ATTENDED_DIM}",
+                    expected="query, key and value of shape (batch, heads, tokens, features), with"
+                    f" this rank's tokens in dim {ATTENDED_DIM}",
                     got=f"a {name} of {describe(found)}",
                     remedy="call transpose(1, 2) after the split into heads, name the dim of tokens"
                     " of every input (buffer_seq_dims), put what takes in shards from another"
@@ -264,15 +252,10 @@ class Typer(OpWatcher):
                     " is within each shard, put it into cp_inductor.local_attention()",
                 )
 
-    def _type_attended(self, tensor: Tensor) -> Type:
-        if tensor not in self.types:
-            self.types[tensor] = self.meet_attended(tensor)
-        return self.types[tensor]
-
     def attended(self, out: Tensor, tensors: Sequence[Tensor], *, is_local: bool) -> None:
         """Give the result of an attention its type."""
         found = self.shards(out, ATTENDED_DIM)
-        given = [self._type_attended(tensor) for tensor in tensors]
+        given = [self.type_attended(tensor) for tensor in tensors]
         if isinstance(found, Shards) and isinstance(given[0], Shards):
             # The result may be wrapped, and then as long as the whole.
             found = replace(found, is_even=given[0].is_even)

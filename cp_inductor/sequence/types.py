@@ -14,7 +14,7 @@ with more tokens know the place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -25,36 +25,25 @@ ATTENDED_DIM = 2
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """Every rank has the same numbers.
+    """Every rank has the same numbers."""
 
-    Attributes:
-        is_uniform: all of them are one number, so that they go with any tokens.
-    """
-
-    is_uniform: bool = False
+    is_uniform: bool = False  # all of them are one number, so that they go with any tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Each rank has its tokens, in rank order, and its numbers depend on its tokens alone.
+    """Each rank has its tokens, in rank order, and its numbers depend on its tokens alone."""
 
-    Attributes:
-        dim: along which the tokens are: `outer` times `length` tokens of `inner` entries.
-        length: number of tokens of this rank.
-        outer, inner: sizes of the dims that were flattened together with the tokens.
-        is_even: whether all ranks have equally many tokens.
-        is_counted: whether ranks have found that equally many labels count on each of them. If it
-            is of bools, they say which.
-        others: the other places where a single token may be.
-    """
-
-    dim: int
-    length: int
+    dim: int  # along which the tokens are: `outer` times `length` tokens of `inner` entries
+    length: int  # how many tokens this rank has
+    # Sizes of the dims that were flattened together with the tokens.
     outer: int = 1
     inner: int = 1
+    # Whether all ranks have equally many tokens.
     is_even: bool = field(default=True, compare=False)
+    # Whether ranks have found that as many labels count on each of them; bools say which these are.
     is_counted: bool = field(default=False, compare=False)
-    others: tuple[Shards, ...] = ()
+    others: tuple[Shards, ...] = ()  # the other places where a single token may be
 
     def places(self) -> tuple[Shards, ...]:
         """Return each place where the tokens may be, the likely one first."""
@@ -63,22 +52,16 @@ class Shards:
 
     def at(self, places: Sequence[Shards]) -> Shards:
         """Return this with other places."""
-        first, *others = dict.fromkeys(replace(place, others=()) for place in places)
-        return replace(
-            first, is_even=self.is_even, is_counted=self.is_counted, others=tuple(others)
-        )
+        first, *rest = dict.fromkeys(replace(place, others=()) for place in places)
+        return replace(first, is_even=self.is_even, is_counted=self.is_counted, others=tuple(rest))
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """The numbers of the whole are the sum of the ranks' numbers, or their mean.
-
-    Attributes:
-        is_mean: they are their mean.
-        is_alike: every rank has the same numbers, as of labels that were counted.
-    """
+    """The numbers of the whole are the sum of the ranks' numbers, or their mean."""
 
     is_mean: bool
+    # Every rank has the same numbers, as of labels that were counted.
     is_alike: bool = field(default=False, compare=False)
 
 
@@ -89,30 +72,23 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """Nothing is known about how it relates to the whole.
+    """Nothing is known about how it relates to the whole."""
 
-    Attributes:
-        site: where it was computed.
-        got: the operation that does not keep tokens apart, for an error.
-        remedy: what to do.
-        lengths: numbers of tokens in the tensors that it was made of; -1 for sums over tokens.
-        is_vote: whether it is an `any` or `all` of tokens. If all ranks have the same one, it is
-            that of the whole.
-    """
-
-    site: str
-    got: str
-    remedy: str
+    site: str  # where it was computed
+    got: str  # the operation that does not keep tokens apart, for an error
+    remedy: str  # what to do
+    # Numbers of tokens in the tensors that it was made of; -1 for sums over tokens.
     lengths: frozenset[int] = frozenset()
+    # Whether it is an `any` or `all` of tokens. If ranks have the same one, it is the whole's.
     is_vote: bool = False
 
 
 Type = Same | Shards | Sum | Own | Mixed
 
 
-def conditions(found: Type) -> tuple[bool, ...]:
-    """Return what types that are equal may differ in."""
-    return (found.is_even, found.is_counted) if isinstance(found, Shards) else ()
+def identity(found: Type) -> Hashable:
+    """Return what tells a type from all others, some of which count as equal to it."""
+    return (found, found.is_even, found.is_counted) if isinstance(found, Shards) else found
 
 
 def describe(found: Type) -> str:
@@ -124,7 +100,12 @@ def describe(found: Type) -> str:
         return "numbers that are the same on every rank"
     if isinstance(found, Sum):
         return f"a {'mean' if found.is_mean else 'sum'} over each rank's own tokens"
-    return "what was mixed" if isinstance(found, Mixed) else "each rank's own"
+    return found.got if isinstance(found, Mixed) else "each rank's own"
+
+
+def first_own(types: Iterable[Type | None]) -> Type | None:
+    """Return the first type of a tensor that is not the whole's."""
+    return next((one for one in types if isinstance(one, (Shards, Sum, Mixed))), None)
 
 
 def regroup(sizes: Sequence[int], shards: Shards, new_sizes: Sequence[int]) -> list[Shards]:

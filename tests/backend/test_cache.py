@@ -27,7 +27,7 @@ from cp_inductor.backend.captured import Captured
 from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.passes.pipeline import PostGrad
 from cp_inductor.passes.settings import Settings
-from cp_inductor.sequence.count_labels import count_labels
+from cp_inductor.sequence.wholes import count_labels
 from tests.support.graphs import AttentionBlock
 from tests.support.processes import run_python
 from tests.support.ranks import fake_mesh, run_ranks, stop_workers, world_mesh

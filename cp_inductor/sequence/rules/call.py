@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -16,9 +16,7 @@ from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import tensors_in
 
-POSITIONS = (
-    "pass positions, and what else stands at tokens, as inputs that are sharded like the tokens"
-)
+POSITIONS = "pass positions, and what else stands at tokens, as inputs, sharded like the tokens"
 SUMS = (
     "use dist.all_reduce first, or reduction='sum' and divide by the number of tokens of the whole"
     " sequence; or pass DTensors"
@@ -46,16 +44,14 @@ def number(size: int | torch.SymInt) -> int:
     return size_hint(size)
 
 
+TypeOf = Callable[[Tensor], Type]
+
+
 class OpCall:
     """A call of an op, as a rule sees it."""
 
     def __init__(
-        self,
-        op: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        out: Any,
-        type_of: Callable[[Tensor], Type],
+        self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any, type_of: TypeOf
     ) -> None:
         self.op, self.type_of = op, type_of
         self.bound = bind_arguments(op, args, kwargs)
@@ -133,9 +129,7 @@ class OpCall:
     def check_even(self, found: Shards) -> None:
         """Refuse a mean over tokens of which ranks have unequally many."""
         if not found.is_even:
-            raise Mixes(
-                f"{self.op} over shards that are unequally long: ranks weigh unequally", SUMS
-            )
+            raise Mixes(f"{self.op} over unequally long shards: ranks weigh unequally", SUMS)
 
 
 def is_uniform(tensor: Tensor, given: Type) -> bool:

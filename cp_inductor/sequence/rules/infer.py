@@ -12,7 +12,7 @@ table: a result that is computed from equal tensors is equal on every rank, and 
 ops that compute entry by entry.
 
     call            a call as rules see it; where rules are registered
-    elements, along_dims, views     the rules, by family
+    computing, views    the rules, by family
 
 Assumes: ops as dispatch sees them below autograd, with composite ops decomposed.
 """
@@ -25,9 +25,8 @@ from itertools import product
 
 import torch
 
-from cp_inductor.sequence.rules import along_dims  # noqa: F401 - registers its rules
 from cp_inductor.sequence.rules.call import Mixes, OpCall, find_rule, is_uniform, overloads
-from cp_inductor.sequence.rules.elements import COPIES, UNIFORM_LIKE, pointwise
+from cp_inductor.sequence.rules.computing import COPIES, UNIFORM_LIKE, pointwise
 from cp_inductor.sequence.rules.views import view
 from cp_inductor.sequence.types import Mixed, Own, Same, Shards, Type
 

@@ -98,11 +98,8 @@ def _moved(call: OpCall, given: Shards, tensor: Tensor, out: Tensor) -> Shards:
     move = _MOVES.get(call.op)
     moved = given.dim if move is None else move(call, given.dim)
     size = given.outer * given.length * given.inner
-    if (
-        moved is None
-        or numbers(out.shape)[moved] != size
-        or _is_bound_beyond(call, given.dim, size)
-    ):
+    is_beyond = _is_bound_beyond(call, given.dim, size)
+    if moved is None or numbers(out.shape)[moved] != size or is_beyond:
         raise Mixes(f"{call.op}, which takes a part of the sequence, or repeats it")
     return replace(given, dim=moved)
 
@@ -136,9 +133,7 @@ def embed(call: OpCall) -> list[Type]:
     if not call.is_same("weight"):
         raise Mixes(f"{call.op} in a table that is made of tokens")
     if call.bound["scale_grad_by_freq"]:
-        raise Mixes(
-            "an embedding with scale_grad_by_freq=True, which counts each rank's own tokens"
-        )
+        raise Mixes("an embedding with scale_grad_by_freq=True, which counts a rank's own tokens")
     return [call.shards("indices")]
 
 

@@ -1,9 +1,8 @@
 """What DTensor does with ops that it has no rule for, or a wrong one: a file for each family.
 
 attention           attention over a sharded sequence
-loss                means over the tokens of all ranks
 on_whole            all other ops without a rule, on all tokens
-partials            numbers of which each rank would hold a part, and those that Python reads
+partials            losses and other numbers of which each rank would hold a part
 writes              writes in place that DTensor would lose
 draws               one draw for all ranks
 single_ops          sums along a sharded dim, empty tensors, ops that compute every element alone
@@ -17,7 +16,7 @@ from functools import partial
 import torch
 from torch.distributed.tensor.experimental import register_sharding
 
-from cp_inductor.dtensor.rules import attention, draws, loss, on_whole, partials, single_ops, writes
+from cp_inductor.dtensor.rules import attention, draws, on_whole, partials, single_ops, writes
 from cp_inductor.torch_private.dispatch import on_failed_sharding
 from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,
@@ -59,10 +58,10 @@ def register_rules() -> None:
         attention.handle_backward: BACKWARD_OPS,
         attention.handle_flex: (flex_attention_op(),),
         attention.handle_varlen: filter(None, [varlen_op()]),
-        loss.compute_loss: loss.COMPUTED,
+        partials.compute_loss: partials.COMPUTED,
         single_ops.accumulate: single_ops.ACCUMULATED,
         single_ops.concatenate: (aten.cat.default,),
-        on_whole.call_equal: on_whole.EQUALS,
+        lambda op, args, kwargs: on_whole.EQUALS[op](*args, **kwargs): on_whole.EQUALS,
         on_whole.view_as_strided: (aten.as_strided.default,),
         on_whole.run_if_right: on_whole.HANDLED,
         partials.read_item: (aten._local_scalar_dense.default,),
@@ -70,4 +69,4 @@ def register_rules() -> None:
     }
     for handler, ops in table.items():
         for op in ops:
-            register_dtensor_handler(op, handler, is_loss=handler is loss.compute_loss)
+            register_dtensor_handler(op, handler, is_loss=handler is partials.compute_loss)

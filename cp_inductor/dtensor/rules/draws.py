@@ -53,7 +53,8 @@ def draw(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     of: Any = next(value for value in bound.values() if isinstance(value, DTensor))
     mesh = of.device_mesh
     is_drawn_alike = op in ops_that_draw() and has_generator_of_mesh(mesh)
-    if is_drawn_alike or not holds_sequences(mesh):
+    is_idle = bound.get("train") is False  # a dropout
+    if is_drawn_alike or is_idle or not holds_sequences(mesh):
         return without_handler(op, args, kwargs)
     # A fake tensor is traced. A program that passes a generator seeds it itself.
     is_compared = type(of.to_local()) is Tensor and bound.get("generator") is None
@@ -80,8 +81,6 @@ def _part_of_whole(op: torch._ops.OpOverload, bound: dict[str, Any], of: DTensor
     if op in OF_VALUES:
         return replicated(op(**bound | {name: whole_tensor(of)}), mesh)
     if op is DROPOUT:
-        if not bound["train"]:
-            return without_handler(op, tuple(bound.values()), {})
         probability = 1.0 - bound["p"]
         of = make_whole(of)
         mask = part(own.new_empty(of.shape).bernoulli_(probability).bool())

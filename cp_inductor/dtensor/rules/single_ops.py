@@ -9,14 +9,11 @@
 
     torch.polar(DTensor [Shard(1)], DTensor [Shard(1)])  =>  DTensor [Shard(1)]
 
-Caches of keys often begin with a tensor of shape (0,), which torch skips, however many dims the
-others have. DTensor (2.13 to 2.15) looks for the sharded dim in it, and fails.
-
-Rotary embeddings of some models (DeepSeek-V2, Llama 4) turn angles into complex numbers, and some
+DTensor (2.13) gathers the whole of what is accumulated on every rank, where a column of each rank
+is enough. Caches of keys often begin with a tensor of shape (0,), which torch skips, however many
+dims the others have. DTensor (2.13 to 2.15) looks for the sharded dim in it, and fails. Rotary
+embeddings of some models (DeepSeek-V2, Llama 4) turn angles into complex numbers, and some
 activations have rules in the forward alone.
-
-As `cumsum` are `cumprod`, `cummax` and `cummin`, whose indices are those of the whole. DTensor
-(2.13) gathers the whole of such a tensor on every rank. Here it gathers a column of each.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     q, k, v: DTensor (B, H, S, D) [Replicate, Shard(2)]  =>  SequenceAxis(group of mesh dim 1)
 
 The axis follows from the placements of DTensors, or from the mesh that a user names for plain
-tensors. Sequence shardings that no plan supports are refused here, for every caller: the graph pass
-and the DTensor handler in eager code.
+tensors. Shardings that no plan supports are refused here, for graph passes and eager code alike.
 
 A program that does not use this library may count on DTensor's own numbers. So means, partials and
 losses are corrected only where the library is used: in what our backends compile, and on a mesh

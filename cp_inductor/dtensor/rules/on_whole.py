@@ -34,7 +34,7 @@ from torch import SymInt, Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_inductor.dtensor.axis import is_first_rank
-from cp_inductor.dtensor.rules.draws import take_from_first
+from cp_inductor.dtensor.rules.in_parts import take_from_first
 from cp_inductor.dtensor.rules.partials import part_of
 from cp_inductor.dtensor.wrap import is_whole, whole_tensor
 from cp_inductor.errors import CPError, UnsupportedPlacement

@@ -51,7 +51,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_inductor.dtensor.axis import SequenceAxis, attention_placements, is_sequence_sharded
+from cp_inductor.dtensor.axis import SequenceAxis, axis_and_placements, is_sequence_sharded
 from cp_inductor.dtensor.packed import document_numbers
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError, UnsupportedAttention
@@ -285,10 +285,10 @@ def _is_call(node: object, method: str | None, *functions: object) -> TypeGuard[
 def _align_placements(node: fx.Node, call: dict[str, Any]) -> None:
     """Place query, key and value alike; what cannot be, `find_attention` refuses."""
     try:
-        placements = attention_placements(*(_value(call[side]) for side in SIDES), site="")
+        _, placements = axis_and_placements(*(_value(call[side]) for side in SIDES), site="")
     except CPError:
         return
-    for side in SIDES if placements is not None else ():
+    for side in SIDES if placements else ():
         value, mesh = _value(call[side]), _value(call[side]).device_mesh
         if value.placements != placements:
             with node.graph.inserting_before(node):

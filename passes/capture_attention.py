@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.batches.plans import Known, remember
 from cp_inductor.dtensor.axis import from_local_like, local_part, roles_of, seed_of_shard
-from cp_inductor.dtensor.recipe import lengths_at_run_time
+from cp_inductor.dtensor.recipe import whole_lengths
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.graph.derive_tables import derive_tables
 from cp_inductor.graph.nodes import graphs_of, place_of, recompile_all
@@ -187,7 +187,8 @@ def _plan_of_batch(site: Site, query: fx.Node, extras: Sequence[fx.Node]) -> lis
     batch, num_heads, *_ = query.meta["example_value"].shape
     values = [node.meta["example_value"] for node in (site.query, site.key)]
     num_kv_heads = held_by_rank(values[1]).shape[1]
-    lengths = lengths_at_run_time(site.plan_options, site.axis, *values, site=site.name)
+    here = site.plan_options, site.axis, *values
+    lengths = whole_lengths(*here, site=site.name, is_dynamic=True)
     mask = site.of_lengths
     args = (
         list(extras),

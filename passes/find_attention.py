@@ -28,19 +28,13 @@ from torch.nn.attention import sdpa_kernel
 
 from cp_inductor.dtensor.axis import (
     SequenceAxis,
-    axis_of_tensors,
+    axis_and_placements,
     check_shards_of_named_mesh,
     is_sequence_sharded,
     sequence_groups,
 )
 from cp_inductor.dtensor.limits import check_attention, refuse_both_masks, refuse_permuted
-from cp_inductor.dtensor.recipe import (
-    PlanOptions,
-    lengths_at_run_time,
-    make_recipe,
-    shape_on_rank,
-    whole_lengths,
-)
+from cp_inductor.dtensor.recipe import PlanOptions, make_recipe, shape_on_rank, whole_lengths
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedStrategy
 from cp_inductor.graph.nodes import nodes_of, place_of
 from cp_inductor.graph.subgraphs import Calls, calls_of, source_of
@@ -182,7 +176,7 @@ def _as_site(
     sides = (call["query"], call["key"], call["value"])
     query, key, value = (side.meta["example_value"] for side in sides)
     dtype = example.dtype
-    axis = axis_of_tensors(query, key, value, site=name)
+    axis, _ = axis_and_placements(query, key, value, site=name)
     if axis is None and mesh_axis is not None:
         check_shards_of_named_mesh(query, key, value, site=name)
         axis = mesh_axis
@@ -213,7 +207,8 @@ def _as_site(
         for tensor in (query, key):
             int(tensor.shape[SEQUENCE_DIM])
     if is_at_run_time:
-        lengths_at_run_time(options, axis, query, key, site=name)  # refuses what it cannot
+        # Refuses what it cannot.
+        whole_lengths(options, axis, query, key, site=name, is_dynamic=True)
         stages = options.stages or STAGES_OF_BATCHES
         shape = shape_on_rank(query, key, dtype)
         nodes = Nodes.of(options.machine_of(axis, query), axis.world_size, shape)

@@ -33,7 +33,7 @@ from cp_inductor.backend.progress import compile_announced
 from cp_inductor.dtensor.axis import from_local_like, local_part, seed_of_shard
 from cp_inductor.dtensor.packed import document_numbers
 from cp_inductor.dtensor.rules import register_rules
-from cp_inductor.dtensor.rules.draws import note_drawn
+from cp_inductor.dtensor.rules.in_parts import note_drawn
 from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers
 from cp_inductor.graph.collectives import list_collectives
 from cp_inductor.passes.pipeline import Lowering, PostGrad, Stage, lower, run_passes

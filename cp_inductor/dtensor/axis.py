@@ -3,8 +3,7 @@
     q, k, v: DTensor (B, H, S, D) [Replicate, Shard(2)]  =>  SequenceAxis(group of mesh dim 1)
 
 The axis follows from the placements of DTensors, or from the mesh that a user names for plain
-tensors. Sequence shardings that no plan supports are refused here, for every caller: the graph pass
-and the DTensor handler in eager code.
+tensors. Shardings that no plan supports are refused here, for graph passes and eager code alike.
 
 A program that does not use this library may count on DTensor's own numbers. So means, partials and
 losses are corrected only where the library is used: in what our backends compile, and on a mesh
@@ -45,17 +44,10 @@ _SEQUENCES: WeakValueDictionary[tuple[str | None, str], dist.ProcessGroup] = Wea
 
 @dataclass(frozen=True, slots=True)
 class SequenceAxis:
-    """The mesh axis that shards the sequence.
+    """The mesh axis that shards the sequence, and this process's position on it."""
 
-    Attributes:
-        name: for messages: the name of the axis in its mesh.
-        group_name: c10d name of its process group.
-        rank: this process's position on it.
-        world_size: number of ranks on it.
-    """
-
-    name: str
-    group_name: str
+    name: str  # for messages
+    group_name: str  # of c10d
     rank: int
     world_size: int
 
@@ -93,23 +85,22 @@ def axis_of_mesh(mesh: DeviceMesh, *, site: str) -> SequenceAxis:
     return _axis(mesh, 0, site=site)
 
 
-def attention_placements(
+def axis_and_placements(
     query: Tensor, key: Tensor, value: Tensor, *, site: str
-) -> tuple[Placement, ...] | None:
-    """Return the placements at which ranks take query, key and value, all three alike.
+) -> tuple[SequenceAxis | None, tuple[Placement, ...]]:
+    """Return the axis that shards the sequence; None if none of the three is sharded along it.
+
+    And the placements at which ranks take query, key and value, all three alike:
 
     [Shard(2)], [Replicate], [Replicate]  =>  [Shard(2)]         a rank takes its part of a whole
 
     One mesh axis shards the sequence. The others shard batch or heads, if any of the tensors does,
     and heads only if groups of query heads stay with their key head.
-
-    Returns:
-        None if no tensor is sharded along the sequence.
     """
     tensors = {"query": query, "key": key, "value": value}
     axes = {axis for tensor in tensors.values() for axis in _sequence_axes(tensor)}
     if not axes:
-        return None
+        return None, ()
     placed = _on_one_mesh(tensors, site=site)
     if len(axes) > 1:
         raise UnsupportedPlacement(
@@ -118,9 +109,9 @@ def attention_placements(
             got=f"{_describe(tensors)}, which shard it on {len(axes)} axes",
             remedy="flatten these axes into one, as in mesh['dp', 'cp']._flatten('seq')",
         )
-    shard = Shard(SEQUENCE_DIM)
-    others = enumerate(batch_and_heads(*placed))
-    return tuple(shard if axis in axes else placement for axis, placement in others)
+    (axis,), placements = axes, list(batch_and_heads(*placed))
+    placements[axis] = Shard(SEQUENCE_DIM)
+    return _axis(placed[0].device_mesh, axis, site=site), tuple(placements)
 
 
 def batch_and_heads(query: DTensor, key: DTensor, value: DTensor) -> tuple[Placement, ...]:
@@ -146,15 +137,6 @@ def batch_and_heads(query: DTensor, key: DTensor, value: DTensor) -> tuple[Place
         if (is_grouped and num_kv_heads % prod(sizes)) or smallest < 1:
             placements = [Replicate() if p == Shard(dim) else p for p in placements]
     return tuple(placements)
-
-
-def axis_of_tensors(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> SequenceAxis | None:
-    """Return the axis that shards the sequence of `attention_placements`; None if there is none."""
-    placements = attention_placements(query, key, value, site=site)
-    if placements is None:
-        return None
-    assert isinstance(query, DTensor)
-    return _axis(query.device_mesh, placements.index(Shard(SEQUENCE_DIM)), site=site)
 
 
 def check_shards_of_named_mesh(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> None:

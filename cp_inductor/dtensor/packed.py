@@ -38,11 +38,10 @@ IGNORED_LABEL = -100
 # Capacities between two powers of two. The longest padding is 1 / (PARTS + 1) of a batch.
 PARTS = 4
 LEAST = 64
-# Usual names of inputs: those that tell documents apart, those that are padded with one number, and
-# those that are padded with new numbers.
-_TELL_APART = ("position_ids", "seq_idx", "document_ids", "attention_mask")
+# Usual names of inputs that are padded with one number, or with new ones, or tell documents apart.
 _FIXED = {"labels": IGNORED_LABEL, "position_ids": 0, "attention_mask": 0}
 _NUMBERED = ("seq_idx", "document_ids")
+_TELL_APART = ("position_ids", *_NUMBERED, "attention_mask")
 # The length of a document whose attention takes as long as all else for its tokens, if nobody says
 # it: twelve times a hidden size of 4,096.
 EVEN_LENGTH = 49_152
@@ -97,8 +96,7 @@ def pad_packed(
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:
         raise _no_padding("input_ids of shape (B, S)", _kind(tokens), "name the tokens so")
     shape = tokens.shape
-    target = capacity_of(shape[1]) if length is None else length
-    missing = target - shape[1]
+    missing = (capacity_of(shape[1]) if length is None else length) - shape[1]
     if missing < 0:
         got = f"{shape[1]} tokens"
         raise _no_padding(f"at most length={length} tokens", got, "give a greater length, or None")
@@ -274,21 +272,16 @@ def assign(
 ) -> list[list[int]] | None:
     """Return the replica that each document goes to; None if all are best left where they are.
 
-    The dearest document first, to the replica that has least to do and has room for it.
-
-    Args:
-        lengths: of each replica, tokens of its documents.
-        labelled: whether they have a token to learn from; every replica needs one.
-        even_length: tokens of a document whose attention takes as long as all else.
-        max_tokens: that a replica may get; None: a fifth more than the longest batch has.
+    The dearest document goes first, to the replica that has least to do and has room for it. Each
+    replica gets one of those that have a token to learn from. See `_Said` and `balanced`.
     """
     world = range(len(lengths))
     most = max_tokens or int(SLACK * max(map(sum, lengths)))
     work = [[length * (1 + length / even_length) for length in row] for row in lengths]
-    documents = [(rank, index) for rank in world for index in range(len(lengths[rank]))]
+    documents = [(-n, rank, index) for rank in world for index, n in enumerate(lengths[rank])]
     goes = [[0] * len(row) for row in lengths]
     load, tokens, learns = [0.0 for _ in world], [0 for _ in world], set[int]()
-    for rank, index in sorted(documents, key=lambda at: (-lengths[at[0]][at[1]], at)):
+    for _, rank, index in sorted(documents):
         length = lengths[rank][index]
         room = [to for to in world if tokens[to] + length <= most]
         if not room:
@@ -318,7 +311,7 @@ def _documents_of(batch: Mapping[str, Any]) -> tuple[_Said, dict[str, Tensor]]:
     }
     begins = torch.zeros(shape, dtype=torch.bool)
     begins[:, 0] = True
-    for name, step in (("position_ids", 1), *((name, 0) for name in _NUMBERED)):
+    for name, step in {"position_ids": 1, **dict.fromkeys(_NUMBERED, 0)}.items():
         if name in fields:
             begins[:, 1:] |= fields[name].cpu().diff(dim=1) != step
     begins = begins.flatten()
@@ -329,10 +322,8 @@ def _documents_of(batch: Mapping[str, Any]) -> tuple[_Said, dict[str, Tensor]]:
             "one that begins elsewhere, as branches of a tree do",
             "balance batches of documents; a branch needs its prompt on the same replica",
         )
-    for name, place, end in (
-        ("labels", begins, "first"),
-        ("shift_labels", begins.roll(-1), "last"),
-    ):
+    ends = {"labels": ("first", begins), "shift_labels": ("last", begins.roll(-1))}
+    for name, (end, place) in ends.items():
         if name in flat and bool((flat[name].cpu()[place] != IGNORED_LABEL).any()):
             raise _refusal(
                 f"{IGNORED_LABEL} as the {end} of the {name} of each document",
@@ -378,8 +369,7 @@ def loss_weight(batch: Mapping[str, Any], replicas: DeviceMesh) -> float:
     first = 0 if "shift_labels" in given else 1
     own = int((labels[:, first:] != IGNORED_LABEL).sum()) if is_there else 0
     # Those that have none say so before they raise: the others would wait.
-    said = torch.tensor([own, not own, not is_there], dtype=torch.float64)
-    sums = said.to(replicas.device_type)
+    sums = torch.tensor([own, not own, not is_there]).double().to(replicas.device_type)
     dist.all_reduce(sums, group=replicas.get_group())
     total, without, unnamed = sums.tolist()
     if unnamed:

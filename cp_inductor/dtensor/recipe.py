@@ -44,27 +44,16 @@ USUAL_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the user asked for, by flags or options, for all attentions and graphs of a compile.
+    """What the user asked for, by flags or options (docs/options.md), for all graphs of a compile.
 
-    Attributes:
-        strategy: one of `cp_inductor.plan.STRATEGIES`, or "heads2+blocks" and the like.
-        stages: exchanges of the forward pass; 0 chooses by cost.
-        keep_bytes: bytes of fetched data that an attention may save for its backward.
-        link_bytes_per_s: how fast a rank receives, for the choice by cost; 0 for the usual speed.
-        device_flops_per_s: how fast a rank computes; 0 for the usual speed.
-        machine: what plans are made for, as `Machine.format` writes it; "" is the default machine,
-            and "auto" what is known of this one.
+    Attributes beside those of docs/options.md:
+        machine: as `Machine.format` writes it; "" is the default machine, "auto" what is known of
+            this one.
         seq_len: tokens of the whole sequence, if plain shards differ in length; else None.
         lengths: of whole sequences, if there may be several and their shards differ in length.
         device: type of the device that code is generated for, if it is not the tensors' device.
         capability: of that device, if it is a GPU.
         can_keep: whether the forward can hand what it fetched to the backward.
-        plan: "static", "runtime" or "auto": whether plans are made when graphs are compiled, or
-            once per batch.
-        schedule: "none": nothing overlaps. "local": overlap within an attention, as its plan says.
-            "global": overlap over the whole graph.
-        memory_budget_bytes: how much peak memory may rise over a schedule in which nothing
-            overlaps; if negative, as much as two exchanges bring.
     """
 
     strategy: str
@@ -157,12 +146,8 @@ def make_recipe(
 ) -> Recipe:
     """Return the resolved recipe of an attention, the same on all ranks.
 
-    Args:
-        plan_options, axis: what the user asked for; the axis that shards the sequence.
-        query, key: (B, H, S, D), (B, G, T, D): DTensors, or this rank's shards.
-        rule: which pairs exist; see `cp_inductor.mask.rule`.
-        dtype: in which the attention is computed and its data is moved.
-        site: for errors.
+    Query (B, H, S, D) and key (B, G, T, D) are DTensors, or this rank's shards. The rule says which
+    pairs exist (`cp_inductor.mask.rule`). Data is computed and moved in the dtype.
     """
     shape = shape_on_rank(query, key, dtype)
     query_length, key_length = whole_lengths(plan_options, axis, query, key, site=site)
@@ -192,30 +177,20 @@ def make_recipe(
 
 
 def whole_lengths(
-    plan_options: PlanOptions, axis: SequenceAxis, query: Tensor, key: Tensor, *, site: str
-) -> tuple[int, int]:
-    """Return the lengths of the whole sequences of queries and keys, as `make_recipe` does."""
-    return (
-        _whole_length(query, "query", axis, plan_options, site),
-        _whole_length(key, "key", axis, plan_options, site),
-    )
+    plan_options: PlanOptions,
+    axis: SequenceAxis,
+    query: Tensor,
+    key: Tensor,
+    *,
+    site: str,
+    is_dynamic: bool = False,
+) -> tuple[Any, Any]:
+    """Return the lengths of the whole sequences of queries and keys.
 
-
-def lengths_at_run_time(
-    plan_options: PlanOptions, axis: SequenceAxis, query: Tensor, key: Tensor, *, site: str
-) -> tuple[int | SymInt, int | SymInt]:
-    """Return the lengths of the whole sequences of queries and keys, for a plan at run time.
-
-    Dynamic lengths stay so, and need not divide by the ranks.
+    If the plan is made at run time, symbols stay symbols, and need not divide by the ranks.
     """
-
-    def length_of(tensor: Tensor, name: str) -> int | SymInt:
-        length = tensor.shape[SEQUENCE_DIM]
-        if not isinstance(length, SymInt):
-            return _whole_length(tensor, name, axis, plan_options, site)
-        return length if isinstance(tensor, DTensor) else length * axis.world_size
-
-    return length_of(query, "query"), length_of(key, "key")
+    how = (axis, plan_options, site, is_dynamic)
+    return _whole_length(query, "query", *how), _whole_length(key, "key", *how)
 
 
 def shape_on_rank(query: Tensor, key: Tensor, dtype: torch.dtype) -> Shape:
@@ -225,9 +200,11 @@ def shape_on_rank(query: Tensor, key: Tensor, dtype: torch.dtype) -> Shape:
 
 
 def _whole_length(
-    tensor: Tensor, name: str, axis: SequenceAxis, plan_options: PlanOptions, site: str
-) -> int:
+    tensor: Tensor, name: str, axis: SequenceAxis, options: PlanOptions, site: str, is_dynamic: bool
+) -> int | SymInt:
     length = tensor.shape[SEQUENCE_DIM]
+    if is_dynamic and isinstance(length, SymInt):
+        return length if isinstance(tensor, DTensor) else length * axis.world_size
     if isinstance(tensor, DTensor):
         if isinstance(length, SymInt) and length % axis.world_size:
             if not is_demanded(length):
@@ -243,17 +220,16 @@ def _whole_length(
                 f" {-(-length // axis.world_size) * axis.world_size}",
             )
         return size_hint(length)
-    named = plan_options.seq_len
-    if named is None:
+    if options.seq_len is None:
         remedy = "pass a buffer of each length to context_parallel"
-        known = whole_of_shard(plan_options.lengths, axis.world_size, axis.rank)
+        known = whole_of_shard(options.lengths, axis.world_size, axis.rank)
     else:
         remedy = "shard the sequence as torch.chunk does, or correct options['seq_len']"
-        known = {shard_lengths(named, axis.world_size)[axis.rank]: named}
+        known = {shard_lengths(options.seq_len, axis.world_size)[axis.rank]: options.seq_len}
     if not known:
         return size_hint(length) * axis.world_size
     for shard, whole in known.items():
-        if length == shard:
+        if length == shard:  # a symbol has no hash
             return whole
     parts = " or ".join(f"{shard} of {whole}" for shard, whole in known.items())
     raise UnevenSequence(

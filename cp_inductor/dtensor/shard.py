@@ -22,7 +22,7 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int = 1) -> DTensor:
     """Shard a sequence that every rank has whole.
 
     Shard everything that depends on positions (position ids, RoPE tables, labels) in the same way.
-    After this call, mean losses on the mesh are over all tokens: `cp_inductor.dtensor.rules.loss`.
+    After this call, mean losses on the mesh are over all tokens.
 
     Args:
         tensor: the same on all ranks, of any shape and dtype. Its length need not divide by the

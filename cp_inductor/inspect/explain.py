@@ -28,7 +28,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_inductor.dtensor.recipe import lengths_at_run_time, make_recipe
+from cp_inductor.dtensor.recipe import make_recipe, whole_lengths
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
 from cp_inductor.graph.nodes import nodes_of
@@ -334,7 +334,7 @@ def _facts(site: Site) -> dict[str, Any]:
     if this.is_per_batch:
         assert site.plan_options is not None
         here: Any = site.plan_options, site.axis, query, key
-        lengths = lengths_at_run_time(*here, site=site.name)
+        lengths = whole_lengths(*here, site=site.name, is_dynamic=True)
         strategy, stages, kept = "planned once per batch", this.source.stages, 0
         rule = this.source.rule
         recipe = make_recipe(*here, rule=rule, dtype=site.dtype, site=site.name)

@@ -197,7 +197,7 @@ def test_refusals(mesh: DeviceMesh, mesh_2d: DeviceMesh, row: str) -> None:
     names |= {"q": q, "k": k, "v": v, "x": distribute_tensor(q, mesh, [Shard(2)]), "h": h}
     names |= {"whole": h.redistribute(placements=[Replicate()])}
     names |= {"zeros": distribute_tensor(torch.zeros(8, 8), mesh, [Replicate()])}
-    names |= {"axis": cp_inductor.dtensor.axis.axis_of_tensors, "choose_kernel": choose_kernel}
+    names |= {"axis": cp_inductor.dtensor.axis.axis_and_placements, "choose_kernel": choose_kernel}
     with pytest.raises(getattr(cp_inductor, error)) as refused:
         eval(call, names)
     kind = type(refused.value)

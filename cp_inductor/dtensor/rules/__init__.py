@@ -1,15 +1,13 @@
 """What DTensor does with ops that it has no rule for, or a wrong one: a file for each family.
 
 attention           attention over a sharded sequence
-loss                means over the tokens of all ranks
+in_parts            draws, what accumulates, and others that ranks can compute in parts
 on_whole            all other ops without a rule, on all tokens
-partials            numbers of which each rank would hold a part, and those that Python reads
+partials            losses and other numbers of which each rank would hold a part
 writes              writes in place that DTensor would lose
-draws               one draw for all ranks
-single_ops          sums along a sharded dim, empty tensors, ops that compute every element alone
 
-All are registered here. Where no sequences lie (`dtensor/axis.py`), losses, partials, draws and
-numbers stay DTensor's own. Programs that do not use the library keep all of its rules.
+All are registered here. Where no sequences lie (`dtensor/axis.py`), losses, numbers and draws stay
+DTensor's own. Programs that do not use the library keep all of its rules.
 """
 
 from functools import partial
@@ -17,7 +15,7 @@ from functools import partial
 import torch
 from torch.distributed.tensor.experimental import register_sharding
 
-from cp_inductor.dtensor.rules import attention, draws, loss, on_whole, partials, single_ops, writes
+from cp_inductor.dtensor.rules import attention, in_parts, on_whole, partials, writes
 from cp_inductor.torch_private.dispatch import on_failed_sharding
 from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,
@@ -44,8 +42,8 @@ def register_rules() -> None:
         on_whole.run_on_whole, on_whole.is_misjudged, partials.makes_parts, partials.compute_whole
     )
     follow_memory(partials.whole_of_sequence)
-    for op in single_ops.ALONE:
-        register_sharding(op)(partial(single_ops.places, len(op._schema.returns)))
+    for op in in_parts.ALONE:
+        register_sharding(op)(partial(in_parts.places, len(op._schema.returns)))
     for handler, ops in writes.handled().items():
         for op in ops:
             if dtensor_handler(op) is dispatch_as_dtensor:
@@ -59,15 +57,15 @@ def register_rules() -> None:
         attention.handle_backward: BACKWARD_OPS,
         attention.handle_flex: (flex_attention_op(),),
         attention.handle_varlen: filter(None, [varlen_op()]),
-        loss.compute_loss: loss.COMPUTED,
-        single_ops.accumulate: single_ops.ACCUMULATED,
-        single_ops.concatenate: (aten.cat.default,),
-        on_whole.call_equal: on_whole.EQUALS,
+        partials.compute_loss: partials.COMPUTED,
+        in_parts.accumulate: in_parts.ACCUMULATED,
+        in_parts.concatenate: (aten.cat.default,),
+        lambda op, args, kwargs: on_whole.EQUALS[op](*args, **kwargs): on_whole.EQUALS,
         on_whole.view_as_strided: (aten.as_strided.default,),
         on_whole.run_if_right: on_whole.HANDLED,
         partials.read_item: (aten._local_scalar_dense.default,),
-        draws.draw: (*draws.OF_VALUES, *draws.FILLS, *ops_that_draw()),
+        in_parts.draw: (*in_parts.OF_VALUES, *in_parts.FILLS, *ops_that_draw()),
     }
     for handler, ops in table.items():
         for op in ops:
-            register_dtensor_handler(op, handler, is_loss=handler is loss.compute_loss)
+            register_dtensor_handler(op, handler, is_loss=handler is partials.compute_loss)

@@ -3,12 +3,10 @@
     aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, mask)     q, k, v: DTensor [Shard(2)]
       => wrap(cp_inductor::attention(q.to_local(), k.to_local(), v.to_local(), [rows of mask]))
 
-The handlers serve two purposes. They compute eager attention over the whole sequence. And they tell
-Dynamo, which runs DTensor on fake tensors to learn placements, that the output is sharded along the
-sequence. Query, key and value may be placed otherwise than each other: each rank takes its part.
-An attention whose sequence is not sharded is computed on each rank's batch entries and heads.
-
-A mask becomes a table of the rule, of which each rank reads the rows of its queries.
+The handlers compute eager attention over the whole sequence. And they tell Dynamo, which runs
+DTensor on fake tensors to learn placements, that the output is sharded along the sequence. Query,
+key and value may be placed otherwise than each other. A mask becomes a table of the rule, of which
+each rank reads the rows of its queries.
 
 With dropout, SDPA may choose a kernel that has no handler here. A region therefore intercepts eager
 attention before SDPA chooses a kernel, and calls `attend`.
@@ -29,8 +27,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_inductor.dtensor.axis import (
-    attention_placements,
-    axis_of_tensors,
+    SequenceAxis,
+    axis_and_placements,
     batch_and_heads,
     from_local_like,
     hold_sequences_along,
@@ -76,16 +74,16 @@ def handle_forward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     query, *_ = tensors = [bound[side] for side in SIDES]
     site = f"{op.name()} on DTensors"
     if isinstance(query, DTensor) and query.device_mesh.get_coordinate() is None:
-        return _shapes_of(op, query, bound)
+        return _results_of(op, bound, query)
     is_propagating = isinstance(query, DTensor) and is_propagating_shapes(query.to_local())
     axis = None
     try:
-        axis = axis_of_tensors(*tensors, site=site)
+        axis, placements = axis_and_placements(*tensors, site=site)
         if axis is None:
             return _attend_within_ranks(op, bound)
         if is_propagating and _mask_of(bound) is not None:
             # Dynamo only asks for shapes. What the mask is, the graph pass reads.
-            return _shapes_of(op, _placed_alike(*tensors, site=site)[0], bound)
+            return _results_of(op, bound, _placed(query, placements))
         if bound["dropout_p"]:
             raise UnsupportedAttention(
                 site=site,
@@ -94,11 +92,11 @@ def handle_forward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
                 remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
             )
         refuse_permuted(site)
-        this, sides, local, extras = _prepare(bound, dtype=query.dtype, site=site)
+        this, sides, local, extras = _prepare(bound, axis, placements, query.dtype, site)
     except CPError as error:
         if is_propagating:
             # Let Dynamo go on: the graph pass will raise the same error, with the source line.
-            return _shapes_of(op, query, bound)
+            return _results_of(op, bound, query)
         if axis is not None:
             tell_refusal(axis.group_name, error)
         raise
@@ -114,7 +112,7 @@ def handle_forward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     # For the backward, which runs on other threads: autograd saves the storage, not the tensor.
     lse.untyped_storage()._cp_inductor_note = site
     # lse (B, H, S) is sharded along the same dims as the query (B, H, S, D).
-    return _results_of(op, from_local_like(out, sides[0]), from_local_like(lse, sides[0]), bound)
+    return _results_of(op, bound, from_local_like(out, sides[0]), from_local_like(lse, sides[0]))
 
 
 def handle_flex(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,7 +122,8 @@ def handle_flex(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if is_propagating and any(map(is_sequence_sharded, (query, key, value))):
         # The graph pass reads the functions, and refuses with the source line what it cannot.
         with suppress(CPError):
-            query = _placed_alike(query, key, value, site="flex_attention on DTensors")[0]
+            site = "flex_attention on DTensors"
+            query = _placed(query, axis_and_placements(query, key, value, site=site)[1])
         statistic = query[..., 0].to(torch.promote_types(query.dtype, torch.float32))
         return torch.empty_like(query), statistic, torch.empty_like(statistic)
     error = UnsupportedAttention(
@@ -144,8 +143,7 @@ def handle_flex(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def handle_varlen(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     """Tell Dynamo the shapes of varlen_attn on sharded tokens; refuse it in eager code."""
     query = bind_arguments(op, args, kwargs)["query"]
-    placements = query.placements if isinstance(query, DTensor) else ()
-    if Shard(0) not in placements:
+    if not isinstance(query, DTensor) or Shard(0) not in query.placements:
         return dispatch_as_dtensor(op, args, kwargs)
     if is_propagating_shapes(query.to_local()):
         # The graph pass writes it as flex_attention, and refuses with the source line.
@@ -169,7 +167,8 @@ def handle_backward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     site = f"{op.name()} on DTensors"
     if isinstance(tensors[0], DTensor) and tensors[0].device_mesh.get_coordinate() is None:
         return _gradients_of(op, map(torch.empty_like, tensors), tensors)
-    if axis_of_tensors(*tensors, site=site) is None:
+    axis, placements = axis_and_placements(*tensors, site=site)
+    if axis is None:
         return _attend_within_ranks(op, bound)
     out, lse = (bound[name].to_local() for name in ("out", "logsumexp"))
     # Nothing if a hook has moved lse elsewhere.
@@ -178,7 +177,7 @@ def handle_backward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     # must not change that choice.
     chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
     with chosen if tensors[0].device.type == "cpu" else nullcontext():
-        this, sides, local, extras = _prepare(bound, dtype=tensors[0].dtype, site=site)
+        this, sides, local, extras = _prepare(bound, axis, placements, tensors[0].dtype, site)
     grad_out = bound["grad_out"] if "grad_out" in bound else bound["grad_out_"]
     grad_out = _placed(grad_out, sides[0].placements).to_local()
     if _is_traced(local[0]):
@@ -196,13 +195,13 @@ def _gradients_of(
 
     A summand of a partial tensor has the gradient of the whole.
     """
-    results: list[Tensor | None] = []
-    for grad, tensor in zip(grads, tensors, strict=True):
-        if isinstance(tensor, DTensor) and isinstance(grad, DTensor):
+    results: list[Tensor | None] = [None] * len(op._schema.returns)
+    for place, (grad, tensor) in enumerate(zip(grads, tensors, strict=True)):
+        if isinstance(tensor, DTensor):
             wanted = [p if type(p) is Shard else Replicate() for p in tensor.placements]
             grad = _placed(grad, wanted)
-        results.append(grad)
-    return (*results, *[None] * (len(op._schema.returns) - len(results)))
+        results[place] = grad
+    return tuple(results)
 
 
 def _attend_within_ranks(op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
@@ -248,42 +247,26 @@ def _dispatch(op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
     return dispatch_as_dtensor(op, in_order, by_name)
 
 
-def _placed_alike(query: Tensor, key: Tensor, value: Tensor, *, site: str) -> list[DTensor]:
-    """Return query, key and value of a sharded sequence, each rank's part of them alike."""
-    placements = attention_placements(query, key, value, site=site)
-    assert placements is not None
-    return [_placed(tensor, placements) for tensor in (query, key, value)]
-
-
 def _placed(tensor: Tensor, placements: Sequence[Placement]) -> DTensor:
     assert isinstance(tensor, DTensor)
     is_placed = tensor.placements == tuple(placements)
     return tensor if is_placed else tensor.redistribute(placements=placements)
 
 
-def attend(
-    query: DTensor,
-    key: DTensor,
-    value: DTensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    like: Tensor | None = None,
-) -> DTensor:
+def attend(*args: Any, like: Tensor, scale: Any = None, enable_gqa: bool = False) -> DTensor:
     """Compute SDPA along a sharded sequence in eager code, with a mask or dropout if wanted.
 
-    The arguments are those of SDPA. The mask is over the whole sequence, has no gradient, and is a
-    DTensor, or the same on every rank. Ranks draw the seed of dropout, and must be seeded alike.
-
-    Args:
-        like: the original query, if its placements also shard batch or heads; used by dropout.
+    The arguments are those of SDPA; query, key and value are DTensors. The mask is over the whole
+    sequence, has no gradient, and is a DTensor, or the same on every rank. Ranks draw the seed of
+    dropout, and must be seeded alike; `like` is the query that the program has, which may be
+    sharded by batch or heads as well.
 
     Returns:
         (B, H, S, D), placed like query, in query's dtype or that of autocast.
     """
+    names = (*SIDES, "attn_mask", "dropout_p", "is_causal")
+    call = dict(zip(names, args, strict=True), scale=scale)
+    query, key = call["query"], call["key"]
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise UnsupportedAttention(
             site=EAGER,
@@ -295,9 +278,12 @@ def attend(
     is_cast = torch.is_autocast_enabled(device)
     refuse_permuted(EAGER)
     dtype = torch.get_autocast_dtype(device) if is_cast else query.dtype
-    call = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "scale": scale}
-    call |= {"dropout_p": dropout_p, "is_causal": is_causal}
-    this, placed, tensors, extras = _prepare(call, dtype=dtype, site=EAGER, like=like)
+    axis, placements = axis_and_placements(query, key, call["value"], site=EAGER)
+    assert axis is not None
+    this, placed, tensors, extras = _prepare(call, axis, placements, dtype, EAGER)
+    if call["dropout_p"]:
+        seed = torch.randint(0, 1 << 31, (), device=query.device)
+        extras.append(seed_of_shard(seed, like))
     has_grad = torch.is_grad_enabled()
     with agreed(this, tensors[0], tensors[1], extras, site=EAGER, has_grad=has_grad):
         out: Tensor = _AttendWithGradient.apply(this, *tensors, *extras)
@@ -310,20 +296,18 @@ def _mask_of(bound: Mapping[str, Any]) -> Any:
 
 
 def _prepare(
-    call: Mapping[str, Any], *, dtype: torch.dtype, site: str, like: Tensor | None = None
+    call: Mapping[str, Any],
+    axis: SequenceAxis,
+    placements: Sequence[Placement],
+    dtype: torch.dtype,
+    site: str,
 ) -> tuple[Attention, list[DTensor], list[Tensor], list[Tensor]]:
     """Return an attention, its query, key and value placed alike and local, and what else it reads.
 
-    Args:
-        call: the arguments of SDPA, or of a kernel, by name.
-        dtype: in which the attention is computed.
-        site: for errors.
-        like: as for `attend`.
+    The call is the arguments of SDPA, or of a kernel, by name; the dtype is that of computing.
     """
-    attn_mask, is_causal, dropout_p = _mask_of(call), call["is_causal"], call["dropout_p"]
-    query, key, _ = sides = _placed_alike(*(call[side] for side in SIDES), site=site)
-    axis = axis_of_tensors(*sides, site=site)
-    assert axis is not None
+    attn_mask, is_causal = _mask_of(call), call["is_causal"]
+    query, key, _ = sides = [_placed(call[side], placements) for side in SIDES]
     hold_sequences_along(query.device_mesh, axis.group_name)
     check_attention(query=query, key=key, site=site)
     local = [tensor.to_local().to(dtype) for tensor in sides]
@@ -334,29 +318,21 @@ def _prepare(
     if attn_mask is not None:
         _check_mask(attn_mask, query, key, is_causal=is_causal, site=site)
         rule, indices = rule_of_table(attn_mask.shape, is_bool=attn_mask.dtype == torch.bool)
-        # A bias in a wider dtype than the attention is added unrounded; under autocast, SDPA casts
-        # it.
+        # A bias in a wider dtype is added unrounded; under autocast, SDPA casts it.
         is_cast = torch.is_autocast_enabled(query.device.type)
         is_wide = bool(rule.bias) and not is_cast and attn_mask.dtype.itemsize > dtype.itemsize
         rule = replace(rule, is_wide=is_wide)
         extras.append(local_part(attn_mask, query, roles_of(indices)))
-    if dropout_p:
-        seed = torch.randint(0, 1 << 31, (), device=query.device)
-        extras.append(seed_of_shard(seed, query if like is None else like))
-
     kernel, _ = choose_kernel(*local, dtype=dtype, site=site, has_bias=attn_mask is not None)
     # SDPA's own op saves only its results: nothing of what was fetched.
     flags = replace(PlanOptions.read({})[0], can_keep=False)
     recipe = make_recipe(flags, axis, query, key, rule=rule.format(), dtype=dtype, site=site)
-    this = Attention(recipe, axis.rank, call["scale"], kernel, axis.group_name, dropout_p)
+    this = Attention(recipe, axis.rank, call["scale"], kernel, axis.group_name, call["dropout_p"])
     return this, sides, local, extras
 
 
 class _AttendWithGradient(torch.autograd.Function):
-    """The op pair cp_inductor::attention, run as plain functions.
-
-    So dispatch modes see the collectives and kernels, which the custom ops would hide.
-    """
+    """The op pair cp_inductor::attention as plain functions, so that dispatch modes see inside."""
 
     @staticmethod
     def forward(ctx: Any, this: Attention, *tensors: Tensor) -> Tensor:
@@ -409,15 +385,15 @@ def _is_traced(local: Tensor) -> bool:
     return type(local) is not Tensor or torch.compiler.is_compiling()
 
 
-def _shapes_of(op: torch._ops.OpOverload, query: DTensor, bound: dict[str, Any]) -> tuple[Any, ...]:
-    """Return results of a kernel that have the right shapes and placements, and no values."""
-    return _results_of(op, torch.empty_like(query), torch.empty_like(query[..., 0]), bound)
-
-
 def _results_of(
-    op: torch._ops.OpOverload, out: Tensor, lse: Tensor, bound: dict[str, Any]
+    op: torch._ops.OpOverload, bound: dict[str, Any], out: Tensor, lse: Tensor | None = None
 ) -> tuple[Any, ...]:
-    """Return all results of a kernel: out, lse, lengths, and None for the state of dropout."""
+    """Return all results of a kernel: out, lse, lengths, and None for the state of dropout.
+
+    Without lse, they have no values, and shapes and placements as for an `out` that is placed so.
+    """
+    if lse is None:
+        out, lse = torch.empty_like(out), torch.empty_like(out[..., 0])
     lengths = {"max_q": bound["query"].shape[2], "max_k": bound["key"].shape[2]}
     rest = [lengths.get(returned.name) for returned in op._schema.returns[2:]]
     return out, lse, *rest

@@ -34,7 +34,7 @@ from torch import SymInt, Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_inductor.dtensor.axis import is_first_rank
-from cp_inductor.dtensor.rules.draws import take_from_first
+from cp_inductor.dtensor.rules.in_parts import take_from_first
 from cp_inductor.dtensor.rules.partials import part_of
 from cp_inductor.dtensor.wrap import is_whole, whole_tensor
 from cp_inductor.errors import CPError, UnsupportedPlacement
@@ -86,11 +86,6 @@ def run_if_right(op: Any, args: Any, kwargs: Any) -> Any:
     """Call what torch has for an op, if it gets the call right."""
     is_right = HANDLED[op](bind_arguments(op, args, kwargs))
     return (TORCHS[op] if is_right else run_on_whole)(op, args, kwargs)
-
-
-def call_equal(op: Any, args: Any, kwargs: Any) -> Any:
-    """Call what computes the same as an op."""
-    return EQUALS[op](*args, **kwargs)
 
 
 def _is_found_in_parts(bound: dict[str, Any]) -> bool:
@@ -266,33 +261,20 @@ def _tell_once(op: torch._ops.OpOverload, num_bytes: int) -> None:
 
 
 def _wrapped(op: Any, results: Any, args: Any, kwargs: Any, given: Sequence[DTensor]) -> Any:
-    """Return the results of an op on whole tensors as DTensors."""
-    mesh = given[0].device_mesh
-    if op._schema._is_view_op():
-        whole = pytree.tree_map_only(Tensor, lambda result: replicated(result, mesh), results)
-        return as_view(op, args, kwargs, whole)
-    # What it was given and returns.
-    bound = bind_arguments(op, args, kwargs)
-    aliases = [(it.alias_info, bound[it.name]) for it in op._schema.arguments if it.alias_info]
-    many = results if isinstance(results, tuple) else (results,)
-    wrapped = []
-    for result, returned in zip(many, op._schema.returns, strict=False):
-        alias = returned.alias_info
-        if alias is not None and alias.is_write:
-            result = next(it for info, it in aliases if info.before_set == alias.before_set)
-        else:
-            result = pytree.tree_map_only(Tensor, lambda one: _sharded_like(one, given, op), result)
-        wrapped.append(result)
-    return tuple(wrapped) if isinstance(results, tuple) else wrapped[0] if wrapped else None
+    """Return what an op was given to write to, or its results on whole tensors as DTensors.
 
+    A result is sharded like the first sharded input of its shape, or like what is convolved.
+    """
+    is_view = op._schema._is_view_op()
 
-def _sharded_like(whole: Tensor, given: Sequence[DTensor], op: torch._ops.OpOverload) -> DTensor:
-    """Shard a result like the first sharded input of its shape, or like what is convolved."""
-    made = replicated(whole, given[0].device_mesh)
-    for like in given:
-        is_sharded = any(place.is_shard() for place in like.placements)
-        is_convolved = op is aten.convolution.default and like is given[0]
-        if is_sharded and (is_convolved or whole.shape == like.shape):
-            places = [place if place.is_shard() else Replicate() for place in like.placements]
-            return made.redistribute(placements=places)
-    return made
+    def wrap(whole: Tensor) -> DTensor:
+        made = replicated(whole, given[0].device_mesh)
+        for like in given:
+            is_sharded = not is_view and any(place.is_shard() for place in like.placements)
+            is_convolved = op is aten.convolution.default and like is given[0]
+            if is_sharded and (is_convolved or whole.shape == like.shape):
+                places = [place if place.is_shard() else Replicate() for place in like.placements]
+                return made.redistribute(placements=places)
+        return made
+
+    return as_view(op, args, kwargs, pytree.tree_map_only(Tensor, wrap, results))

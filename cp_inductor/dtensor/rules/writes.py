@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -58,18 +58,14 @@ OTHERS = (
     *(aten.permute.default, aten.unsqueeze.default, aten.expand.default, aten.unfold.default),
     *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
 )
+# The second is no view to autograd, but as the first is to DTensor.
+RESHAPES = (aten.view.default, aten._unsafe_view.default)
 # What each part of a sum takes by itself: multiples, whose factors are whole, and further sums.
 SCALED = {
-    *(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.neg_.default),
-    *(aten._foreach_mul_.Scalar, aten._foreach_mul_.ScalarList, aten._foreach_mul_.Tensor),
-    *(aten._foreach_mul_.List, aten._foreach_div_.Scalar, aten._foreach_div_.ScalarList),
-    *(aten._foreach_div_.Tensor, aten._foreach_div_.List, aten._foreach_neg_.default),
-    *(aten.zero_.default, aten._foreach_zero_.default),
+    *(aten.mul_, aten.div_, aten.neg_, aten.zero_, aten._foreach_zero_),
+    *(aten._foreach_mul_, aten._foreach_div_, aten._foreach_neg_),
 }
-ADDED = {
-    *(aten.add_.Tensor, aten.sub_.Tensor, aten._foreach_add_.List, aten._foreach_sub_.List),
-    aten.copy_.default,
-}
+ADDED = {aten.add_, aten.sub_, aten._foreach_add_, aten._foreach_sub_, aten.copy_}
 # From a tensor to the copies that DTensor made of it instead of views.
 _copies: Any = WeakTensorKeyDictionary()
 # Under inference_mode: from such a copy, or a view of it, to the tensor.
@@ -83,9 +79,7 @@ def handled() -> dict[Any, Iterable[torch._ops.OpOverload]]:
     packets = [packet for packet in names if isinstance(packet, torch._ops.OpOverloadPacket)]
     ops = (getattr(packet, name) for packet in packets for name in packet.overloads())
     that_write = [op for op in ops if op._schema.is_mutable]
-    # The last is no view to autograd, but as `view` is to DTensor.
-    views = {_view: VIEWS, _view_of_all: OTHERS, _reshape: (aten._unsafe_view.default,)}
-    return {**views, _write: that_write}
+    return {_view: (*VIEWS, *OTHERS, *RESHAPES), _write: that_write}
 
 
 @contextmanager
@@ -104,10 +98,24 @@ def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         refuse_empty(f"view ({user_line()})", of)
     if op is aten.slice.Tensor and is_whole_slice(bind_arguments(op, args, kwargs), of.shape):
         return aten.alias.default(of)
-    with _mode_of(of):
-        make = _reshape if op is aten.view.default else _view_of_all
-        views = make(op, args, kwargs)
-    if not is_fake(local_of(of)) and not is_compiled(local_of(of)):
+    # Of x[:, 0] where the tokens of x are a symbol, strides are symbols.
+    run = dispatch_as_dtensor if has_symbols_as_strides(of) else without_handler
+    with ExitStack() as modes:
+        if torch.is_inference_mode_enabled() and not of.is_inference():
+            # DTensor (2.13) would make views of a tensor from outside of inference_mode that torch
+            # then refuses: "Cannot set version_counter for inference tensor".
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.no_grad())
+        try:
+            views = run(op, args, kwargs)
+        except (RuntimeError, ValueError):
+            if op not in RESHAPES:
+                raise
+            # The part lies otherwise than the whole. DTensor has other strides than its part then,
+            # of which this is no view.
+            copied = aten.clone.default(of, memory_format=torch.contiguous_format)
+            views = run(op, (copied, *args[1:]), kwargs)
+    if op in VIEWS and not is_fake(local_of(of)) and not is_compiled(local_of(of)):
         for made in views if isinstance(views, (tuple, list)) else (views,):
             is_copy = memory_of(local_of(made)) != memory_of(local_of(of))
             if is_copy:
@@ -115,39 +123,6 @@ def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
             if torch.is_inference_mode_enabled() and (is_copy or of in _copied):
                 _copied[made] = of if is_copy else _copied[of]
     return views
-
-
-def _reshape(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """View a DTensor, or a copy of it if its part lies otherwise than the whole, as DTensor has it.
-
-    DTensor has other strides than its local tensor then, of which this is no view.
-    """
-    try:
-        return _view_of_all(op, args, kwargs)
-    except (RuntimeError, ValueError):
-        copied = aten.clone.default(args[0], memory_format=torch.contiguous_format)
-        return _view_of_all(op, (copied, *args[1:]), kwargs)
-
-
-def _view_of_all(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a view as DTensor does, also of x[:, 0] where the tokens of x are a symbol."""
-    run = dispatch_as_dtensor if has_symbols_as_strides(args[0]) else without_handler
-    with _mode_of(args[0]):
-        return run(op, args, kwargs)
-
-
-@contextmanager
-def _mode_of(of: DTensor) -> Iterator[None]:
-    """Within this context, views are as the tensor that they are views of.
-
-    Under inference_mode DTensor (2.13) makes views of a tensor that was made outside of it which
-    torch then refuses: "Cannot set version_counter for inference tensor".
-    """
-    if not torch.is_inference_mode_enabled() or of.is_inference():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _root(tensor: DTensor) -> Tensor:
@@ -169,12 +144,13 @@ def _write(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _takes_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a write to sums is right on each rank's part of them."""
-    to, *others = map(tensors_in, bind_arguments(op, args, kwargs).values())
-    if op in SCALED:
+    bound = bind_arguments(op, args, kwargs)
+    to, *others = map(tensors_in, bound.values())
+    if op.overloadpacket in SCALED and bound.get("rounding_mode") is None:
         tensors = (x for values in others for x in values if isinstance(x, DTensor))
         return not any(map(is_partial, tensors))
     places = [[getattr(x, "placements", None) for x in values] for values in (to, *others[:1])]
-    return op in ADDED and places[0] == places[1]
+    return op.overloadpacket in ADDED and places[0] == places[1]
 
 
 def _trace(

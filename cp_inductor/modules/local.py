@@ -20,11 +20,10 @@ from torch.nn.parameter import is_lazy
 
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
-from cp_inductor.modules.libraries import Local, libraries
 from cp_inductor.modules.mixers import CONVOLUTIONS, OnOwnTokens, OnWhole
 from cp_inductor.modules.options import SITE, Options, refuse_argument
-from cp_inductor.modules.reading import ReadsLocally, read_locally, reading_of, reads_locally
-from cp_inductor.modules.recurrences import namespaces_of, share_functions, share_wherever_known
+from cp_inductor.modules.reading import Local, ReadsLocally, libraries, read_locally, reading_of
+from cp_inductor.modules.recurrences import share_functions
 from cp_inductor.modules.tokenwise import OnShards, check_styles, is_tensor_parallel, router
 
 # How modules compute that are named.
@@ -35,7 +34,7 @@ def local_of(module: nn.Module, options: Options) -> Local | None:
     """Return how a module computes on plain tensors; None if it computes on DTensors."""
     if isinstance(module, options.whole):
         return WHOLE
-    known = next(filter(None, (one.find_local(module) for one in libraries())), None)
+    known: Local | None = next(filter(None, (one.find_local(module) for one in libraries)), None)
     if known is not None and issubclass(known.mixin, OnOwnTokens):
         return known
     if isinstance(module, options.recurrent):
@@ -79,13 +78,13 @@ def check_model(model: nn.Module, options: Options) -> None:
     # fully_shard hands out plain weights while the model runs.
     are_handed_out = any(isinstance(module, FSDPModule) for module in model.modules())
     for prefix, module in model.named_modules():
-        reading = reading_of(module)
-        if reading and (reading.mesh, reading.sums_gradients) != (mesh, options.sums_gradients):
+        other = reading_of(module)
+        if other and (other.mesh, other.gradients) != (mesh, options.gradients):
             raise InvalidArgument(
                 site=f"{SITE}, {prefix}",
                 expected="modules of no other model, or of one with the same mesh and gradients=",
-                got=f"one on {reading.mesh}, whose gradients are"
-                f" {'sums' if reading.sums_gradients else 'partial'}",
+                got=f"one on {other.mesh}, whose gradients are"
+                f" {'sums' if other.gradients == 'sum' else 'partial'}",
                 remedy="parallelize the whole model, once, or all models that share it alike",
             )
         is_known = are_handed_out or is_tensor_parallel(module, mesh)
@@ -113,10 +112,9 @@ def _check_nesting(model: nn.Module, options: Options) -> None:
             continue
         for name, inner in outer.named_modules():
             other = locals_of[inner]
+            mixes = other is not None and issubclass(other.mixin, OnWhole)
             if issubclass(local.mixin, OnOwnTokens):
                 mixes = other is WHOLE
-            else:
-                mixes = other is not None and issubclass(other.mixin, OnWhole)
             if mixes and inner is not outer:
                 raise InvalidArgument(
                     site=f"{SITE}, {type(outer).__name__}.{name}",
@@ -128,25 +126,23 @@ def _check_nesting(model: nn.Module, options: Options) -> None:
 
 def compute_locally(model: nn.Module, options: Options) -> None:
     """Let such modules compute on plain tensors, in a model that reads DTensors, in place."""
-    places = {cls: at for one in libraries() for cls, at in one.find_routers(model).items()}
+    places = {cls: at for one in libraries for cls, at in one.find_routers(model).items()}
     routers = {cls: router(place) for cls, place in places.items()}
     known_on_whole: Counter[str] = Counter()
     for module in list(model.modules()):
-        local = None if reads_locally(module) else local_of(module, options)
+        local = None if isinstance(module, ReadsLocally) else local_of(module, options)
         if local is None:
             continue
-        if local is RECURRENT:
-            share_wherever_known(module.modules())
+        if issubclass(local.mixin, OnOwnTokens):
+            is_everywhere = local is RECURRENT
+            share_functions(module.modules(), local.functions, is_everywhere=is_everywhere)
         if local.mixin is OnWhole and local is not WHOLE:
             known_on_whole[type(module).__name__] += 1
         mixins = {**local.inner, **routers}
         for inner in list(module.modules()):
-            if issubclass(local.mixin, OnOwnTokens):
-                for namespace in namespaces_of(type(inner)):
-                    share_functions(namespace, local.functions)
             # Where its weight is sharded, the class is a subclass of that of the router.
             known = (mixins[cls] for cls in type(inner).__mro__ if cls in mixins)
-            if not reads_locally(inner):
+            if not isinstance(inner, ReadsLocally):
                 mixin = local.mixin if inner is module else next(known, ReadsLocally)
                 read_locally(inner, mixin)
     if known_on_whole and is_first_rank(options.mesh):

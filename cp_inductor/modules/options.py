@@ -11,23 +11,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import InvalidArgument
-from cp_inductor.modules.sharded_weights import ShardedWeights
+from cp_inductor.modules.weights import ShardedWeights, scale_gradient
 from cp_inductor.trust.agreement import agree_once
 from cp_inductor.trust.record import Entry
 
 SITE = "parallelize"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Options:
-    """How a model was parallelized: the arguments of `parallelize`."""
+    """How a model was parallelized, and so how its modules read their tensors while it runs.
+
+    Attributes:
+        mesh, tokenwise, recurrent, whole, seq_dims, outputs, gradients: arguments of `parallelize`.
+        weights: how parameters are stored in shards; None leaves them.
+        everywhere: placements of a tensor that every rank has whole.
+    """
 
     mesh: DeviceMesh
     tokenwise: tuple[type[nn.Module], ...] = ()
@@ -37,16 +44,41 @@ class Options:
     outputs: str = "sharded"
     weights: ShardedWeights | None = None
     gradients: str = "sum"
+    everywhere: tuple[Placement, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.everywhere = (Replicate(),) * self.mesh.ndim
 
     @property
     def everybody(self) -> DeviceMesh:
         """Of the ranks that get the weights of the first."""
         return self.mesh if self.weights is None else self.weights.mesh
 
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether gradients are those of all tokens, and not a rank's part."""
-        return self.gradients == "sum"
+    def as_dtensor(self, tensor: Tensor) -> Tensor:
+        """Return a DTensor on the mesh, of a plain tensor that every rank has whole.
+
+        A DTensor over other ranks, as by tensor parallelism, stays one on its own mesh.
+        """
+        if isinstance(tensor, DTensor):
+            if not self.is_beside(tensor):
+                return tensor if self.weights is None else self.weights.gather(tensor, self.mesh)
+            whole = cast("DTensor", self.as_dtensor(tensor.to_local()))
+            local = whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
+            return wrap_parts(local, tensor.device_mesh, tensor.placements, tensor.shape)
+        of_gradient: list[Placement] | None = None
+        if self.gradients == "partial":
+            of_gradient = [Partial()] * self.mesh.ndim
+            if tensor.requires_grad:
+                tensor = scale_gradient(tensor, self.mesh.size())
+        return DTensor.from_local(
+            tensor, self.mesh, self.everywhere, run_check=False, grad_placements=of_gradient
+        )
+
+    def is_beside(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a DTensor over other ranks, which is read as it is."""
+        return (
+            self.weights is None and isinstance(tensor, DTensor) and tensor.device_mesh != self.mesh
+        )
 
 
 def refuse_argument(argument: str, expected: str, got: str, remedy: str) -> NoReturn:

@@ -5,13 +5,13 @@
     loss.backward(); optimizer.step()                .grad is plain and complete
 
 While the model runs, its modules read their parameters and buffers as DTensors (`reading`), and its
-inputs are DTensors that are sharded along the sequence (`whole_batches`). Outside of a run they are
-the plain tensors that they always were. So optimizers, checkpoints, clipping, adapters and
-`generate` see a model of one process.
+inputs are DTensors that are sharded along the sequence (`whole_batches`). Outside of a run all are
+plain: optimizers, checkpoints, clipping, adapters and `generate` see a model of one process.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 import weakref
@@ -38,24 +38,21 @@ from cp_inductor.errors import (
     UnsupportedPlacement,
     UnsupportedWrite,
 )
-from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.local import check_model, compute_locally
 from cp_inductor.modules.options import SITE, Options, agree_on_model, check_arguments
 from cp_inductor.modules.reading import (
     READING,
-    Reading,
     ReadsLocally,
     as_on_one_process,
     class_of,
     computing,
+    libraries,
     read_as_dtensors,
     read_locally,
-    reading_of,
-    reads_locally,
 )
-from cp_inductor.modules.sharded_weights import ShardedWeights
 from cp_inductor.modules.tokenwise import run_beside_tensor_parallelism
-from cp_inductor.modules.whole_batches import WholeBatches, contents_of, names_of
+from cp_inductor.modules.weights import ShardedWeights
+from cp_inductor.modules.whole_batches import WholeBatches, contents_of
 from cp_inductor.torch_private.dtensor import are_plain_tensors_replicated, checks_of_given_data
 from cp_inductor.torch_private.modes import is_transforming, run_uncompiled
 from cp_inductor.torch_private.traces import traces
@@ -142,7 +139,7 @@ def parallelize(
     options = Options(mesh, *named, dict(seq_dims or {}), outputs, stored, gradients)
     before = options_of(model)
     if before is not None:
-        if before != options:
+        if vars(before) != vars(options):
             raise InvalidArgument(
                 site=SITE,
                 expected=f"the arguments of the first call for this model: {before}",
@@ -184,15 +181,11 @@ def parallelize_copy(model: nn.Module, options: Options) -> None:
 
 
 def _change_classes(model: nn.Module, options: Options) -> None:
-    mesh, weights = options.mesh, options.weights
-    gather = None if weights is None else partial(weights.gather, sequence=mesh)
-    reading = Reading(mesh, sums_gradients=options.sums_gradients, gather=gather)
     for module in list(model.modules()):
-        read_as_dtensors(module, reading)
+        read_as_dtensors(module, options)
     adapt(model, options)
-    run_beside_tensor_parallelism(model, mesh)
-    batches = WholeBatches(type(model).__name__, names_of(type(model).forward), options)
-    model.__class__ = _entrance(type(model), batches)
+    run_beside_tensor_parallelism(model, options.mesh)
+    model.__class__ = _entrance(type(model), options)
     if "forward" in vars(model):  # replaced on the object, which would go past the class
         setattr(model, OWN_FORWARD, vars(model).pop("forward"))
 
@@ -203,7 +196,7 @@ def adapt(model: nn.Module, options: Options) -> None:
     mesh = options.mesh
     for axis in range(mesh.ndim):
         hold_sequences_along(mesh, str(mesh.get_group(axis).group_name))
-    for library in libraries():
+    for library in libraries:
         library.adapt(model)
     compute_locally(model, options)
 
@@ -217,8 +210,12 @@ def _first_equal(mesh: DeviceMesh) -> DeviceMesh:
     return first if first == mesh else mesh
 
 
-def _entrance(cls: Any, batches: WholeBatches) -> type[nn.Module]:
+def _entrance(cls: Any, options: Options) -> type[nn.Module]:
     """Return a subclass whose forward takes whole batches."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(cls.forward).parameters.values()
+    names = tuple(one.name for one in parameters if one.kind in kinds)[1:]
+    batches = WholeBatches(cls.__name__, names, options)
 
     def compute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = self.__dict__.get(OWN_FORWARD)
@@ -231,7 +228,7 @@ def _entrance(cls: Any, batches: WholeBatches) -> type[nn.Module]:
             return compute(self, *args, **kwargs)
         output = None
         is_traced = torch.compiler.is_compiling()
-        (_begin_trace if is_traced else _begin)(self)
+        _begin(self, is_traced)
         here.is_running = True
         try:
             parts, named = batches.cut(args, kwargs)
@@ -255,9 +252,9 @@ def _entrance(cls: Any, batches: WholeBatches) -> type[nn.Module]:
     # Dynamo counts what it has compiled, and gives up, by code.
     code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")  # type: ignore[attr-defined]
     forward.__code__ = code  # type: ignore[attr-defined]
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    names |= {BATCHES: batches, READING: getattr(cls, READING)}
-    made: type[nn.Module] = type(cls.__name__, (cls,), {**names, **methods})
+    special = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    special |= {BATCHES: batches, READING: getattr(cls, READING)}
+    made: type[nn.Module] = type(cls.__name__, (cls,), {**special, **methods})
     return made
 
 
@@ -284,7 +281,6 @@ class _Replicating(threading.local):
 
     def end_with(self, model: nn.Module, output: Any) -> None:
         """End when the tensors of a result are gone that have gradients."""
-        tensors = [one for one in pytree.tree_leaves(output) if isinstance(one, Tensor)]
         site = type(model).__name__
 
         def ask(gradient: Tensor) -> None:
@@ -299,8 +295,8 @@ class _Replicating(threading.local):
                 )
 
         weakref.finalize(ask, self.end).atexit = False
-        for tensor in tensors:
-            if tensor.requires_grad:
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(ask)
 
 
@@ -308,8 +304,17 @@ _replicating = _Replicating()
 run_uncompiled(_Replicating.end_with)
 
 
-def _begin(model: nn.Module) -> None:
-    if is_transforming():
+# Dynamo calls it while it traces, and raises what it raises.
+@torch.compiler.assume_constant_result
+def _begin(model: nn.Module, is_traced: bool) -> None:
+    if is_traced and not traces.is_ours:
+        raise InvalidArgument(
+            site=type(model).__name__,
+            expected='backend="cp_inductor" or "cp_aot_eager", for a parallelized model',
+            got="another backend of torch.compile, or aot_compile",
+            remedy='torch.compile(model, backend="cp_inductor")',
+        )
+    if not is_traced and is_transforming():
         raise UnsupportedPlacement(
             site=type(model).__name__,
             expected="a parallelized model outside of transforms of torch.func",
@@ -318,24 +323,11 @@ def _begin(model: nn.Module) -> None:
         )
     _adopt(model)
     _replicating.begin()
+    if is_traced:  # also if what eager code has returned goes in the meantime
+        traces.around.callback(_replicating.end)
 
 
 run_uncompiled(_begin)  # where a graph break has left the forward to Python
-
-
-# Dynamo calls it while it traces, and raises what it raises.
-@torch.compiler.assume_constant_result
-def _begin_trace(model: nn.Module) -> None:
-    if not traces.is_ours:
-        raise InvalidArgument(
-            site=type(model).__name__,
-            expected='backend="cp_inductor" or "cp_aot_eager", for a parallelized model',
-            got="another backend of torch.compile, or aot_compile",
-            remedy='torch.compile(model, backend="cp_inductor")',
-        )
-    _adopt(model)
-    _replicating.begin()  # also if what eager code has returned goes in the meantime
-    traces.around.callback(_replicating.end)
 
 
 def _mark_lengths(frame: Mapping[str, Any]) -> None:
@@ -351,8 +343,8 @@ traces.before.append(_mark_lengths)
 def _adopt(model: nn.Module) -> None:
     """Let modules read what came into the model since its last run."""
     _parallelized.add(model)  # here, as copies have never met `parallelize`
-    reading, options = reading_of(model), options_of(model)
-    assert reading is not None and options is not None
+    options = options_of(model)
+    assert options is not None
     stored = options.weights
     has_batches = stored is not None and stored.mesh.size() > options.mesh.size()
     for name, weight in model.named_parameters() if has_batches else ():
@@ -363,15 +355,15 @@ def _adopt(model: nn.Module) -> None:
                 got="a plain one, whose gradient nobody would average over batches",
                 remedy="add adapters and the like before parallelize(..., weights=)",
             )
-    if not reading.sums_gradients:
+    if options.gradients == "partial":
         for axis in range(options.mesh.ndim):
             name = str(options.mesh.get_group(axis).group_name)
             watch_gradients(name, list(model.parameters()))
     for module in model.modules():
-        read_as_dtensors(module, reading)
+        read_as_dtensors(module, options)
         # Such as adapters, in a module that computes on a rank's own tokens.
-        new = [one for one in module.modules() if not reads_locally(one)]
-        for inner in new if reads_locally(module) else ():
+        new = [one for one in module.modules() if not isinstance(one, ReadsLocally)]
+        for inner in new if isinstance(module, ReadsLocally) else ():
             read_locally(inner, ReadsLocally)
 
 

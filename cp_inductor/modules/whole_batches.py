@@ -15,7 +15,6 @@ of speed and memory, and never of numbers.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.fx.traceback import annotate
 
+from cp_inductor.dtensor.wrap import is_whole, wrap_whole
 from cp_inductor.errors import InvalidArgument, UnsupportedWrite
 from cp_inductor.kept import cache
 from cp_inductor.modules.options import Options
@@ -63,7 +63,7 @@ class WholeBatches:
             with annotate({PART_OF_BATCH: name}):
                 return self._placed(tensor, self._dim(name, tensor, lengths))
 
-        placed = [map_parts(place, name, value, is_ours=False) for name, value in named]
+        placed = [map_parts(place, value, name) for name, value in named]
         _say(self.site, tuple((name, self._dim(name, one, lengths)) for name, one in leaves))
         return placed[: len(args)], dict(zip(kwargs, placed[len(args) :], strict=True))
 
@@ -90,7 +90,7 @@ class WholeBatches:
         """
         known = {id(tensor) for _, tensor in leaves_of("", given)}
         for name, part in self._read(parts, named)[1]:
-            is_cut = isinstance(part, DTensor) and any(p.is_shard() for p in part.placements)
+            is_cut = isinstance(part, DTensor) and not is_whole(part)
             if is_cut and id(part) not in known and not part.is_inference() and part._version:
                 raise write_to_part(self.site, name)
 
@@ -140,7 +140,7 @@ class WholeBatches:
                 plain.register_hook(_full)  # as eager code may use it beside results with tokens
             return plain
 
-        return map_parts(whole, "", output, is_ours=True)
+        return map_parts(whole, output, is_ours=True)
 
     def _dim(self, name: str, tensor: Tensor, lengths: Sequence[int]) -> int | None:
         """Return the dim in which a tensor is cut; None if it stays whole."""
@@ -167,16 +167,13 @@ class WholeBatches:
     def _placed(self, tensor: Tensor, dim: int | None) -> Any:
         if isinstance(tensor, DTensor):
             return tensor
-        note_batch(str(self.options.mesh.get_group(0).group_name), tensor)
+        mesh = self.options.mesh
+        note_batch(str(mesh.get_group(0).group_name), tensor)
         if dim is None and not tensor.requires_grad and not tensor.is_floating_point():
             return tensor  # whose numbers Python may read, such as sizes of images
-        others: list[Placement] = [Replicate()] * (self.options.mesh.ndim - 1)
-        whole = DTensor.from_local(
-            tensor, self.options.mesh, [Replicate(), *others], run_check=False
-        )
-        return (
-            whole if dim is None else whole.redistribute(self.options.mesh, [Shard(dim), *others])
-        )
+        others: list[Placement] = [Replicate()] * (mesh.ndim - 1)
+        whole = wrap_whole(tensor, mesh)
+        return whole if dim is None else whole.redistribute(mesh, [Shard(dim), *others])
 
 
 def write_to_part(site: str, name: str) -> UnsupportedWrite:
@@ -191,13 +188,6 @@ def write_to_part(site: str, name: str) -> UnsupportedWrite:
 
 def _full(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-
-
-def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a method's positional arguments, without the first."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(forward).parameters.values()
-    return tuple(one.name for one in parameters if one.kind in kinds)[1:]
 
 
 def leaves_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -215,14 +205,14 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def map_parts(
-    function: Callable[[str, Tensor], Any], name: str, value: Any, *, is_ours: bool
+    function: Callable[[str, Tensor], Any], value: Any, name: str = "", *, is_ours: bool = False
 ) -> Any:
     """Return a value with its tensors replaced; what has none is returned as it is.
 
     Args:
-        function: makes a tensor of a name and a tensor.
-        name: of the value.
+        function: makes a tensor of the name that is nearest to one, and that tensor.
         value: any.
+        name: of the value.
         is_ours: whether dicts of other classes, such as a ModelOutput, may be changed.
     """
     if isinstance(value, Tensor):
@@ -231,7 +221,7 @@ def map_parts(
         return value
     is_list = isinstance(value, (list, tuple))
     parts = {
-        key: map_parts(function, name if is_list else str(key), item, is_ours=is_ours)
+        key: map_parts(function, item, name if is_list else str(key), is_ours=is_ours)
         for key, item in _items(value)
     }
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""Store the weights of a model in shards, as FSDP does, and gather each where it is read.
+"""Weights of a model: stored in shards and gathered where each is read, or tied by their memory.
 
     linear.weight (N, K), whole     linear.weight: a DTensor [Shard(0)] over all ranks, which the
                                 =>  optimizer trains
@@ -7,19 +7,27 @@
 
 A rank's gradient of a weight is of its own tokens. It is summed over the ranks of a sequence, and
 averaged over those with other batches, as it is scattered back to shards: one reduce-scatter.
+Weights are not gathered by hooks, as in `fully_shard`: these break the graph at each layer, and a
+mask that is computed before the first layer would then reach the others as a tensor of all pairs.
 
-Weights are gathered by reading them, not by hooks as in `fully_shard`. Hooks break the graph at
-each layer, and a mask that is computed before the first layer would then reach the others as a
-tensor of all pairs. Without hooks the model is one graph, in which the compiler reads its masks.
+    embedding(ids, weight_0); linear(x, weight_1)    two DTensors, one memory  =>  UntiedWeights
+
+torch's `distribute_module` makes a new parameter for each name. On the CPU, and if the model was
+already on the device, the two still share the memory that they were made from. That is never
+intended, so it is refused. If the weights were copied to the device, only their values are equal,
+which may be intended. For an embedding's table, a warning says so.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -30,9 +38,34 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
+from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
-from cp_inductor.modules.reading import scale_gradient
-from cp_inductor.modules.ties import share_elements
+from cp_inductor.kept import cache
+from cp_inductor.torch_private.dynamo import graph_inputs
+
+log = logging.getLogger("cp_inductor")
+
+REMEDY = "call cp_inductor.parallelize(model, mesh), which keeps ties, not distribute_module"
+
+# So many elements of two tables are compared before all are.
+NUM_PROBED = 64
+
+
+def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+    """Return a tensor, whose gradient is multiplied by a number on its way back."""
+    scaled: Tensor = _ScaledGradient.apply(tensor, factor)
+    return scaled
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.factor, None
 
 
 @dataclass(frozen=True)
@@ -85,7 +118,7 @@ class ShardedWeights:
             others = together.setdefault(tensor.untyped_storage().data_ptr(), [])
             for known, other in others:
                 is_trained = any(isinstance(one, nn.Parameter) for one in (tensor, other))
-                if is_trained and share_elements(tensor, other):
+                if is_trained and _share_elements(tensor, other):
                     raise UntiedWeights(
                         site=f"{known} and {name}",
                         expected="one tensor under both names, or two with separate memory",
@@ -139,3 +172,100 @@ class ShardedWeights:
         return DTensor.from_local(
             local, sequence, [Replicate()], run_check=False, grad_placements=[Partial()]
         )
+
+
+def check_ties(graph: fx.Graph) -> None:
+    """Refuse, or warn of, parameters of a Dynamo graph that were tied and no longer are.
+
+    Without gradients nothing is checked: both parameters still have the same values. Neither are
+    pairs of which none is trained.
+
+    Raises:
+        UntiedWeights: two parameters share memory.
+    """
+    if not torch.is_grad_enabled():
+        return
+    # Name, parameter, this rank's part of it, and whether an embedding looks up its rows.
+    alike: dict[tuple[object, ...], list[tuple[str, DTensor, Tensor, bool]]] = {}
+    for node, name, value in graph_inputs(graph):
+        if isinstance(value, DTensor) and isinstance(value, nn.Parameter):
+            is_table = any(
+                # F.embedding takes the table second, the op first.
+                user.target in (F.embedding, torch.embedding)
+                and node in (*user.args[:2], user.kwargs.get("weight"))
+                for user in node.users
+            )
+            local = value.to_local().detach()
+            key = (value.shape, value.dtype, value.placements, local.device)
+            alike.setdefault(key, []).append((name, value, local, is_table))
+    pairs = (pair for weights in alike.values() for pair in combinations(weights, 2))
+    for (name, one, local, is_table), (other_name, other, other_local, is_other_table) in pairs:
+        if one is other or not (one.requires_grad or other.requires_grad):
+            continue
+        if _is_one_memory(local, other_local):
+            raise UntiedWeights(
+                site=f"{name} and {other_name}",
+                expected="one parameter under both names",
+                got="two that share memory: they were one before they were distributed, and"
+                " each would get only a part of the gradient",
+                remedy=REMEDY,
+            )
+        is_said = (is_table or is_other_table) and is_first_rank(one.device_mesh)
+        if is_said and _is_alike(local, other_local):
+            _warn(name, other_name)
+
+
+def _is_one_memory(one: Tensor, other: Tensor) -> bool:
+    if one.is_meta or not one.numel():
+        return False
+    address = one.untyped_storage().data_ptr()
+    # A weight that FSDP has freed has no address.
+    is_same = address != 0 and address == other.untyped_storage().data_ptr()
+    return is_same and _share_elements(one, other)
+
+
+def _share_elements(one: Tensor, other: Tensor) -> bool:
+    """Whether two plain tensors of one storage have an element in common.
+
+    Bytes in common are not enough: interleaved parts of one tensor, such as its even and its odd
+    columns, have no element in common.
+    """
+    (start, end), (other_start, other_end) = (_extent(tensor) for tensor in (one, other))
+    if start >= other_end or other_start >= end:
+        return False
+    size, first = one.element_size(), min(start, other_start)
+    if size != other.element_size():
+        return True
+    marks = torch.zeros((max(end, other_end) - first) // size, dtype=torch.bool)
+    marks.as_strided(one.size(), one.stride(), (start - first) // size).fill_(True)
+    return bool(marks.as_strided(other.size(), other.stride(), (other_start - first) // size).any())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of its storage that a tensor reads, and the byte after the last."""
+    start = int(tensor.storage_offset())
+    span = zip(tensor.size(), tensor.stride(), strict=True)
+    last = start + sum((int(size) - 1) * int(stride) for size, stride in span)
+    return start * tensor.element_size(), (last + 1) * tensor.element_size()
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether all values are equal, and not all the same number, as in initialized weights."""
+    if one.is_meta or one.shape != other.shape or one.numel() < 2:
+        return False
+    probe, other_probe = (t.flatten()[:NUM_PROBED] for t in (one, other))
+    if not torch.equal(probe, other_probe) or bool((probe == probe[0]).all()):
+        return False
+    return torch.equal(one, other)
+
+
+@cache
+def _warn(name: str, other: str) -> None:
+    log.warning(
+        "UntiedWeights: %s and %s are two parameters of equal values. If they were one before"
+        " the model was distributed, each now gets only a part of the gradient, and they will"
+        " train apart: %s. If they are separate weights, ignore this.",
+        name,
+        other,
+        REMEDY,
+    )

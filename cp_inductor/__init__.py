@@ -160,6 +160,6 @@ when_imported(
     lambda: import_module("cp_inductor.integrations.kernel_libraries").register_kernel_libraries(),
 )
 when_imported(
-    {"cp_inductor.modules.local"},
+    {"cp_inductor.modules.model"},
     lambda: import_module("cp_inductor.integrations.transformers_models").register_models(),
 )

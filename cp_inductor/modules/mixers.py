@@ -212,17 +212,17 @@ def part_beside(other: Tensor, tokens: DTensor) -> Tensor:
 
 
 def own_part(
-    leaf: Any, mesh: DeviceMesh, placements: Sequence[Placement], batch: tuple[int, int] | None
-) -> Any:
+    leaf: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], batch: tuple[int, int] | None
+) -> DTensor:
     """Return a DTensor of this rank's part of a plain tensor that has all tokens.
 
     Args:
-        leaf: (B, S, ...), or with the sequence in the dim that `placements` shard. Anything but a
-            plain tensor is returned as it is.
+        leaf: (B, S, ...), or with the sequence in the dim that `placements` shard; or a DTensor,
+            which is returned as it is.
         mesh, placements: of the result.
         batch: how many entries the batch has on this rank and on all of them, if it is sharded.
     """
-    if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+    if isinstance(leaf, DTensor):
         return leaf
     (dim,) = {p.dim for p in placements if isinstance(p, Shard) and p.dim > 0}
     if leaf.ndim <= dim:

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from cp_inductor.kept import cache
-from cp_inductor.modules.options import Options
+from cp_inductor.modules.weights import Options
 from cp_inductor.torch_private.checkpoint import is_recomputing, rerun_within
 
 # What classes made here have beside their methods: how their tensors are read.
@@ -123,22 +123,20 @@ def locally(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def reading_once(block: nn.Module) -> Iterator[None]:
+def reading_once(block: nn.Module) -> Iterator[list[Tensor]]:
     """Have a block's weights read at once, in one order, whichever of them a rank's tokens need.
 
     A weight may be gathered where it is read, and its gradient is summed there. So all ranks do so
-    for all weights, in the same order. What `fully_shard` gathers by itself is whole only later.
+    for all weights, in the same order. What `fully_shard` gathers by itself is whole only later,
+    and is not among those that are returned, nor is what is a DTensor over other ranks.
     """
-    if computing().weights is not None or reading_of(block) is None:
-        yield
-        return
-    with computing_with(weights={}):
+    known = computing().weights
+    with computing_with(weights={} if known is None else known):
         apart = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
         later = {inner for outer in apart for inner in outer.modules()}
-        for module in block.modules():
-            for name in () if module in later else module._parameters:
-                locally(getattr, module, name)
-        yield
+        modules = [module for module in block.modules() if module not in later]
+        read = [locally(getattr, module, name) for module in modules for name in module._parameters]
+        yield [one for one in read if isinstance(one, Tensor) and not isinstance(one, DTensor)]
 
 
 class ReadsLocally(nn.Module):

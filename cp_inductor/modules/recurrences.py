@@ -305,12 +305,9 @@ def share_functions(
 ) -> None:
     """Put functions that compute a rank's part of a shared sequence in the place of known ones.
 
-    What is put there does the same for whole sequences.
-
     Args:
-        modules: whose methods find them as globals. These are those of the Python modules that
-            define the methods, but for classes of a script that started this process:
-            multiprocessing runs the script again, and copies what it defines into a module.
+        modules: whose methods find them as globals. These may be those of no Python module:
+            multiprocessing runs a script again, and copies what it defines into a module.
         named: forms of functions that are known under their names there alone.
         is_everywhere: whether attributes of `modules`, and globals of all Python modules, are
             replaced as well.

@@ -86,10 +86,10 @@ class OnShards(ReadsLocally):
             if torch.compiler.is_compiling():  # one graph of all ranks
                 result = locally(method, local, *args, **kwargs)
             else:
-                with _calling_all_of_fsdp(self), drawing_alike(self, tokens), reading_once(self):
+                with _calling_all(self), drawing_alike(self, tokens), reading_once(self) as weights:
                     result = locally(method, local, *args, **kwargs)
-                    parts = tensors_of((local, args, kwargs))
-                    result = locally(_with_all_gradients, self, parts, result)
+                parts = [*tensors_of((local, args, kwargs)), *weights]
+                result = _with_all_gradients(result, parts)
         outs = [*result] if isinstance(result, tuple) else [result]
         outs[0] = _flat(outs[0], local, tokens)
         for place, out in enumerate(outs):
@@ -141,7 +141,7 @@ def router(place: int) -> type[ReadsLocally]:
 
 
 @contextmanager
-def _calling_all_of_fsdp(block: nn.Module) -> Iterator[None]:
+def _calling_all(block: nn.Module) -> Iterator[None]:
     """Refuse that a block leaves out an expert that FSDP gathers by itself.
 
     The replicas gather modules in the order of their calls. If one leaves out what another calls,
@@ -163,43 +163,22 @@ def _calling_all_of_fsdp(block: nn.Module) -> Iterator[None]:
         )
 
 
-def _with_all_gradients(module: nn.Module, given: Sequence[Tensor], result: Any) -> Any:
-    """Return a result, whose first depends on what a module is given and on all its weights."""
+def _with_all_gradients(result: Any, given: Sequence[Tensor]) -> Any:
+    """Return a result, whose first depends on all that a module was given, its weights included."""
     outs = result if isinstance(result, tuple) else (result,)
     if not isinstance(outs[0], Tensor) or not torch.is_grad_enabled():
         return result
-    nodes = _nodes_behind(outs, given)
-    found = {id(getattr(node, "variable", None)) for node in nodes}  # of leaves
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule) and inner is not module:
-            found.update(map(id, inner.parameters()))  # which are whole only while it computes
-    missing = [
-        getattr(inner, name)
-        for inner in module.modules()
-        for name, weight in inner._parameters.items()
-        if weight is not None and weight.requires_grad and id(weight) not in found
-    ]
-    missing += [
-        part
-        for part in given
-        if part.requires_grad and id(part) not in found and part.grad_fn not in nodes
-    ]
-    first = _WithZeros.apply(outs[0], *missing) if missing else outs[0]
-    return (first, *outs[1:]) if isinstance(result, tuple) else first
-
-
-def _nodes_behind(outs: Sequence[Any], given: Sequence[Tensor]) -> set[Node]:
-    """Return the nodes from which autograd computed tensors, as far back as what was given."""
     ends = {part.grad_fn for part in given}
+    nodes: set[Node] = set()
     pending = [out.grad_fn for out in outs if isinstance(out, Tensor)]
-    seen: set[Node] = set()
     while pending:
         node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if node not in ends:
-                pending += [behind for behind, _ in node.next_functions]
-    return seen
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            pending += [] if node in ends else [behind for behind, _ in node.next_functions]
+    missing = [part for part in given if part.requires_grad and part.grad_fn not in nodes]
+    first = _WithZeros.apply(outs[0], *missing) if missing else outs[0]
+    return (first, *outs[1:]) if isinstance(result, tuple) else first
 
 
 class _WithZeros(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Weights of a model: stored in shards and gathered where each is read, or tied by their memory.
+"""Weights of a model: read as DTensors, stored in shards, or tied by their memory.
 
     linear.weight (N, K), whole     linear.weight: a DTensor [Shard(0)] over all ranks, which the
                                 =>  optimizer trains
@@ -21,9 +21,11 @@ which may be intended. For an embedding's table, a warning says so.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +41,7 @@ from torch.distributed.tensor import (
 )
 
 from cp_inductor.dtensor.axis import is_first_rank
+from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
 from cp_inductor.kept import cache
 from cp_inductor.torch_private.dynamo import graph_inputs
@@ -111,21 +114,20 @@ class ShardedWeights:
                     got="hooks that somebody has registered",
                     remedy="register them after parallelize(..., weights=), on the shards",
                 )
-        together: dict[int, list[tuple[str, Tensor]]] = {}  # by the address of their memory
+        together: defaultdict[int, list[tuple[str, Tensor]]] = defaultdict(list)  # by their memory
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if isinstance(tensor, DTensor) or tensor.is_meta or not tensor.numel():
-                continue
-            others = together.setdefault(tensor.untyped_storage().data_ptr(), [])
-            for known, other in others:
-                is_trained = any(isinstance(one, nn.Parameter) for one in (tensor, other))
-                if is_trained and _share_elements(tensor, other):
-                    raise UntiedWeights(
-                        site=f"{known} and {name}",
-                        expected="one tensor under both names, or two with separate memory",
-                        got="two that share memory, which shards would not",
-                        remedy="make them one (b.weight = a.weight), or clone one of them",
-                    )
-            others.append((name, tensor))
+            if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.numel():
+                together[tensor.untyped_storage().data_ptr()].append((name, tensor))
+        pairs = (pair for named in together.values() for pair in combinations(named, 2))
+        for (name, one), (other_name, other) in pairs:
+            is_stored = isinstance(one, nn.Parameter) or isinstance(other, nn.Parameter)
+            if is_stored and _share_elements(one, other):
+                raise UntiedWeights(
+                    site=f"{name} and {other_name}",
+                    expected="one tensor under both names, or two with separate memory",
+                    got="two that share memory, which shards would not",
+                    remedy="make them one (b.weight = a.weight), or clone one of them",
+                )
 
     def shard(self, model: nn.Module) -> None:
         """Replace parameters by their shards, of the values of the first rank; ties stay.
@@ -174,6 +176,61 @@ class ShardedWeights:
         )
 
 
+@dataclass(eq=False)
+class Options:
+    """How a model was parallelized, and so how its modules read their tensors while it runs.
+
+    Attributes:
+        mesh, tokenwise, recurrent, whole, seq_dims, outputs, gradients: arguments of `parallelize`.
+        weights: how parameters are stored in shards; None leaves them.
+        everywhere: placements of a tensor that every rank has whole.
+    """
+
+    mesh: DeviceMesh
+    tokenwise: tuple[type[nn.Module], ...] = ()
+    recurrent: tuple[type[nn.Module], ...] = ()
+    whole: tuple[type[nn.Module], ...] = ()
+    seq_dims: Mapping[str, int | None] = field(default_factory=dict)
+    outputs: str = "sharded"
+    weights: ShardedWeights | None = None
+    gradients: str = "sum"
+    everywhere: tuple[Placement, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.everywhere = (Replicate(),) * self.mesh.ndim
+
+    @property
+    def everybody(self) -> DeviceMesh:
+        """Of the ranks that get the weights of the first."""
+        return self.mesh if self.weights is None else self.weights.mesh
+
+    def as_dtensor(self, tensor: Tensor) -> Tensor:
+        """Return a DTensor on the mesh, of a plain tensor that every rank has whole.
+
+        A DTensor over other ranks, as by tensor parallelism, stays one on its own mesh.
+        """
+        if isinstance(tensor, DTensor):
+            if not self.is_beside(tensor):
+                return tensor if self.weights is None else self.weights.gather(tensor, self.mesh)
+            whole = cast("DTensor", self.as_dtensor(tensor.to_local()))
+            local = whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
+            return wrap_parts(local, tensor.device_mesh, tensor.placements, tensor.shape)
+        of_gradient: list[Placement] | None = None
+        if self.gradients == "partial":
+            of_gradient = [Partial()] * self.mesh.ndim
+            if tensor.requires_grad:
+                tensor = scale_gradient(tensor, self.mesh.size())
+        return DTensor.from_local(
+            tensor, self.mesh, self.everywhere, run_check=False, grad_placements=of_gradient
+        )
+
+    def is_beside(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a DTensor over other ranks, which is read as it is."""
+        return (
+            self.weights is None and isinstance(tensor, DTensor) and tensor.device_mesh != self.mesh
+        )
+
+
 def check_ties(graph: fx.Graph) -> None:
     """Refuse, or warn of, parameters of a Dynamo graph that were tied and no longer are.
 
@@ -186,7 +243,7 @@ def check_ties(graph: fx.Graph) -> None:
     if not torch.is_grad_enabled():
         return
     # Name, parameter, this rank's part of it, and whether an embedding looks up its rows.
-    alike: dict[tuple[object, ...], list[tuple[str, DTensor, Tensor, bool]]] = {}
+    alike: defaultdict[Any, list[tuple[str, DTensor, Tensor, bool]]] = defaultdict(list)
     for node, name, value in graph_inputs(graph):
         if isinstance(value, DTensor) and isinstance(value, nn.Parameter):
             is_table = any(
@@ -197,7 +254,7 @@ def check_ties(graph: fx.Graph) -> None:
             )
             local = value.to_local().detach()
             key = (value.shape, value.dtype, value.placements, local.device)
-            alike.setdefault(key, []).append((name, value, local, is_table))
+            alike[key].append((name, value, local, is_table))
     pairs = (pair for weights in alike.values() for pair in combinations(weights, 2))
     for (name, one, local, is_table), (other_name, other, other_local, is_other_table) in pairs:
         if one is other or not (one.requires_grad or other.requires_grad):

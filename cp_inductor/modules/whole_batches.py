@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.fx.traceback import annotate
 
+from cp_inductor.dtensor.limits import dim_of
 from cp_inductor.dtensor.wrap import is_whole, wrap_whole
-from cp_inductor.errors import InvalidArgument, UnsupportedWrite
+from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.kept import cache
-from cp_inductor.modules.options import Options
+from cp_inductor.modules.weights import Options
 from cp_inductor.trust.agreement import note_batch
 
 log = logging.getLogger("cp_inductor")
@@ -82,13 +83,8 @@ class WholeBatches:
             _raise_of_items(self.site)
 
     def refuse_writes(self, given: Any, parts: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Refuse writes in place to the parts of a batch: they have not reached the batch.
-
-        Args:
-            given: what a call was given.
-            parts, named: what `cut` has made of it.
-        """
-        known = {id(tensor) for _, tensor in leaves_of("", given)}
+        """Refuse writes in place to what `cut` has made of a batch: they have not reached it."""
+        known = {id(tensor) for tensor in tensors_of(given)}
         for name, part in self._read(parts, named)[1]:
             is_cut = isinstance(part, DTensor) and not is_whole(part)
             if is_cut and id(part) not in known and not part.is_inference() and part._version:
@@ -137,7 +133,8 @@ class WholeBatches:
             if not has_tokens:
                 plain = plain.clone()  # a loss that the program may divide in place
             if plain.requires_grad and not torch.compiler.is_compiling():
-                plain.register_hook(_full)  # as eager code may use it beside results with tokens
+                # Eager code may use it beside results with tokens.
+                plain.register_hook(lambda g: g.full_tensor() if isinstance(g, DTensor) else g)
             return plain
 
         return map_parts(whole, output, is_ours=True)
@@ -147,15 +144,8 @@ class WholeBatches:
         if isinstance(tensor, DTensor) or not tensor.numel():
             return None
         if name in self.options.seq_dims:
-            dim = self.options.seq_dims[name]
-            if dim is not None and not -tensor.ndim <= dim < tensor.ndim:
-                raise InvalidArgument(
-                    site=f"{self.site}, seq_dims[{name!r}]",
-                    expected=f"a dim of a tensor of shape {tuple(tensor.shape)}",
-                    got=str(dim),
-                    remedy="name the dim of its tokens, or None if it has none",
-                )
-            return None if dim is None else dim % tensor.ndim
+            dim, site = self.options.seq_dims[name], f"{self.site}, seq_dims[{name!r}]"
+            return None if dim is None else dim_of(tensor, dim, site=site)
         if tensor.ndim == 2 and not (tensor.is_floating_point() or tensor.is_complex()):
             return TOKENS
         dims = [
@@ -186,10 +176,6 @@ def write_to_part(site: str, name: str) -> UnsupportedWrite:
     )
 
 
-def _full(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-
-
 def leaves_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a value, each with the name that is nearest to it."""
     if isinstance(value, Tensor):
@@ -209,11 +195,8 @@ def map_parts(
 ) -> Any:
     """Return a value with its tensors replaced; what has none is returned as it is.
 
-    Args:
-        function: makes a tensor of the name that is nearest to one, and that tensor.
-        value: any.
-        name: of the value.
-        is_ours: whether dicts of other classes, such as a ModelOutput, may be changed.
+    The function takes the name that is nearest to a tensor, and the tensor. If the value is ours,
+    dicts of other classes in it, such as a ModelOutput, are changed and not copied.
     """
     if isinstance(value, Tensor):
         return function(name, value)
@@ -259,19 +242,16 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
         return value.items()
     if isinstance(value, (list, tuple)):
         return enumerate(value)
-    return _attributes(value) if _is_record(value) else ()
+    if not _is_record(value):
+        return ()
+    # In slots or not, also what only its `__post_init__` knows.
+    fields = [part.name for part in dataclasses.fields(value)]
+    names = dict.fromkeys((*fields, *getattr(value, "__dict__", ())))
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
 def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _attributes(record: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a dataclass has, in slots or not, also what only its `__post_init__` knows."""
-    fields = [part.name for part in dataclasses.fields(record)]
-    for name in dict.fromkeys((*fields, *getattr(record, "__dict__", ()))):
-        if hasattr(record, name):
-            yield name, getattr(record, name)
 
 
 # Dynamo calls it while it traces, and raises what it raises.

@@ -105,9 +105,7 @@ class SharedSequence:
     ) -> Tensor:
         """Send rows to each rank of the one axis, in order, and return those from each.
 
-        Args:
-            rows: as many for every rank, unless `sent` and `received` count them.
-            sent, received: to and from each rank.
+        They are as many for every rank, unless `sent` and `received` count them.
         """
         (axis,) = self.axes
         with annotate({GATHERS: True}):

@@ -44,19 +44,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from cp_inductor.dtensor.wrap import is_whole, wrap_parts, wrap_whole
 from cp_inductor.errors import UnsupportedPlacement
-from cp_inductor.modules.along_sequence import (
-    SharedSequence,
-    has_asked,
-    questions,
-    tokens_before,
-)
-from cp_inductor.modules.reading import (
-    ReadsLocally,
-    computing,
-    computing_with,
-    locally,
-    reading_of,
-)
+from cp_inductor.modules.along_sequence import SharedSequence, has_asked, questions, tokens_before
+from cp_inductor.modules.reading import ReadsLocally, computing, computing_with, locally, reading_of
 from cp_inductor.modules.weights import scale_gradient
 from cp_inductor.modules.whole_batches import TOKENS, map_parts, tensors_of
 from cp_inductor.plan.grid import shard_lengths

@@ -51,7 +51,6 @@ def share_keyed(function: Any, *, is_exact: bool = False, **given: Any) -> tuple
             the final state.
         is_exact: whether it computes in float32 whatever it is given. Then it is given queries in
             float32, so that what it returns is rounded once.
-        given: its arguments.
     """
     names = ("q", "k", "v") if "q" in given else ("query", "key", "value")
     query, key, value = (given.pop(name) for name in names)

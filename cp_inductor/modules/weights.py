@@ -31,14 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.wrap import wrap_parts
@@ -151,10 +144,10 @@ class ShardedWeights:
         return new
 
     def _shard_of(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:
-        placements: list[Placement] = [Shard(0) if whole.ndim else Replicate()]
+        place = Shard(0) if whole.ndim else Replicate()
         if whole.is_meta:
             whole = torch.empty_like(whole, device=self.mesh.device_type)
-        shard: Tensor = distribute_tensor(whole.contiguous(), self.mesh, placements)
+        shard: Tensor = distribute_tensor(whole.contiguous(), self.mesh, [place])
         if self.is_float32 and parameter.requires_grad and whole.is_floating_point():
             shard = shard.float()
         return shard.cpu() if self.is_offloaded else shard
@@ -194,7 +187,7 @@ class Options:
     outputs: str = "sharded"
     weights: ShardedWeights | None = None
     gradients: str = "sum"
-    everywhere: tuple[Placement, ...] = field(init=False, repr=False)
+    everywhere: tuple[Replicate, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.everywhere = (Replicate(),) * self.mesh.ndim
@@ -215,7 +208,7 @@ class Options:
             whole = cast("DTensor", self.as_dtensor(tensor.to_local()))
             local = whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
             return wrap_parts(local, tensor.device_mesh, tensor.placements, tensor.shape)
-        of_gradient: list[Placement] | None = None
+        of_gradient: list[Partial] | None = None
         if self.gradients == "partial":
             of_gradient = [Partial()] * self.mesh.ndim
             if tensor.requires_grad:

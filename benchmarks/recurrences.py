@@ -35,7 +35,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cp_inductor.modules.along_sequence import SharedSequence, pass_states, sharing
+from cp_inductor.modules.along_sequence import SharedSequence, pass_states
+from cp_inductor.modules.reading import computing_with
 from tests.support.ranks import fake_mesh
 from tests.support.recurrences import TABLE
 
@@ -178,7 +179,7 @@ def compare(name: str, world_size: int, repeats: int, scale: float) -> dict[str,
     with (
         fake_mesh(rank, world_size) as mesh,
         gathering_copies(received),
-        sharing(SharedSequence(mesh, (0,), length)),
+        computing_with(sequence=SharedSequence(mesh, (0,), length)),
     ):
         seconds, kept = measure(lambda: case.share(function, **with_decay(own)), repeats)
     tokens = sum(
@@ -216,7 +217,10 @@ def count_received(ranks: int, is_matrix: bool) -> tuple[int, int]:
 
     SharedSequence.exchange = exchange  # type: ignore[method-assign]
     try:
-        with fake_mesh(1, ranks) as mesh, sharing(SharedSequence(mesh, (0,), 4 * ranks)):
+        with (
+            fake_mesh(1, ranks) as mesh,
+            computing_with(sequence=SharedSequence(mesh, (0,), 4 * ranks)),
+        ):
             pass_states(state, **kept)
     finally:
         SharedSequence.exchange = original  # type: ignore[method-assign]

@@ -30,7 +30,6 @@ from cp_inductor.errors import (
 )
 from cp_inductor.imported import when_imported
 from cp_inductor.kept import reset
-from cp_inductor.modules.libraries import register_library
 from cp_inductor.torch_private.first_dtensor import attend_with
 
 if TYPE_CHECKING:
@@ -160,4 +159,7 @@ when_imported(
     {"cp_inductor.modules.recurrences"},
     lambda: import_module("cp_inductor.integrations.kernel_libraries").register_kernel_libraries(),
 )
-register_library("cp_inductor.integrations.transformers_models:TransformersModels")
+when_imported(
+    {"cp_inductor.modules.model"},
+    lambda: import_module("cp_inductor.integrations.transformers_models").register_models(),
+)

@@ -29,7 +29,7 @@ from cp_inductor.errors import CPError
 from cp_inductor.graph.collectives import STARTS, is_start
 from cp_inductor.graph.nodes import graphs_of, nodes_of
 from cp_inductor.modules.along_sequence import GATHERS
-from cp_inductor.modules.ties import check_ties
+from cp_inductor.modules.weights import check_ties
 from cp_inductor.ops.attention import attention_of
 from cp_inductor.passes import report
 from cp_inductor.passes.align_attention import align_attention, inline_multi_head, inline_varlen

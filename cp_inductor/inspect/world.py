@@ -36,8 +36,9 @@ from torch.distributed.tensor import empty as distributed_empty
 from cp_inductor.dtensor.wrap import stride_of
 from cp_inductor.errors import CPError, ProcessGroupError, UnsupportedPlacement
 from cp_inductor.inspect.pretend import stashed_process_groups
-from cp_inductor.modules.options import Options
-from cp_inductor.modules.parallelize import adapt, options_of, parallelize_copy
+from cp_inductor.modules.model import adapt
+from cp_inductor.modules.parallelize import options_of, parallelize_copy
+from cp_inductor.modules.weights import Options
 from cp_inductor.torch_private.dynamo import graph_break_reason
 
 AXIS_NAMES = {1: ("cp",), 2: ("dp", "cp"), 3: ("dp", "cp", "tp")}

@@ -40,7 +40,7 @@ from cp_inductor.integrations import trainer
 from cp_inductor.integrations.methods import HEAD_IS_EAGER, NAME, Method, is_ours, replace_method
 from cp_inductor.integrations.outputs import gather_objects, gather_outputs
 from cp_inductor.modules.parallelize import parallelize
-from cp_inductor.modules.sharded_weights import ShardedWeights
+from cp_inductor.modules.weights import ShardedWeights
 from cp_inductor.torch_private.checkpoint import has_checkpointed_layers, redraw_when_recomputed
 
 _IS_COMPILED = "_cp_inductor_is_compiled"

@@ -25,8 +25,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor.integrations.transformers_recurrences import find_recurrence
-from cp_inductor.modules.libraries import Local, ModelLibrary
 from cp_inductor.modules.mixers import OnWhole, gathered, own_part
+from cp_inductor.modules.reading import Local, libraries
 from cp_inductor.modules.tokenwise import OnShards, ProjectsOnShards
 
 # A mixture of experts holds a child "experts" and one of these.
@@ -44,68 +44,74 @@ _SHIFT_FUNCTION = "shift_tokens_right"
 _PLACE_OF_DECODER = 2
 
 
-class TransformersModels(ModelLibrary):
-    """The models of transformers."""
+def register_models() -> None:
+    """Let `parallelize` ask this file."""
+    if sys.modules[__name__] not in libraries:
+        libraries.append(sys.modules[__name__])
 
-    def adapt(self, model: nn.Module) -> None:
-        """Let models name their loss, and encoder-decoders shift labels over all tokens."""
-        for module in filter(_is_one, model.modules()):
-            # A model whose class names no loss, such as GPT-2, takes that of causal language
-            # models, and warns in the forward, where Dynamo cannot trace the warning.
-            if getattr(module, "loss_type", "") is None and hasattr(type(module), "loss_function"):
-                module.loss_type = "ForCausalLM"  # type: ignore[assignment]
-            if _shifts_labels(module) and not hasattr(module, _HAS_HOOK):
-                setattr(module, _HAS_HOOK, True)
-                module.register_forward_pre_hook(_add_decoder_inputs, with_kwargs=True)
 
-    def find_local(self, module: nn.Module) -> Local | None:
-        """Return how a recurrence or a mixture of experts computes.
+def adapt(model: nn.Module) -> None:
+    """Let models name their loss, and encoder-decoders shift labels over all tokens."""
+    for module in filter(_is_one, model.modules()):
+        # A model whose class names no loss, such as GPT-2, takes that of causal language
+        # models, and warns in the forward, where Dynamo cannot trace the warning.
+        if getattr(module, "loss_type", "") is None and hasattr(type(module), "loss_function"):
+            module.loss_type = "ForCausalLM"  # type: ignore[assignment]
+        if _shifts_labels(module) and not hasattr(module, _HAS_HOOK):
+            setattr(module, _HAS_HOOK, True)
+            module.register_forward_pre_hook(_add_decoder_inputs, with_kwargs=True)
 
-        State-space layers, linear attentions and the like convolve each channel along the sequence,
-        or are known by name. A mixture has experts and a router, or is known by name.
-        """
-        name = type(module).__name__
-        if not _is_one(module):
-            return None
-        recurrence = find_recurrence(module)
-        if recurrence is not None:
-            return recurrence
-        if name in RECURRENT or any(map(_convolves_channels, module.children())):
-            return Local(OnWhole)
-        if name == PROJECTING:
-            return Local(ProjectsOnShards)
-        has_experts = isinstance(getattr(module, "experts", None), nn.Module)
-        has_router = any(isinstance(getattr(module, name, None), nn.Module) for name in ROUTERS)
-        return Local(OnShards) if (has_experts and has_router) or name in MIXTURES else None
 
-    def find_routers(self, model: nn.Module) -> Mapping[type, int]:
-        """Return the classes of routers, and let transformers install its hooks now.
+def find_local(module: nn.Module) -> Local | None:
+    """Return how a recurrence or a mixture of experts computes.
 
-        It would install them in the first forward that is to return logits, under a lock, which
-        Dynamo (2.13) does not trace.
-        """
-        install = getattr(_output_capturing(), "maybe_install_capturing_hooks", None)
-        found: dict[type, int] = {}
-        for module in model.modules():
-            recorders = getattr(module, "_can_record_outputs", None) or {}
-            if recorders and install is not None and hasattr(module, "config"):
-                install(module)
-            named = recorders.get("router_logits", ())
-            for recorder in named if isinstance(named, (list, tuple)) else (named,):
-                target = getattr(recorder, "target_class", recorder)
-                if isinstance(target, type):
-                    found[target] = getattr(recorder, "index", 0)
-        return found
+    State-space layers, linear attentions and the like convolve each channel along the sequence,
+    or are known by name. A mixture has experts and a router, or is known by name.
+    """
+    name = type(module).__name__
+    if not _is_one(module):
+        return None
+    recurrence = find_recurrence(module)
+    if recurrence is not None:
+        return recurrence
+    if name in RECURRENT or any(map(_convolves_channels, module.children())):
+        return Local(OnWhole)
+    if name == PROJECTING:
+        return Local(ProjectsOnShards)
+    has_experts = isinstance(getattr(module, "experts", None), nn.Module)
+    has_router = any(isinstance(getattr(module, name, None), nn.Module) for name in ROUTERS)
+    return Local(OnShards) if (has_experts and has_router) or name in MIXTURES else None
 
-    def is_recording_logits(self) -> bool:
-        """Whether transformers records what routers return, in the forward that runs now.
 
-        `_active_collector` holds what is recorded, by name. Without it, logits are recorded.
-        """
-        collector = getattr(_output_capturing(), "_active_collector", None)
-        if collector is None:
-            return True
-        return "router_logits" in (collector.get() or {})
+def find_routers(model: nn.Module) -> Mapping[type, int]:
+    """Return the classes of routers, and let transformers install its hooks now.
+
+    It would install them in the first forward that is to return logits, under a lock, which
+    Dynamo (2.13) does not trace.
+    """
+    install = getattr(_output_capturing(), "maybe_install_capturing_hooks", None)
+    found: dict[type, int] = {}
+    for module in model.modules():
+        recorders = getattr(module, "_can_record_outputs", None) or {}
+        if recorders and install is not None and hasattr(module, "config"):
+            install(module)
+        named = recorders.get("router_logits", ())
+        for recorder in named if isinstance(named, (list, tuple)) else (named,):
+            target = getattr(recorder, "target_class", recorder)
+            if isinstance(target, type):
+                found[target] = getattr(recorder, "index", 0)
+    return found
+
+
+def is_recording_logits() -> bool:
+    """Whether transformers records what routers return, in the forward that runs now.
+
+    `_active_collector` holds what is recorded, by name. Without it, logits are recorded.
+    """
+    collector = getattr(_output_capturing(), "_active_collector", None)
+    if collector is None:
+        return True
+    return "router_logits" in (collector.get() or {})
 
 
 def _is_one(module: nn.Module) -> bool:

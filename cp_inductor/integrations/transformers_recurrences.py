@@ -29,9 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from cp_inductor.modules.along_sequence import last_tokens, pass_states
-from cp_inductor.modules.libraries import Local
 from cp_inductor.modules.mixers import CONVOLUTIONS, OnOwnTokens
-from cp_inductor.modules.reading import ReadsLocally, computing
+from cp_inductor.modules.reading import Local, ReadsLocally, computing
 from cp_inductor.modules.recurrences import (
     Form,
     refuse_steps,

@@ -7,16 +7,13 @@
     one gather:           a pair (decay, final) of each rank, whatever the number of its tokens
     each rank:            before = the pairs of the ranks before it, one after the other
 
-Beyond `MOST_GATHERED` ranks the pairs of all are too many for each. There every rank is sent some
-elements of all pairs, composes these, and sends each rank its states: two exchanges of about two
-states each, however many ranks there are. Tokens go to the next rank alone.
+Beyond `MOST_GATHERED` ranks every rank is sent some elements of all pairs instead, composes these,
+and sends each rank its states: two exchanges of about two states each, however many ranks there
+are. Tokens go to the next rank alone.
 
-What a rank's tokens make of the state before them is linear in that state: its outputs are those
-from a state of zeros, plus what they read of `before`. The gather is one of DTensor, whose backward
-is a reduce-scatter, so gradients are exact; so are those of exchanges, which are exchanges.
-
-`parallelize(..., recurrent=)` names the modules that compute so. On one process, and in modules
-that compute the whole sequence, there is nothing before the first token.
+A rank's outputs are linear in the state before its tokens: those from a state of zeros, plus what
+they read of `before`. The backward of the gather is a reduce-scatter, so gradients are exact. On
+one process, and in modules that compute the whole sequence, nothing is before the first token.
 
 Assumes: contiguous shards in the order of the ranks, as `Shard` makes them, on one mesh axis or on
 several, each of which shards the parts of those before it.
@@ -25,7 +22,6 @@ several, each of which shards the parts of those before it.
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +33,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.fx.traceback import annotate
 
 from cp_inductor.errors import UnsupportedPlacement
-from cp_inductor.modules.reading import ComputingAgain, computing, computing_with
+from cp_inductor.modules.reading import ComputingAgain, computing
 from cp_inductor.torch_private.checkpoint import rerun_within
 from cp_inductor.torch_private.groups import exchange_rows
 
@@ -109,9 +105,7 @@ class SharedSequence:
     ) -> Tensor:
         """Send rows to each rank of the one axis, in order, and return those from each.
 
-        Args:
-            rows: as many for every rank, unless `sent` and `received` count them.
-            sent, received: to and from each rank.
+        They are as many for every rank, unless `sent` and `received` count them.
         """
         (axis,) = self.axes
         with annotate({GATHERS: True}):
@@ -123,11 +117,6 @@ def _parts(length: Any, count: int) -> list[Any]:
     return [
         torch.sym_max(0, torch.sym_min(longest, length - rank * longest)) for rank in range(count)
     ]
-
-
-def sharing(sequence: SharedSequence | None) -> AbstractContextManager[Any]:
-    """Return a context in which tensors of tokens are this rank's part of a sequence."""
-    return computing_with(sequence=sequence)
 
 
 def shared_sequence() -> SharedSequence | None:
@@ -309,7 +298,7 @@ def last_tokens(tokens: Tensor, count: int, dim: int) -> Tensor:
 
 
 def _tokens_until(tokens: Tensor, count: int, dim: int, *, is_end: bool) -> Tensor:
-    """Return the last tokens before this rank's, or of all. All read all, see `_pass_states`."""
+    """Return the last tokens before this rank's, or of all, which every rank reads of all."""
     _check_plain(tokens)
     dim %= tokens.ndim
     sequence = shared_sequence()

@@ -13,21 +13,19 @@
         its recurrence: the state that the ranks before leave   `pass_states`
 
 On the whole sequence every rank computes all tokens, with the time and the memory that it takes on
-one process, and keeps its own. The rest of the model stays sharded, attention included. A rank's
-gradients, of weights and of what it gathered, are those of the tokens that it keeps: a part of the
-sum. The backward of the gather is a reduce-scatter. Modules that begin a sequence, such as the
-patches of an image, are treated alike: the result is sharded.
+one process, and keeps its own. Its gradients, of weights and of what it gathered, are those of the
+tokens that it keeps: a part of the sum. Modules that begin a sequence, such as the patches of an
+image, are treated alike: the result is sharded.
 
 On its own tokens a rank needs no other rank's, but for states and the last tokens before them. A
-rank without tokens computes one of zeros and drops the result. Ranks that hold the same tokens, or
-the same of other heads, as by tensor parallelism, share them: each computes a part, for all heads,
-and gathers the others. A mixer runs on the whole sequence instead if it goes on from the states of
-a cache, or is given what is not of tokens, such as a mask of pairs, which a warning says.
+rank without tokens computes one of zeros and drops the result. Ranks that hold the same tokens, as
+by tensor parallelism, share them: each computes a part, and gathers the others. A mixer runs on the
+whole sequence instead if it goes on from the states of a cache, or is given what is not of tokens,
+such as a mask of pairs, which a warning says.
 
 Assumes: the batch is dim 0. On the whole sequence a result has the sequence in the dim in which it
-was sharded before, or in dim 1. Random numbers may differ from rank to rank: each rank keeps the
-tokens, and their gradients, of its own draw. On a rank's own tokens the first tensor is (B, S, H),
-and so is the first result; others are the same on every rank.
+was sharded before, or in dim 1; random numbers may differ from rank to rank. On a rank's own tokens
+the first tensor is (B, S, H), and so is the first result; others are the same on every rank.
 """
 
 from __future__ import annotations
@@ -46,21 +44,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from cp_inductor.dtensor.wrap import is_whole, wrap_parts, wrap_whole
 from cp_inductor.errors import UnsupportedPlacement
-from cp_inductor.modules.along_sequence import (
-    SharedSequence,
-    has_asked,
-    questions,
-    sharing,
-    tokens_before,
-)
-from cp_inductor.modules.reading import (
-    ReadsLocally,
-    computing,
-    computing_with,
-    locally,
-    reading_of,
-    scale_gradient,
-)
+from cp_inductor.modules.along_sequence import SharedSequence, has_asked, questions, tokens_before
+from cp_inductor.modules.reading import ReadsLocally, computing, computing_with, locally, reading_of
+from cp_inductor.modules.weights import scale_gradient
 from cp_inductor.modules.whole_batches import TOKENS, map_parts, tensors_of
 from cp_inductor.plan.grid import shard_lengths
 
@@ -72,14 +58,12 @@ class OnWhole(ReadsLocally):
         """Gather the arguments, and compute."""
         given = [leaf for leaf in tensors_of((args, kwargs)) if isinstance(leaf, DTensor)]
         reading = reading_of(self) if computing().is_running else None
-        if given:
-            mesh = given[0].device_mesh
-        elif reading is not None:
-            mesh = reading.mesh
-        else:
+        meshes = [leaf.device_mesh for leaf in given] + ([reading.mesh] if reading else [])
+        if not meshes:
             return super().forward(*args, **kwargs)
+        mesh = meshes[0]
         placements = _placements_of_result(given, mesh, type(self).__name__)
-        args, kwargs = map_parts(lambda _, leaf: gathered(leaf), "", (args, kwargs), is_ours=False)
+        args, kwargs = map_parts(lambda _, leaf: gathered(leaf), (args, kwargs))
         # A checkpoint may recompute this together with modules that share the sequence.
         left: list[tuple[nn.Module, str]] = []
         with computing_with(sequence=None, left=left):
@@ -88,7 +72,7 @@ class OnWhole(ReadsLocally):
         of_batch = (tensor for tensor in given if Shard(0) in tensor.placements)
         batch = next(((one.to_local().shape[0], one.shape[0]) for one in of_batch), None)
         return map_parts(
-            lambda _, leaf: own_part(leaf, mesh, placements, batch), "", result, is_ours=True
+            lambda _, leaf: own_part(leaf, mesh, placements, batch), result, is_ours=True
         )
 
 
@@ -122,11 +106,10 @@ def _placements_of_result(given: Sequence[DTensor], mesh: DeviceMesh, site: str)
     for tensor in given:
         if any(isinstance(place, Shard) and place.dim > 0 for place in tensor.placements):
             return list(tensor.placements)
-    places: list[Placement] = [Replicate()] * mesh.ndim
-    for tensor in given:
-        for axis, placement in enumerate(tensor.placements):
-            if placement == Shard(0):
-                places[axis] = placement
+    places: list[Placement] = [
+        Shard(0) if any(tensor.placements[axis] == Shard(0) for tensor in given) else Replicate()
+        for axis in range(mesh.ndim)
+    ]
     free = [axis for axis, placement in enumerate(places) if placement == Replicate()]
     if len(free) != 1:
         raise UnsupportedPlacement(
@@ -159,10 +142,13 @@ def drawing_alike(block: nn.Module, tokens: DTensor) -> Iterator[None]:
         for place, size in zip(tokens.placements, tokens.device_mesh.shape, strict=True)
         if isinstance(place, Shard)
     )
-    before = _states_of_generators(tokens.device) if is_uneven else ()
+    of_device = getattr(
+        torch.get_device_module(tokens.device), "get_rng_state", torch.get_rng_state
+    )
+    states = (torch.get_rng_state, of_device) if is_uneven else ()
+    before = [state() for state in states]
     yield
-    after = _states_of_generators(tokens.device) if is_uneven else ()
-    if not all(map(torch.equal, before, after)):
+    if not all(torch.equal(state(), one) for state, one in zip(states, before, strict=True)):
         raise UnsupportedPlacement(
             site=type(block).__name__,
             expected="a module that draws as many numbers on every rank",
@@ -170,11 +156,6 @@ def drawing_alike(block: nn.Module, tokens: DTensor) -> Iterator[None]:
             " not divide",
             remedy="pad the sequence to a multiple of the ranks, or draw outside of the module",
         )
-
-
-def _states_of_generators(device: torch.device) -> tuple[Tensor, Tensor]:
-    of_device = getattr(torch.get_device_module(device), "get_rng_state", torch.get_rng_state)
-    return torch.get_rng_state(), of_device()
 
 
 def dims_of_tokens(tokens: Tensor) -> int:
@@ -220,17 +201,17 @@ def part_beside(other: Tensor, tokens: DTensor) -> Tensor:
 
 
 def own_part(
-    leaf: Any, mesh: DeviceMesh, placements: Sequence[Placement], batch: tuple[int, int] | None
-) -> Any:
+    leaf: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], batch: tuple[int, int] | None
+) -> DTensor:
     """Return a DTensor of this rank's part of a plain tensor that has all tokens.
 
     Args:
-        leaf: (B, S, ...), or with the sequence in the dim that `placements` shard. Anything but a
-            plain tensor is returned as it is.
+        leaf: (B, S, ...), or with the sequence in the dim that `placements` shard; or a DTensor,
+            which is returned as it is.
         mesh, placements: of the result.
         batch: how many entries the batch has on this rank and on all of them, if it is sharded.
     """
-    if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+    if isinstance(leaf, DTensor):
         return leaf
     (dim,) = {p.dim for p in placements if isinstance(p, Shard) and p.dim > 0}
     if leaf.ndim <= dim:
@@ -259,42 +240,38 @@ class OnOwnTokens(OnWhole):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute this rank's tokens, or those of all ranks."""
         begun = self.begin(args, kwargs)
-        leaves = tensors_of(begun)
-        tokens = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
-        if tokens is None or tokens.ndim != 3 or Shard(TOKENS) not in tokens.placements:
+        leaves, site = tensors_of(begun), type(self).__name__
+        given = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
+        if given is None or given.ndim != 3 or Shard(TOKENS) not in given.placements:
             return super().forward(*args, **kwargs)
-        other = next((leaf for leaf in leaves if not _is_part(leaf, tokens)), None)
+        other = next((leaf for leaf in leaves if not _is_part(leaf, given)), None)
         if other is not None:
-            _warn_of_whole(type(self).__name__, other.ndim)
+            _warn_of_whole(site, other.ndim)
             return super().forward(*args, **kwargs)
-        given, places = tokens, shared_out(tokens)
+        places = shared_out(given)
         tokens = given.redistribute(placements=places)
         axes = tuple(axis for axis, place in enumerate(places) if place == Shard(TOKENS))
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         sequence = SharedSequence(tokens.device_mesh, axes, tokens.shape[TOKENS], name)
         args, kwargs = map_parts(
-            lambda _, leaf: _own(tokens if leaf is given else leaf, tokens),
-            "",
-            begun,
-            is_ours=False,
+            lambda _, leaf: _own(tokens if leaf is given else leaf, tokens), begun
         )
         alike = nullcontext() if torch.compiler.is_compiling() else drawing_alike(self, tokens)
         asked = questions()
-        with sharing(sequence), alike:
+        with computing_with(sequence=sequence), alike:
             result = locally(self.compute, *args, **kwargs)
         if not has_asked(name, asked):
             raise UnsupportedPlacement(
-                site=type(self).__name__,
+                site=site,
                 expected="a module that passes states or tokens along the sequence",
                 got="one whose forward called no known function, nor pass_states or tokens_before",
                 remedy="register the function that it calls with register_recurrence; if it treats"
                 " each token alone, leave its class out of parallelize(..., recurrent=)",
             )
         first, *rest = result if isinstance(result, tuple) else (result,)
-        site = type(self).__name__
         out = _wrapped(first, tokens, given, site)
         states = map_parts(
-            lambda _, state: _state(state, tokens, sequence, site), "", rest, is_ours=True
+            lambda _, state: _state(state, tokens, sequence, site), rest, is_ours=True
         )
         return (out, *states) if isinstance(result, tuple) else out
 
@@ -331,7 +308,7 @@ class ShortConvolution(ReadsLocally):
 
 
 # In modules that compute on their own tokens.
-CONVOLUTIONS: dict[type, type[nn.Module]] = {nn.Conv1d: ShortConvolution}
+CONVOLUTIONS: dict[type, type[ReadsLocally]] = {nn.Conv1d: ShortConvolution}
 
 
 # Dynamo (2.13) does not trace warnings.

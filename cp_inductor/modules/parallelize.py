@@ -5,19 +5,19 @@
     loss.backward(); optimizer.step()                .grad is plain and complete
 
 While the model runs, its modules read their parameters and buffers as DTensors (`reading`), and its
-inputs are DTensors that are sharded along the sequence (`whole_batches`). Outside of a run they are
-the plain tensors that they always were. So optimizers, checkpoints, clipping, adapters and
-`generate` see a model of one process.
+inputs are DTensors that are sharded along the sequence (`whole_batches`). Outside of a run all are
+plain: optimizers, checkpoints, clipping, adapters and `generate` see a model of one process.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -30,32 +30,25 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_inductor.dtensor.axis import hold_sequences_along
-from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.errors import (
     InvalidArgument,
     UnsupportedAttention,
     UnsupportedPlacement,
     UnsupportedWrite,
 )
-from cp_inductor.modules.libraries import libraries
-from cp_inductor.modules.local import check_model, compute_locally
-from cp_inductor.modules.options import SITE, Options, agree_on_model, check_arguments
+from cp_inductor.modules.model import SITE, adapt, agree_on_model, check_arguments
 from cp_inductor.modules.reading import (
     READING,
-    Reading,
     ReadsLocally,
     as_on_one_process,
     class_of,
     computing,
     read_as_dtensors,
     read_locally,
-    reading_of,
-    reads_locally,
 )
-from cp_inductor.modules.sharded_weights import ShardedWeights
 from cp_inductor.modules.tokenwise import run_beside_tensor_parallelism
-from cp_inductor.modules.whole_batches import WholeBatches, contents_of, names_of
+from cp_inductor.modules.weights import Options, ShardedWeights
+from cp_inductor.modules.whole_batches import WholeBatches, contents_of
 from cp_inductor.torch_private.dtensor import are_plain_tensors_replicated, checks_of_given_data
 from cp_inductor.torch_private.modes import is_transforming, run_uncompiled
 from cp_inductor.torch_private.traces import traces
@@ -63,7 +56,7 @@ from cp_inductor.trust.unreduced import watch_gradients
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# Of a parallelized model: how its class takes batches, and the forward that the object had itself.
+# Of a parallelized model: how its class takes batches; the forward that the object had itself.
 BATCHES, OWN_FORWARD = "_cp_batches", "_cp_forward"
 _numbers = itertools.count()
 
@@ -83,11 +76,10 @@ def parallelize(
     """Let a model compute each batch on all ranks of a mesh, each rank its part of the sequence.
 
     The model takes whole batches, which are the same on all ranks, eager or compiled with
-    ``backend="cp_inductor"``. Each rank cuts out its part. Results without tokens, such as losses,
-    come out plain and whole. Parameters, buffers and gradients stay plain and whole, or as DDP,
-    `fully_shard` and others have them on other axes, before or after this call. Nothing in the
-    model is replaced but the classes of its modules, by subclasses. `generate`, and whoever calls a
-    part of the model, gets the model of one process.
+    ``backend="cp_inductor"``. Results without tokens, such as losses, come out plain and whole.
+    Parameters, buffers and gradients stay plain and whole, or as DDP, `fully_shard` and others have
+    them on other axes, before or after this call. Nothing is replaced but the classes of modules,
+    by subclasses. `generate`, and whoever calls a part of the model, gets the model of one process.
 
     All ranks get the parameters and buffers of the first. Parameters and modules may be added or
     replaced later. Means and losses are over all tokens. A DTensor that is passed is taken as it
@@ -98,21 +90,18 @@ def parallelize(
         mesh: one axis, of the ranks that share sequences; or several that have names, of which the
             first holds the sequences.
         tokenwise: classes of modules that treat every token alone, and run on this rank's tokens.
-            Their first argument is (B, S, ...) or (T, ...), and so are their results. Other
-            arguments are of these tokens if they are as long, or whole. Mixtures of experts of
-            transformers are known.
+            Their first argument is (B, S, ...) or (T, ...), and so are their results. Others are of
+            these tokens if they are as long. Mixtures of experts of transformers are known.
         recurrent: classes of modules that pass states along the sequence by functions that
             `register_recurrence` or the table of recurrences knows, by `pass_states` or by
             `tokens_before`, and otherwise treat every token alone. They run on this rank's tokens.
             Their first tensor is (B, S, H), and so is their first result; others are states
-            (B, ...). Most state-space layers, linear attentions and short convolutions of
-            transformers are known.
+            (B, ...). Most state-space layers and linear attentions of transformers are known.
         whole: classes of modules that mix tokens in another way than by attention, and run on the
             whole sequence on every rank. Their arguments are gathered. Their results are
-            (B, S, ...), or have the sequence in the dim in which it was sharded, and each rank
-            keeps its tokens. If no argument is sharded along the sequence, the sequence begins in
-            the module, such as the patches of an image. Modules of transformers that mix tokens so,
-            and whose recurrence is in no table, are known, and a warning names them.
+            (B, S, ...), or have the sequence in the dim in which it was sharded. If no argument is
+            sharded along the sequence, it begins in the module, such as the patches of an image.
+            Modules of transformers whose recurrence is in no table are known; a warning names them.
         seq_dims: the dim of tokens of an argument of the model, by its name or its key in a dict;
             None leaves it whole. By default, dim 1 of integers and booleans (B, S), and of other
             tensors the dim that is as long. It is a matter of speed: numbers do not depend on it.
@@ -142,7 +131,7 @@ def parallelize(
     options = Options(mesh, *named, dict(seq_dims or {}), outputs, stored, gradients)
     before = options_of(model)
     if before is not None:
-        if before != options:
+        if vars(before) != vars(options):
             raise InvalidArgument(
                 site=SITE,
                 expected=f"the arguments of the first call for this model: {before}",
@@ -150,7 +139,7 @@ def parallelize(
                 remedy="parallelize a model once, or build it anew",
             )
         return model
-    agree_on_model(model, options, partial(check_model, model, options))
+    agree_on_model(model, options)
     if stored is not None:
         stored.shard(model)
     _take_values_of_first(model, options.everybody)
@@ -184,28 +173,13 @@ def parallelize_copy(model: nn.Module, options: Options) -> None:
 
 
 def _change_classes(model: nn.Module, options: Options) -> None:
-    mesh, weights = options.mesh, options.weights
-    gather = None if weights is None else partial(weights.gather, sequence=mesh)
-    reading = Reading(mesh, sums_gradients=options.sums_gradients, gather=gather)
     for module in list(model.modules()):
-        read_as_dtensors(module, reading)
+        read_as_dtensors(module, options)
     adapt(model, options)
-    run_beside_tensor_parallelism(model, mesh)
-    batches = WholeBatches(type(model).__name__, names_of(type(model).forward), options)
-    model.__class__ = _entrance(type(model), batches)
+    run_beside_tensor_parallelism(model, options.mesh)
+    model.__class__ = _entrance(type(model), options)
     if "forward" in vars(model):  # replaced on the object, which would go past the class
         setattr(model, OWN_FORWARD, vars(model).pop("forward"))
-
-
-def adapt(model: nn.Module, options: Options) -> None:
-    """Let modules compute as `parallelize` says, in a model that reads DTensors."""
-    register_rules()
-    mesh = options.mesh
-    for axis in range(mesh.ndim):
-        hold_sequences_along(mesh, str(mesh.get_group(axis).group_name))
-    for library in libraries():
-        library.adapt(model)
-    compute_locally(model, options)
 
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
@@ -217,8 +191,12 @@ def _first_equal(mesh: DeviceMesh) -> DeviceMesh:
     return first if first == mesh else mesh
 
 
-def _entrance(cls: Any, batches: WholeBatches) -> type[nn.Module]:
+def _entrance(cls: Any, options: Options) -> type[nn.Module]:
     """Return a subclass whose forward takes whole batches."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(cls.forward).parameters.values()
+    names = tuple(one.name for one in parameters if one.kind in kinds)[1:]
+    batches = WholeBatches(cls.__name__, names, options)
 
     def compute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = self.__dict__.get(OWN_FORWARD)
@@ -231,7 +209,7 @@ def _entrance(cls: Any, batches: WholeBatches) -> type[nn.Module]:
             return compute(self, *args, **kwargs)
         output = None
         is_traced = torch.compiler.is_compiling()
-        (_begin_trace if is_traced else _begin)(self)
+        _begin(self, is_traced)
         here.is_running = True
         try:
             parts, named = batches.cut(args, kwargs)
@@ -255,18 +233,18 @@ def _entrance(cls: Any, batches: WholeBatches) -> type[nn.Module]:
     # Dynamo counts what it has compiled, and gives up, by code.
     code = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")  # type: ignore[attr-defined]
     forward.__code__ = code  # type: ignore[attr-defined]
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    names |= {BATCHES: batches, READING: getattr(cls, READING)}
-    made: type[nn.Module] = type(cls.__name__, (cls,), {**names, **methods})
+    special = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    special |= {BATCHES: batches, READING: getattr(cls, READING)}
+    made: type[nn.Module] = type(cls.__name__, (cls,), {**special, **methods})
     return made
 
 
 class _Replicating(threading.local):
     """Takes plain tensors beside DTensors as replicated, as long as somebody asks for it.
 
-    Autograd asks as well: its formulas compute with tensors that a forward saved. So it goes on
-    until what the model has returned is gone. torch's context is per thread, which autograd takes
-    over from the caller of a backward, and when it is left, it ends the one around it as well.
+    Formulas of autograd compute with tensors that a forward saved. So it goes on until what the
+    model has returned is gone. torch's context is per thread, which autograd takes over from the
+    caller of a backward, and when it is left, it ends the one around it as well.
     """
 
     def __init__(self) -> None:
@@ -284,7 +262,6 @@ class _Replicating(threading.local):
 
     def end_with(self, model: nn.Module, output: Any) -> None:
         """End when the tensors of a result are gone that have gradients."""
-        tensors = [one for one in pytree.tree_leaves(output) if isinstance(one, Tensor)]
         site = type(model).__name__
 
         def ask(gradient: Tensor) -> None:
@@ -299,8 +276,8 @@ class _Replicating(threading.local):
                 )
 
         weakref.finalize(ask, self.end).atexit = False
-        for tensor in tensors:
-            if tensor.requires_grad:
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(ask)
 
 
@@ -308,8 +285,17 @@ _replicating = _Replicating()
 run_uncompiled(_Replicating.end_with)
 
 
-def _begin(model: nn.Module) -> None:
-    if is_transforming():
+# Dynamo calls it while it traces, and raises what it raises.
+@torch.compiler.assume_constant_result
+def _begin(model: nn.Module, is_traced: bool) -> None:
+    if is_traced and not traces.is_ours:
+        raise InvalidArgument(
+            site=type(model).__name__,
+            expected='backend="cp_inductor" or "cp_aot_eager", for a parallelized model',
+            got="another backend of torch.compile, or aot_compile",
+            remedy='torch.compile(model, backend="cp_inductor")',
+        )
+    if not is_traced and is_transforming():
         raise UnsupportedPlacement(
             site=type(model).__name__,
             expected="a parallelized model outside of transforms of torch.func",
@@ -318,24 +304,11 @@ def _begin(model: nn.Module) -> None:
         )
     _adopt(model)
     _replicating.begin()
+    if is_traced:  # also if what eager code has returned goes in the meantime
+        traces.around.callback(_replicating.end)
 
 
 run_uncompiled(_begin)  # where a graph break has left the forward to Python
-
-
-# Dynamo calls it while it traces, and raises what it raises.
-@torch.compiler.assume_constant_result
-def _begin_trace(model: nn.Module) -> None:
-    if not traces.is_ours:
-        raise InvalidArgument(
-            site=type(model).__name__,
-            expected='backend="cp_inductor" or "cp_aot_eager", for a parallelized model',
-            got="another backend of torch.compile, or aot_compile",
-            remedy='torch.compile(model, backend="cp_inductor")',
-        )
-    _adopt(model)
-    _replicating.begin()  # also if what eager code has returned goes in the meantime
-    traces.around.callback(_replicating.end)
 
 
 def _mark_lengths(frame: Mapping[str, Any]) -> None:
@@ -351,8 +324,7 @@ traces.before.append(_mark_lengths)
 def _adopt(model: nn.Module) -> None:
     """Let modules read what came into the model since its last run."""
     _parallelized.add(model)  # here, as copies have never met `parallelize`
-    reading, options = reading_of(model), options_of(model)
-    assert reading is not None and options is not None
+    options: Any = options_of(model)
     stored = options.weights
     has_batches = stored is not None and stored.mesh.size() > options.mesh.size()
     for name, weight in model.named_parameters() if has_batches else ():
@@ -363,15 +335,15 @@ def _adopt(model: nn.Module) -> None:
                 got="a plain one, whose gradient nobody would average over batches",
                 remedy="add adapters and the like before parallelize(..., weights=)",
             )
-    if not reading.sums_gradients:
+    if options.gradients == "partial":
         for axis in range(options.mesh.ndim):
             name = str(options.mesh.get_group(axis).group_name)
             watch_gradients(name, list(model.parameters()))
     for module in model.modules():
-        read_as_dtensors(module, reading)
+        read_as_dtensors(module, options)
         # Such as adapters, in a module that computes on a rank's own tokens.
-        new = [one for one in module.modules() if not reads_locally(one)]
-        for inner in new if reads_locally(module) else ():
+        new = [one for one in module.modules() if not isinstance(one, ReadsLocally)]
+        for inner in new if isinstance(module, ReadsLocally) else ():
             read_locally(inner, ReadsLocally)
 
 
@@ -396,19 +368,18 @@ def _check_given_data(tensor: DTensor) -> None:
 checks_of_given_data.append(_check_given_data)
 
 
+@torch.no_grad()
 def _take_values_of_first(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give all ranks the parameters, their gradients and buffers of the first, as DDP does."""
     gradients = (one.grad for one in model.parameters() if one.grad is not None)
     everything = itertools.chain(model.parameters(), model.buffers(), gradients)
-    tensors = {id(one): one for one in everything}
-    with torch.no_grad():
-        for tensor in tensors.values():
-            is_there = isinstance(tensor, DTensor) and tensor.device_mesh == mesh
-            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if is_there or own.is_meta:
-                continue
-            sent = own.detach().contiguous()
-            for axis in range(mesh.ndim):
-                dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
-            if sent.data_ptr() != own.data_ptr():
-                own.copy_(sent)
+    for tensor in {id(one): one for one in everything}.values():
+        is_there = isinstance(tensor, DTensor) and tensor.device_mesh == mesh
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if is_there or own.is_meta:
+            continue
+        sent = own.detach().contiguous()
+        for axis in range(mesh.ndim):
+            dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
+        if sent.data_ptr() != own.data_ptr():
+            own.copy_(sent)

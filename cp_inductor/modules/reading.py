@@ -16,90 +16,23 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from cp_inductor.dtensor.wrap import wrap_parts
 from cp_inductor.kept import cache
+from cp_inductor.modules.weights import Options
 from cp_inductor.torch_private.checkpoint import is_recomputing, rerun_within
 
-# What classes made here have beside their methods: how their tensors are read, and a mixin.
-READING, _MIXIN = "_cp_reading", "_cp_mixin"
-
-
-@dataclass(eq=False)
-class Reading:
-    """How the modules of one model read their tensors while it runs.
-
-    Attributes:
-        mesh: of the ranks that share its sequences.
-        sums_gradients: whether gradients are summed over these ranks, or each has its part, times
-            their number, as somebody else averages them.
-        gather: reads a DTensor, the shard of a weight; None has it read as it is.
-        everywhere: placements of a tensor that every rank has whole.
-    """
-
-    mesh: DeviceMesh
-    sums_gradients: bool = True
-    gather: Callable[[DTensor], Tensor] | None = None
-    everywhere: tuple[Placement, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.everywhere = (Replicate(),) * self.mesh.ndim
-
-    def as_dtensor(self, tensor: Tensor) -> Tensor:
-        """Return a DTensor on the mesh, of a plain tensor that every rank has whole.
-
-        A DTensor over other ranks, as by tensor parallelism, stays one on its own mesh.
-        """
-        if isinstance(tensor, DTensor):
-            if not self.is_beside(tensor):
-                return tensor if self.gather is None else self.gather(tensor)
-            whole = cast("DTensor", self.as_dtensor(tensor.to_local()))
-            local = whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
-            return wrap_parts(local, tensor.device_mesh, tensor.placements, tensor.shape)
-        if self.sums_gradients:
-            return self.replicate(tensor)
-        if tensor.requires_grad:
-            tensor = scale_gradient(tensor, self.mesh.size())
-        return self.replicate(tensor, [Partial()] * self.mesh.ndim)
-
-    def replicate(self, tensor: Tensor, of_gradient: list[Placement] | None = None) -> DTensor:
-        """Wrap a plain tensor that every rank has whole."""
-        return DTensor.from_local(
-            tensor, self.mesh, self.everywhere, run_check=False, grad_placements=of_gradient
-        )
-
-    def is_beside(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a DTensor over other ranks, which is read as it is."""
-        return (
-            self.gather is None and isinstance(tensor, DTensor) and tensor.device_mesh != self.mesh
-        )
-
-
-def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
-    """Return a tensor, whose gradient is multiplied by a number on its way back."""
-    scaled: Tensor = _ScaledGradient.apply(tensor, factor)
-    return scaled
-
-
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] * ctx.factor, None
+# What classes made here have beside their methods: how their tensors are read.
+READING = "_cp_reading"
 
 
 # In slots: Dynamo (2.13) loses what is assigned to other attributes after a flex_attention, if they
@@ -190,22 +123,20 @@ def locally(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def reading_once(block: nn.Module) -> Iterator[None]:
+def reading_once(block: nn.Module) -> Iterator[list[Tensor]]:
     """Have a block's weights read at once, in one order, whichever of them a rank's tokens need.
 
     A weight may be gathered where it is read, and its gradient is summed there. So all ranks do so
-    for all weights, in the same order. What `fully_shard` gathers by itself is whole only later.
+    for all weights, in the same order. What `fully_shard` gathers by itself is whole only later,
+    and is not among those that are returned, nor is what is a DTensor over other ranks.
     """
-    if computing().weights is not None or reading_of(block) is None:
-        yield
-        return
-    with computing_with(weights={}):
+    known = computing().weights
+    with computing_with(weights={} if known is None else known):
         apart = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
         later = {inner for outer in apart for inner in outer.modules()}
-        for module in block.modules():
-            for name in () if module in later else module._parameters:
-                locally(getattr, module, name)
-        yield
+        modules = [module for module in block.modules() if module not in later]
+        read = [locally(getattr, module, name) for module in modules for name in module._parameters]
+        yield [one for one in read if isinstance(one, Tensor) and not isinstance(one, DTensor)]
 
 
 class ReadsLocally(nn.Module):
@@ -223,24 +154,48 @@ class ReadsLocally(nn.Module):
             return super().forward(*args, **kwargs)
 
 
-def read_as_dtensors(module: nn.Module, reading: Reading) -> None:
+@dataclass(frozen=True, slots=True)
+class Local:
+    """How a module computes on plain tensors, in a model that computes on DTensors.
+
+    Attributes:
+        mixin: what `read_locally` adds to the module: `OnWhole` computes on all tokens,
+            `OnOwnTokens` and `OnShards` on a rank's own.
+        inner: what it adds to modules inside it, by their class, if not `ReadsLocally`.
+        functions: forms of functions that pass states, by the names under which the module calls
+            them, beside what `recurrences` knows.
+    """
+
+    mixin: type[ReadsLocally]
+    inner: Mapping[type, type[ReadsLocally]] = field(default_factory=dict)
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+
+# Files of `integrations/`, each of which describes a library of models, without importing it:
+#   adapt(model)             changes a model that reads DTensors from now on, before it runs
+#   find_local(module)       returns the `Local` of one that treats tokens alone, or mixes them
+#   find_routers(model)      returns classes of routers whose logits are recorded, with their place
+#                            in the result; the hooks that record them are installed afterwards
+#   is_recording_logits()    whether they are recorded in the forward that runs now
+libraries: list[ModuleType] = []
+
+
+def read_as_dtensors(module: nn.Module, reading: Options) -> None:
     """Let a module read its tensors as DTensors while its model runs.
 
     A second call does the same for tensors that came into the module since the first.
     """
-    cls = cast("Any", type(module))
+    cls: Any = type(module)
     stored = (*module._parameters, *module._buffers)  # also None, which may be set later
     names = tuple(one for one in stored if not isinstance(getattr(cls, one, None), property))
     if names or reading_of(module) is None:
         module.__class__ = _subclass(cls, None, names, reading)
 
 
-def read_locally(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Let a module read local tensors, and override its methods. Modules inside it do not change.
+def read_locally(module: nn.Module, mixin: type[ReadsLocally]) -> None:
+    """Let a module read local tensors, and override its methods by those of a mixin.
 
-    Args:
-        module: changed in place.
-        mixin: has the new methods, which call the old ones `locally`.
+    The new methods call the old ones `locally`. Modules inside it do not change.
     """
     # Also what hooks set, as in weight_norm.
     held = (name for name, value in vars(module).items() if isinstance(value, Tensor))
@@ -249,13 +204,13 @@ def read_locally(module: nn.Module, mixin: type[nn.Module]) -> None:
     module.__class__ = _subclass(cls, methods, names, reading_of(module))
 
 
-def reading_of(module: nn.Module) -> Reading | None:
+def reading_of(module: nn.Module) -> Options | None:
     """Return how a module reads its tensors; None if it is of no parallelized model."""
-    reading: Reading | None = getattr(type(module), READING, None)
+    reading: Options | None = getattr(type(module), READING, None)
     return reading
 
 
-def reading_now(module: nn.Module) -> Reading | None:
+def reading_now(module: nn.Module) -> Options | None:
     """Return how a module now reads its tensors; None if it reads them as on one process."""
     is_running = computing().is_running
     return reading_of(module) if (_is_rerun() if is_running is None else is_running) else None
@@ -271,19 +226,13 @@ def _is_rerun() -> bool:
     return False
 
 
-def reads_locally(module: nn.Module) -> bool:
-    """Whether `read_locally` was called of this module."""
-    return getattr(type(module), _MIXIN, None) is not None
-
-
 @cache
 def _subclass(
-    cls: Any, mixin: Any, names: tuple[str, ...], reading: Reading | None
+    cls: Any, mixin: Any, names: tuple[str, ...], reading: Options | None
 ) -> type[nn.Module]:
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-        # `self.count = self.count + 1`, of a buffer: it stays plain.
         if name in module._buffers and isinstance(value, DTensor) and reading_now(module):
-            value = value.full_tensor()
+            value = value.full_tensor()  # self.count = self.count + 1: it stays plain
         left = computing().left if isinstance(value, Tensor) else None
         if left is not None and not any(module is known and name == at for known, at in left):
             left.append((module, name))
@@ -303,15 +252,12 @@ def _subclass(
         return _new, (class_of(module),), _state_of(module)
 
     def copy_deeply(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        copied: nn.Module = memo.setdefault(id(module), _new(type(module)))
-        cast("Any", copied).__setstate__(copy.deepcopy(_state_of(module), memo))
-        return copied
+        copied: Any = memo.setdefault(id(module), _new(type(module)))
+        copied.__setstate__(copy.deepcopy(_state_of(module), memo))
+        return cast("nn.Module", copied)
 
-    mixed = mixin or getattr(cls, _MIXIN, None)
-    properties = {
-        name: property(_reader(name, reading, mixed is not None), _writer(name), _deleter(name))
-        for name in names
-    }
+    bases = (cls,) if mixin is None else (mixin, cls)
+    is_local = any(issubclass(base, ReadsLocally) for base in bases)
     # pickle looks classes up by name, and this class has no place of its own.
     special = {
         "__module__": cls.__module__,
@@ -322,9 +268,8 @@ def _subclass(
         "__reduce_ex__": reduce,
         "__deepcopy__": copy_deeply,
         READING: reading,
-        _MIXIN: mixed,
     }
-    bases = (cls,) if mixin is None else (mixin, cls)
+    properties = {name: _property(name, reading, is_local) for name in names}
     made: type[nn.Module] = type(cls.__name__, bases, {**special, **properties})
     return made
 
@@ -346,7 +291,7 @@ def _new(cls: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def _reader(name: str, reading: Reading | None, is_mixed: bool) -> Callable[[nn.Module], Any]:
+def _property(name: str, reading: Options | None, is_local: bool) -> property:
     # Dynamo traces this for every weight: what most modules need comes first, and no call is made
     # for what the class knows.
     def read(module: nn.Module) -> Any:
@@ -356,7 +301,7 @@ def _reader(name: str, reading: Reading | None, is_mixed: bool) -> Callable[[nn.
             return tensor
         here = _threads.computing
         # It may recompute a function of a module without calling the module.
-        if is_mixed and (_is_rerun() if here.is_local is None else here.is_local):
+        if is_local and (_is_rerun() if here.is_local is None else here.is_local):
             return _local_part(module, name, tensor)
         if not (_is_rerun() if here.is_running is None else here.is_running):
             return tensor
@@ -364,7 +309,16 @@ def _reader(name: str, reading: Reading | None, is_mixed: bool) -> Callable[[nn.
         now = reading_of(module) if reading is None else reading
         return tensor if now is None else now.as_dtensor(tensor)
 
-    return read
+    # nn.Module writes parameters and buffers itself. It calls these after one was deleted.
+    def write(module: nn.Module, value: Any) -> None:
+        module.__dict__[name] = value
+
+    def delete(module: nn.Module) -> None:
+        if name not in module.__dict__:
+            raise AttributeError(name)
+        del module.__dict__[name]
+
+    return property(read, write, delete)
 
 
 def _local_part(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
@@ -397,20 +351,3 @@ def _stored_beside(module: nn.Module, name: str) -> Any:
     if name in module.__dict__:
         return module.__dict__[name]
     raise AttributeError(name)  # deleted: torch's own error follows
-
-
-def _writer(name: str) -> Callable[[nn.Module, Any], None]:
-    # nn.Module writes parameters and buffers itself. It calls this after one was deleted.
-    def write(module: nn.Module, value: Any) -> None:
-        module.__dict__[name] = value
-
-    return write
-
-
-def _deleter(name: str) -> Callable[[nn.Module], None]:
-    def delete(module: nn.Module) -> None:
-        if name not in module.__dict__:
-            raise AttributeError(name)
-        del module.__dict__[name]
-
-    return delete

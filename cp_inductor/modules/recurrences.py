@@ -51,16 +51,14 @@ def share_keyed(function: Any, *, is_exact: bool = False, **given: Any) -> tuple
             the final state.
         is_exact: whether it computes in float32 whatever it is given. Then it is given queries in
             float32, so that what it returns is rounded once.
-        given: its arguments.
     """
     names = ("q", "k", "v") if "q" in given else ("query", "key", "value")
     query, key, value = (given.pop(name) for name in names)
     initial = given.pop("initial_state", None)
     is_final_asked = given.pop("output_final_state", False)
-    _refuse(function, given, "head_first", "cp_context", "reverse", "gv")
-    # The state as (B, H, V, K), in older and newer versions; a third result.
-    _refuse(function, given, "transpose_state_layout", "state_v_first")
-    _refuse(function, given, "return_intermediate_states")
+    # The last three are a state of (B, H, V, K), in older and newer versions, and a third result.
+    refused = ("head_first", "cp_context", "reverse", "gv", "transpose_state_layout")
+    _refuse(function, given, *refused, "state_v_first", "return_intermediate_states")
     if given.get("beta") is not None and given["beta"].ndim == value.ndim:  # one for each column
         _refuse(function, given, "beta")
     num_keys, num_heads, num_values = key.shape[-1], value.shape[-2], value.shape[-1]
@@ -107,9 +105,7 @@ def _own_documents(borders: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
 def share_chunk_scan(function: Any, **given: Any) -> Any:
     """Share the scan of Mamba 2, whose state is (B, H, P, N) and whose decay is one per head.
 
-    Args:
-        function: `mamba_chunk_scan_combined`, or `mamba2_chunk_scan` of transformers.
-        given: its arguments.
+    The function is `mamba_chunk_scan_combined`, or `mamba2_chunk_scan` of transformers.
     """
     initial = given.pop("initial_states", None)
     is_final_asked = given.pop("return_final_states", False)
@@ -146,9 +142,7 @@ def share_chunk_scan(function: Any, **given: Any) -> Any:
 def share_selective_scan(function: Any, **given: Any) -> Any:
     """Share the scan of Mamba 1, whose state is (B, D, N) and whose decay is one for each element.
 
-    Args:
-        function: `selective_scan_fn`, or `mamba_selective_scan` of transformers.
-        given: its arguments.
+    The function is `selective_scan_fn`, or `mamba_selective_scan` of transformers.
     """
     is_final_asked = given.pop("return_last_state", False)
     out, final = function(**given, return_last_state=True)
@@ -211,9 +205,7 @@ def share_gated(
 def share_short_convolution(function: Any, **given: Any) -> Tensor:
     """Share a causal convolution of each channel: the K - 1 tokens before this rank's come first.
 
-    Args:
-        function: `causal_conv1d_fn`, of x (B, C, S) and a weight (C, K).
-        given: its arguments.
+    The function is `causal_conv1d_fn`, of x (B, C, S) and a weight (C, K).
     """
     _refuse(function, given, "initial_states", "return_final_states", "final_states_out")
     name = "x" if "x" in given else "hidden_states"
@@ -307,39 +299,31 @@ def register_package(package: str, forms: Mapping[str, Form]) -> None:
     _of_packages.update({(package, name): form for name, form in forms.items()})
 
 
-def share_functions(namespace: dict[str, Any], named: Mapping[str, Form]) -> None:
+def share_functions(
+    modules: Iterable[nn.Module], named: Mapping[str, Form], *, is_everywhere: bool
+) -> None:
     """Put functions that compute a rank's part of a shared sequence in the place of known ones.
 
     Args:
-        namespace: globals of a Python module, or attributes of an object. What is put there does
-            the same for whole sequences.
-        named: forms of functions that are known under their names in this namespace alone.
+        modules: whose methods find them as globals. These may be those of no Python module:
+            multiprocessing runs a script again, and copies what it defines into a module.
+        named: forms of functions that are known under their names there alone.
+        is_everywhere: whether attributes of `modules`, and globals of all Python modules, are
+            replaced as well.
     """
-    for name, value in list(namespace.items()):
-        original = _original(value)
-        form = named.get(name) or _form_of(original)
-        if form is not None and _form_in(value) is not form:
-            namespace[name] = _sharing(original, form)
-
-
-def share_wherever_known(modules: Iterable[nn.Module]) -> None:
-    """Do so wherever a Python module, or one of `modules`, refers to a function that is known."""
-    namespaces = [vars(one) for one in list(sys.modules.values()) if isinstance(one, ModuleType)]
+    loaded = list(sys.modules.values()) if is_everywhere else []
+    namespaces: list[Any] = [vars(one) for one in loaded if isinstance(one, ModuleType)]
     for module in modules:
-        namespaces += [vars(module), *namespaces_of(type(module))]
-    for namespace in {id(one): one for one in namespaces}.values():
-        share_functions(namespace, {})
-
-
-def namespaces_of(cls: type) -> list[dict[str, Any]]:
-    """Return the globals of the methods of a class.
-
-    They are those of the Python modules that define them, but for classes of a script that started
-    this process: multiprocessing runs the script again, and copies what it defines into a module.
-    """
-    methods = [value for base in cls.__mro__ for value in vars(base).values()]
-    found = [getattr(inspect.unwrap(one), "__globals__", None) for one in methods if callable(one)]
-    return list({id(one): one for one in found if one is not None}.values())
+        methods = [value for base in type(module).__mro__ for value in vars(base).values()]
+        called = [inspect.unwrap(method) for method in methods if callable(method)]
+        namespaces += [getattr(method, "__globals__", None) for method in called]
+        namespaces += [vars(module)] if is_everywhere else []
+    for namespace in {id(one): one for one in namespaces if one is not None}.values():
+        for name, value in list(namespace.items()):
+            original = _original(value)
+            form = named.get(name) or _form_of(original)
+            if form is not None and _form_in(value) is not form:
+                namespace[name] = _sharing(original, form)
 
 
 def _original(value: Any) -> Any:

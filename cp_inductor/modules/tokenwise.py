@@ -7,10 +7,9 @@
     out = from_local(block's own forward(local))     [Shard(1)]
 
 DTensor has no sharding rules for the ops of experts (sorts, grouped products), or gathers all
-tokens on every rank first. Routing is per token, so a rank needs no other rank's tokens. A rank's
-gradient of a weight is its part of the sum, which `Partial` says. A weight that none of a rank's
-tokens meets, such as those of an expert, has a gradient of zeros there, and not None: what follows
-adds up gradients over ranks, and would wait for one that a rank does not have.
+tokens on every rank first. A rank's gradient of a weight is its part of the sum. A weight that none
+of a rank's tokens meets, such as those of an expert, has a gradient of zeros there, and not None:
+what adds up gradients over ranks would wait for one that a rank does not have.
 
 The logits of a router may leave the block for the load-balancing loss, by a hook that records them.
 Then they become a DTensor of all ranks' tokens, so that means over tokens are means over all of
@@ -23,14 +22,14 @@ Layers that torch's `parallelize_module` has split over another axis run on a ra
     out = up(x.to_local())                    with the hooks of its style, which know tp alone
     from_local(out (B, S / cp, N / tp))       [Shard(1)] over cp
 
-Between such layers a DTensor over cp has, as its local part, what the styles hand on as a plain
-tensor: some of the heads, or all features. Gradients of the weights stay DTensors over tp.
+Between such layers the local part of a DTensor over cp is what the styles hand on as plain tensors:
+some of the heads, or all features. Gradients of the weights stay DTensors over tp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -40,9 +39,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from cp_inductor.dtensor.wrap import wrap_whole
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.kept import cache
-from cp_inductor.modules.libraries import libraries
 from cp_inductor.modules.mixers import (
     dims_of_tokens,
     drawing_alike,
@@ -54,19 +53,25 @@ from cp_inductor.modules.reading import (
     ReadsLocally,
     computing,
     computing_with,
+    libraries,
     locally,
     read_locally,
     reading_now,
     reading_once,
-    reads_locally,
 )
 from cp_inductor.modules.whole_batches import map_parts, tensors_of
 
 
-class Routing(ReadsLocally):
-    """Gives this rank's tokens to methods, and wraps what they return."""
+class OnShards(ReadsLocally):
+    """Computes on this rank's tokens."""
 
     _keeps_routing = False
+
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Take this rank's part of the arguments, and compute."""
+        if isinstance(tokens, DTensor):
+            args, kwargs = map_parts(lambda _, other: part_beside(other, tokens), (args, kwargs))
+        return self._on_shards(super().forward, tokens, *args, **kwargs)
 
     def _on_shards(self, method: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(tokens, DTensor):
@@ -81,34 +86,21 @@ class Routing(ReadsLocally):
             if torch.compiler.is_compiling():  # one graph of all ranks
                 result = locally(method, local, *args, **kwargs)
             else:
-                with _calling_all_of_fsdp(self), drawing_alike(self, tokens), reading_once(self):
+                with _calling_all(self), drawing_alike(self, tokens), reading_once(self) as weights:
                     result = locally(method, local, *args, **kwargs)
-                    parts = tensors_of((local, args, kwargs))
-                    first = locally(_with_all_gradients, self, parts, result)
-                    result = (first, *result[1:]) if isinstance(result, tuple) else first
-        first, *rest = result if isinstance(result, tuple) else (result,)
-        outs = [_flat(first, local, tokens), *rest]
+                parts = [*tensors_of((local, args, kwargs)), *weights]
+                result = _with_all_gradients(result, parts)
+        outs = [*result] if isinstance(result, tuple) else [result]
+        outs[0] = _flat(outs[0], local, tokens)
         for place, out in enumerate(outs):
             if not self._keeps_routing or not isinstance(out, tuple):
                 outs[place] = map_parts(
-                    lambda _, part: _distributed(part, local, tokens, given), "", out, is_ours=True
+                    lambda _, part: _distributed(part, local, tokens, given), out, is_ours=True
                 )
         return tuple(outs) if isinstance(result, tuple) else outs[0]
 
 
-class OnShards(Routing):
-    """Computes on this rank's tokens."""
-
-    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Take this rank's part of the arguments, and compute."""
-        if isinstance(tokens, DTensor):
-            args, kwargs = map_parts(
-                lambda _, other: part_beside(other, tokens), "", (args, kwargs), is_ours=False
-            )
-        return self._on_shards(super().forward, tokens, *args, **kwargs)
-
-
-class ProjectsOnShards(Routing):
+class ProjectsOnShards(OnShards):
     """Projects to queries and back by experts, on this rank's tokens (JetMoE).
 
     What `map` says of the routing, in a tuple, stays this rank's: only `reduce` reads it.
@@ -143,13 +135,13 @@ class _Router(ReadsLocally):
 
 
 @cache
-def router(place: int) -> type[nn.Module]:
+def router(place: int) -> type[ReadsLocally]:
     """Return a mixin for routers that return logits at a place of their result."""
     return type("Router", (_Router,), {"_cp_place_of_logits": place})
 
 
 @contextmanager
-def _calling_all_of_fsdp(block: nn.Module) -> Iterator[None]:
+def _calling_all(block: nn.Module) -> Iterator[None]:
     """Refuse that a block leaves out an expert that FSDP gathers by itself.
 
     The replicas gather modules in the order of their calls. If one leaves out what another calls,
@@ -157,14 +149,11 @@ def _calling_all_of_fsdp(block: nn.Module) -> Iterator[None]:
     """
     inner = [one for one in block.modules() if isinstance(one, FSDPModule) and one is not block]
     called: set[int] = set()
-    hooks = [
-        one.register_forward_pre_hook(lambda module, _: called.add(id(module))) for one in inner
-    ]
-    try:
+    with ExitStack() as hooks:
+        for one in inner:
+            hook = one.register_forward_pre_hook(lambda module, _: called.add(id(module)))
+            hooks.enter_context(hook)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
     if len(called) < len(inner):
         raise UnsupportedPlacement(
             site=type(block).__name__,
@@ -174,42 +163,22 @@ def _calling_all_of_fsdp(block: nn.Module) -> Iterator[None]:
         )
 
 
-def _with_all_gradients(module: nn.Module, given: Sequence[Tensor], result: Any) -> Any:
-    """Return the first result, so that it depends on what a module is given and all its weights."""
+def _with_all_gradients(result: Any, given: Sequence[Tensor]) -> Any:
+    """Return a result, whose first depends on all that a module was given, its weights included."""
     outs = result if isinstance(result, tuple) else (result,)
     if not isinstance(outs[0], Tensor) or not torch.is_grad_enabled():
-        return outs[0]
-    nodes = _nodes_behind(outs, given)
-    found = {id(getattr(node, "variable", None)) for node in nodes}  # of leaves
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule) and inner is not module:
-            found.update(map(id, inner.parameters()))  # which are whole only while it computes
-    missing = [
-        getattr(inner, name)
-        for inner in module.modules()
-        for name, weight in inner._parameters.items()
-        if weight is not None and weight.requires_grad and id(weight) not in found
-    ]
-    missing += [
-        part
-        for part in given
-        if part.requires_grad and id(part) not in found and part.grad_fn not in nodes
-    ]
-    return _WithZeros.apply(outs[0], *missing) if missing else outs[0]
-
-
-def _nodes_behind(outs: Sequence[Any], given: Sequence[Tensor]) -> set[Node]:
-    """Return the nodes from which autograd computed tensors, as far back as what was given."""
+        return result
     ends = {part.grad_fn for part in given}
+    nodes: set[Node] = set()
     pending = [out.grad_fn for out in outs if isinstance(out, Tensor)]
-    seen: set[Node] = set()
     while pending:
         node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if node not in ends:
-                pending += [behind for behind, _ in node.next_functions]
-    return seen
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            pending += [] if node in ends else [behind for behind, _ in node.next_functions]
+    missing = [part for part in given if part.requires_grad and part.grad_fn not in nodes]
+    first = _WithZeros.apply(outs[0], *missing) if missing else outs[0]
+    return (first, *outs[1:]) if isinstance(result, tuple) else first
 
 
 class _WithZeros(torch.autograd.Function):
@@ -245,7 +214,7 @@ def _distributed(out: Any, local: Tensor, tokens: DTensor, placements: Sequence[
 
 
 def _is_recording_logits() -> bool:
-    return any(library.is_recording_logits() for library in libraries())
+    return any(library.is_recording_logits() for library in libraries)
 
 
 def _tokens_of_all(out: Tensor, tokens: DTensor) -> Tensor:
@@ -280,7 +249,7 @@ def run_beside_tensor_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
     """Make layers that are split over another mesh compute on this rank's tokens, in place."""
     for name, module in model.named_modules():
         if is_tensor_parallel(module, mesh):
-            if reads_locally(module):
+            if isinstance(module, ReadsLocally):
                 raise _refused(name, "one within a module that runs on a rank's own tokens")
             read_locally(module, _OnTokens)
 
@@ -300,7 +269,7 @@ class _OnTokens(ReadsLocally):
         if reading is None:
             return super().__call__(x, *args, **kwargs)
         if not isinstance(x, DTensor):
-            x = reading.replicate(x)
+            x = wrap_whole(x, reading.mesh)
         mesh, given, num_dims = x.device_mesh, x.placements, x.ndim - x.is_floating_point()
         if not num_dims:
             return self(x[None], *args, **kwargs)[0]

@@ -15,7 +15,6 @@ of speed and memory, and never of numbers.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,9 +25,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.fx.traceback import annotate
 
-from cp_inductor.errors import InvalidArgument, UnsupportedWrite
+from cp_inductor.dtensor.limits import dim_of
+from cp_inductor.dtensor.wrap import is_whole, wrap_whole
+from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.kept import cache
-from cp_inductor.modules.options import Options
+from cp_inductor.modules.weights import Options
 from cp_inductor.trust.agreement import note_batch
 
 log = logging.getLogger("cp_inductor")
@@ -63,7 +64,7 @@ class WholeBatches:
             with annotate({PART_OF_BATCH: name}):
                 return self._placed(tensor, self._dim(name, tensor, lengths))
 
-        placed = [map_parts(place, name, value, is_ours=False) for name, value in named]
+        placed = [map_parts(place, value, name) for name, value in named]
         _say(self.site, tuple((name, self._dim(name, one, lengths)) for name, one in leaves))
         return placed[: len(args)], dict(zip(kwargs, placed[len(args) :], strict=True))
 
@@ -82,15 +83,10 @@ class WholeBatches:
             _raise_of_items(self.site)
 
     def refuse_writes(self, given: Any, parts: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Refuse writes in place to the parts of a batch: they have not reached the batch.
-
-        Args:
-            given: what a call was given.
-            parts, named: what `cut` has made of it.
-        """
-        known = {id(tensor) for _, tensor in leaves_of("", given)}
+        """Refuse writes in place to what `cut` has made of a batch: they have not reached it."""
+        known = {id(tensor) for tensor in tensors_of(given)}
         for name, part in self._read(parts, named)[1]:
-            is_cut = isinstance(part, DTensor) and any(p.is_shard() for p in part.placements)
+            is_cut = isinstance(part, DTensor) and not is_whole(part)
             if is_cut and id(part) not in known and not part.is_inference() and part._version:
                 raise write_to_part(self.site, name)
 
@@ -137,25 +133,19 @@ class WholeBatches:
             if not has_tokens:
                 plain = plain.clone()  # a loss that the program may divide in place
             if plain.requires_grad and not torch.compiler.is_compiling():
-                plain.register_hook(_full)  # as eager code may use it beside results with tokens
+                # Eager code may use it beside results with tokens.
+                plain.register_hook(lambda g: g.full_tensor() if isinstance(g, DTensor) else g)
             return plain
 
-        return map_parts(whole, "", output, is_ours=True)
+        return map_parts(whole, output, is_ours=True)
 
     def _dim(self, name: str, tensor: Tensor, lengths: Sequence[int]) -> int | None:
         """Return the dim in which a tensor is cut; None if it stays whole."""
         if isinstance(tensor, DTensor) or not tensor.numel():
             return None
         if name in self.options.seq_dims:
-            dim = self.options.seq_dims[name]
-            if dim is not None and not -tensor.ndim <= dim < tensor.ndim:
-                raise InvalidArgument(
-                    site=f"{self.site}, seq_dims[{name!r}]",
-                    expected=f"a dim of a tensor of shape {tuple(tensor.shape)}",
-                    got=str(dim),
-                    remedy="name the dim of its tokens, or None if it has none",
-                )
-            return None if dim is None else dim % tensor.ndim
+            dim, site = self.options.seq_dims[name], f"{self.site}, seq_dims[{name!r}]"
+            return None if dim is None else dim_of(tensor, dim, site=site)
         if tensor.ndim == 2 and not (tensor.is_floating_point() or tensor.is_complex()):
             return TOKENS
         dims = [
@@ -167,16 +157,13 @@ class WholeBatches:
     def _placed(self, tensor: Tensor, dim: int | None) -> Any:
         if isinstance(tensor, DTensor):
             return tensor
-        note_batch(str(self.options.mesh.get_group(0).group_name), tensor)
+        mesh = self.options.mesh
+        note_batch(str(mesh.get_group(0).group_name), tensor)
         if dim is None and not tensor.requires_grad and not tensor.is_floating_point():
             return tensor  # whose numbers Python may read, such as sizes of images
-        others: list[Placement] = [Replicate()] * (self.options.mesh.ndim - 1)
-        whole = DTensor.from_local(
-            tensor, self.options.mesh, [Replicate(), *others], run_check=False
-        )
-        return (
-            whole if dim is None else whole.redistribute(self.options.mesh, [Shard(dim), *others])
-        )
+        others: list[Placement] = [Replicate()] * (mesh.ndim - 1)
+        whole = wrap_whole(tensor, mesh)
+        return whole if dim is None else whole.redistribute(mesh, [Shard(dim), *others])
 
 
 def write_to_part(site: str, name: str) -> UnsupportedWrite:
@@ -187,17 +174,6 @@ def write_to_part(site: str, name: str) -> UnsupportedWrite:
         got=f"a write in place to {name}, of which the batch has at most this rank's part",
         remedy=f"write to a clone, as {name} = {name}.clone()",
     )
-
-
-def _full(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-
-
-def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a method's positional arguments, without the first."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(forward).parameters.values()
-    return tuple(one.name for one in parameters if one.kind in kinds)[1:]
 
 
 def leaves_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -215,15 +191,12 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def map_parts(
-    function: Callable[[str, Tensor], Any], name: str, value: Any, *, is_ours: bool
+    function: Callable[[str, Tensor], Any], value: Any, name: str = "", *, is_ours: bool = False
 ) -> Any:
     """Return a value with its tensors replaced; what has none is returned as it is.
 
-    Args:
-        function: makes a tensor of a name and a tensor.
-        name: of the value.
-        value: any.
-        is_ours: whether dicts of other classes, such as a ModelOutput, may be changed.
+    The function takes the name that is nearest to a tensor, and the tensor. If the value is ours,
+    dicts of other classes in it, such as a ModelOutput, are changed and not copied.
     """
     if isinstance(value, Tensor):
         return function(name, value)
@@ -231,7 +204,7 @@ def map_parts(
         return value
     is_list = isinstance(value, (list, tuple))
     parts = {
-        key: map_parts(function, name if is_list else str(key), item, is_ours=is_ours)
+        key: map_parts(function, item, name if is_list else str(key), is_ours=is_ours)
         for key, item in _items(value)
     }
     if type(value) is dict:
@@ -269,19 +242,16 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
         return value.items()
     if isinstance(value, (list, tuple)):
         return enumerate(value)
-    return _attributes(value) if _is_record(value) else ()
+    if not _is_record(value):
+        return ()
+    # In slots or not, also what only its `__post_init__` knows.
+    fields = [part.name for part in dataclasses.fields(value)]
+    names = dict.fromkeys((*fields, *getattr(value, "__dict__", ())))
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
 def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _attributes(record: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a dataclass has, in slots or not, also what only its `__post_init__` knows."""
-    fields = [part.name for part in dataclasses.fields(record)]
-    for name in dict.fromkeys((*fields, *getattr(record, "__dict__", ()))):
-        if hasattr(record, name):
-            yield name, getattr(record, name)
 
 
 # Dynamo calls it while it traces, and raises what it raises.

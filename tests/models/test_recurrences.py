@@ -38,12 +38,13 @@ from cp_inductor import (
 )
 from cp_inductor.integrations.transformers_recurrences import find_recurrence
 from cp_inductor.modules import along_sequence
-from cp_inductor.modules.along_sequence import SharedSequence, last_tokens, sharing
+from cp_inductor.modules.along_sequence import SharedSequence, last_tokens
+from cp_inductor.modules.reading import computing_with
 from cp_inductor.modules.recurrences import (
     share_chunk_scan,
+    share_functions,
     share_keyed,
     share_short_convolution,
-    share_wherever_known,
 )
 from tests.support.combinations import AOT, EAGER, assert_beside, check_distributed
 from tests.support.models import LENGTH, VOCABULARY, make
@@ -287,7 +288,7 @@ def count_exchanged(ranks: int, **kept: Tensor) -> int:
     state = torch.ones(2, 8, 32, 32)
     with (
         fake_mesh(5, ranks) as mesh,
-        sharing(SharedSequence(mesh, (0,), 4 * ranks)),
+        computing_with(sequence=SharedSequence(mesh, (0,), 4 * ranks)),
         patch.object(SharedSequence, "exchange", exchange),
     ):
         before, after = pass_states(state, **kept)
@@ -380,7 +381,7 @@ def test_refusals() -> None:
         strided = cp_inductor.parallelize(Strided(), mesh, recurrent=(Strided,))
         with pytest.raises(UnsupportedPlacement, match="a causal convolution, padded with 1 zeros"):
             strided(tokens)
-        with sharing(SharedSequence(mesh, (0,), 4)):
+        with computing_with(sequence=SharedSequence(mesh, (0,), 4)):
             ones = torch.ones(1, 2, 1, 1)
             for refused in (
                 *({"gv": ones}, {"reverse": True}, {"beta": ones}),
@@ -510,7 +511,7 @@ def test_documents_are_apart() -> None:
             wanted = torch.autograd.grad(expected, list(leaves.values()), upstream)
             parts = {key: own_tokens(value, 1) for key, value in leaves.items()}
             own, grad = (shard(t, mesh.get_rank(), mesh.size(), 1) for t in (expected, upstream))
-            with sharing(SharedSequence(mesh, (0,), length)):
+            with computing_with(sequence=SharedSequence(mesh, (0,), length)):
                 out = share(**parts, **more, **packed)[:, : own.shape[1]]
             torch.testing.assert_close(out, own)
             found = torch.autograd.grad(out, list(leaves.values()), grad, materialize_grads=True)
@@ -532,7 +533,7 @@ def test_functions_are_known_wherever_a_module_finds_them(monkeypatch: pytest.Mo
 
     for form in (share_mean, partial(share_mean, scale=0.7)):  # the second is corrected
         cp_inductor.register_recurrence(names["scan"], form)
-        share_wherever_known([module, names["Mixer"]()])
+        share_functions([module, names["Mixer"]()], {}, is_everywhere=True)
         for found in (elsewhere.own_scan, module.scan, names["scan"]):  # type: ignore[attr-defined]
             assert found.__wrapped__ is scan
             assert found._cp_form is form

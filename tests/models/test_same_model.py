@@ -22,7 +22,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor
 from cp_inductor import CPError, RanksDisagree, UnevenSequence, UntiedWeights
-from cp_inductor.modules import ties
+from cp_inductor.modules import weights
 from cp_inductor.trust import log
 from tests.support.ranks import fake_mesh, on_ranks, world_mesh
 
@@ -238,7 +238,7 @@ def test_one_memory_of_another_shape_is_refused(mesh: DeviceMesh) -> None:
 def test_a_copy_that_was_meant_gets_a_warning(
     first_mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ties._warn.cache_clear()
+    weights._warn.cache_clear()
     with caplog.at_level(logging.WARNING, "cp_inductor"):
         compiled_step(distribute_module(untied(), first_mesh), first_mesh)
     (said,) = [record.message for record in caplog.records if "UntiedWeights" in record.message]
@@ -246,7 +246,7 @@ def test_a_copy_that_was_meant_gets_a_warning(
 
 
 def test_no_false_alarm(first_mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
-    ties._warn.cache_clear()
+    weights._warn.cache_clear()
     zeros, apart, layers = untied(), untied(), untied()
     nn.init.zeros_(zeros.embedding.weight)
     nn.init.zeros_(zeros.head.weight)

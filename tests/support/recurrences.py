@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_inductor.modules.along_sequence import SharedSequence, sharing
+from cp_inductor.modules.along_sequence import SharedSequence
+from cp_inductor.modules.reading import computing_with
 from cp_inductor.modules.recurrences import (
     share_chunk_scan,
     share_gated,
@@ -403,7 +404,7 @@ def errors_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple
         key: own_tokens(value, case.dims[key]) if key in case.dims else value
         for key, value in leaves.items()
     }
-    with sharing(SharedSequence(mesh, (0,), length)):
+    with computing_with(sequence=SharedSequence(mesh, (0,), length)):
         out, *finals = _tensors(case.share(case.function(), **own, **case.more, **flags))
     dim = case.dims["out"]
     whole = torch.zeros(*out.shape[:dim], length, *out.shape[dim + 1 :], dtype=torch.float64)

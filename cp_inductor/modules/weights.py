@@ -1,0 +1,321 @@
+"""Weights of a model: read as DTensors, stored in shards, or tied by their memory.
+
+    linear.weight (N, K), whole     linear.weight: a DTensor [Shard(0)] over all ranks, which the
+                                =>  optimizer trains
+    F.linear(x, linear.weight)      F.linear(x, gathered): a DTensor [Replicate] over the ranks of
+                                    the sequence
+
+A rank's gradient of a weight is of its own tokens. It is summed over the ranks of a sequence, and
+averaged over those with other batches, as it is scattered back to shards: one reduce-scatter.
+Weights are not gathered by hooks, as in `fully_shard`: these break the graph at each layer, and a
+mask that is computed before the first layer would then reach the others as a tensor of all pairs.
+
+    embedding(ids, weight_0); linear(x, weight_1)    two DTensors, one memory  =>  UntiedWeights
+
+torch's `distribute_module` makes a new parameter for each name. On the CPU, and if the model was
+already on the device, the two still share the memory that they were made from. That is never
+intended, so it is refused. If the weights were copied to the device, only their values are equal,
+which may be intended. For an embedding's table, a warning says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from cp_inductor.dtensor.axis import is_first_rank
+from cp_inductor.dtensor.wrap import wrap_parts
+from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
+from cp_inductor.kept import cache
+from cp_inductor.torch_private.dynamo import graph_inputs
+
+log = logging.getLogger("cp_inductor")
+
+REMEDY = "call cp_inductor.parallelize(model, mesh), which keeps ties, not distribute_module"
+
+# So many elements of two tables are compared before all are.
+NUM_PROBED = 64
+
+
+def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+    """Return a tensor, whose gradient is multiplied by a number on its way back."""
+    scaled: Tensor = _ScaledGradient.apply(tensor, factor)
+    return scaled
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
+@dataclass(frozen=True)
+class ShardedWeights:
+    """How the parameters of a model are stored and gathered.
+
+    Attributes:
+        mesh: 1-D, over which they are sharded: the ranks of the sequence, or these and those with
+            other batches.
+        param_dtype: in which floating-point parameters are gathered; None leaves theirs.
+        reduce_dtype: in which their gradients are summed; None is the parameter's own.
+        is_float32: whether shards of parameters that are trained are float32, whatever they were.
+        is_offloaded: whether shards are in the host's memory, and so their gradients and the states
+            of their optimizer; each is copied to the device when it is gathered.
+    """
+
+    mesh: DeviceMesh
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    is_float32: bool = False
+    is_offloaded: bool = False
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse parameters that are not plain.
+
+        Raises:
+            UnsupportedPlacement: a parameter is of a subclass, such as a DTensor, or has hooks.
+            UntiedWeights: two share memory, which their shards would not.
+        """
+        for name, parameter in model.named_parameters():
+            if type(parameter) is not nn.Parameter:
+                raise UnsupportedPlacement(
+                    site=name,
+                    expected="a plain parameter, whose shards are to be stored",
+                    got=f"a {type(parameter).__name__}",
+                    remedy="leave out weights=, or pass a model that nothing has sharded or"
+                    " quantized before",
+                )
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise UnsupportedPlacement(
+                    site=name,
+                    expected="a parameter without hooks, as its shard would not have them",
+                    got="hooks that somebody has registered",
+                    remedy="register them after parallelize(..., weights=), on the shards",
+                )
+        together: defaultdict[int, list[tuple[str, Tensor]]] = defaultdict(list)  # by their memory
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.numel():
+                together[tensor.untyped_storage().data_ptr()].append((name, tensor))
+        pairs = (pair for named in together.values() for pair in combinations(named, 2))
+        for (name, one), (other_name, other) in pairs:
+            is_stored = isinstance(one, nn.Parameter) or isinstance(other, nn.Parameter)
+            if is_stored and _share_elements(one, other):
+                raise UntiedWeights(
+                    site=f"{name} and {other_name}",
+                    expected="one tensor under both names, or two with separate memory",
+                    got="two that share memory, which shards would not",
+                    remedy="make them one (b.weight = a.weight), or clone one of them",
+                )
+
+    def shard(self, model: nn.Module) -> None:
+        """Replace parameters by their shards, of the values of the first rank; ties stay.
+
+        Parameters may be on "meta" on others than the first rank.
+        """
+        shards: dict[int, nn.Parameter] = {}
+        # In the order of the modules, which is the same on every rank: each is a collective.
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and not isinstance(parameter, DTensor):
+                    if id(parameter) not in shards:
+                        shards[id(parameter)] = self._sharded(parameter)
+                    module._parameters[key] = shards[id(parameter)]
+
+    def _sharded(self, old: nn.Parameter) -> nn.Parameter:
+        new = nn.Parameter(self._shard_of(old.detach(), old), requires_grad=old.requires_grad)
+        new.grad = None if old.grad is None else self._shard_of(old.grad, old)
+        for name, value in vars(old).items():
+            setattr(new, name, value)
+        return new
+
+    def _shard_of(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:
+        place = Shard(0) if whole.ndim else Replicate()
+        if whole.is_meta:
+            whole = torch.empty_like(whole, device=self.mesh.device_type)
+        shard: Tensor = distribute_tensor(whole.contiguous(), self.mesh, [place])
+        if self.is_float32 and parameter.requires_grad and whole.is_floating_point():
+            shard = shard.float()
+        return shard.cpu() if self.is_offloaded else shard
+
+    def gather(self, weight: DTensor, sequence: DeviceMesh) -> DTensor:
+        """Return a weight whole, over the ranks of a sequence; its gradient is their part."""
+        is_cast = weight.is_floating_point()
+        shard: Any = weight.to(self.mesh.device_type) if self.is_offloaded else weight
+        gathered = shard.redistribute(
+            placements=[Replicate()],
+            forward_dtype=self.param_dtype if is_cast else None,
+            backward_dtype=self.reduce_dtype if is_cast else None,
+        )
+        local = gathered.to_local(grad_placements=[Partial()])
+        if weight.requires_grad and self.mesh.size() > sequence.size():
+            local = scale_gradient(local, sequence.size() / self.mesh.size())
+        return DTensor.from_local(
+            local, sequence, [Replicate()], run_check=False, grad_placements=[Partial()]
+        )
+
+
+@dataclass(eq=False)
+class Options:
+    """How a model was parallelized, and so how its modules read their tensors while it runs.
+
+    Attributes:
+        mesh, tokenwise, recurrent, whole, seq_dims, outputs, gradients: arguments of `parallelize`.
+        weights: how parameters are stored in shards; None leaves them.
+        everywhere: placements of a tensor that every rank has whole.
+    """
+
+    mesh: DeviceMesh
+    tokenwise: tuple[type[nn.Module], ...] = ()
+    recurrent: tuple[type[nn.Module], ...] = ()
+    whole: tuple[type[nn.Module], ...] = ()
+    seq_dims: Mapping[str, int | None] = field(default_factory=dict)
+    outputs: str = "sharded"
+    weights: ShardedWeights | None = None
+    gradients: str = "sum"
+    everywhere: tuple[Replicate, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.everywhere = (Replicate(),) * self.mesh.ndim
+
+    @property
+    def everybody(self) -> DeviceMesh:
+        """Of the ranks that get the weights of the first."""
+        return self.mesh if self.weights is None else self.weights.mesh
+
+    def as_dtensor(self, tensor: Tensor) -> Tensor:
+        """Return a DTensor on the mesh, of a plain tensor that every rank has whole.
+
+        A DTensor over other ranks, as by tensor parallelism, stays one on its own mesh.
+        """
+        if isinstance(tensor, DTensor):
+            if not self.is_beside(tensor):
+                return tensor if self.weights is None else self.weights.gather(tensor, self.mesh)
+            whole = cast("DTensor", self.as_dtensor(tensor.to_local()))
+            local = whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
+            return wrap_parts(local, tensor.device_mesh, tensor.placements, tensor.shape)
+        of_gradient: list[Partial] | None = None
+        if self.gradients == "partial":
+            of_gradient = [Partial()] * self.mesh.ndim
+            if tensor.requires_grad:
+                tensor = scale_gradient(tensor, self.mesh.size())
+        return DTensor.from_local(
+            tensor, self.mesh, self.everywhere, run_check=False, grad_placements=of_gradient
+        )
+
+    def is_beside(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a DTensor over other ranks, which is read as it is."""
+        return (
+            self.weights is None and isinstance(tensor, DTensor) and tensor.device_mesh != self.mesh
+        )
+
+
+def check_ties(graph: fx.Graph) -> None:
+    """Refuse, or warn of, parameters of a Dynamo graph that were tied and no longer are.
+
+    Without gradients nothing is checked: both parameters still have the same values. Neither are
+    pairs of which none is trained.
+
+    Raises:
+        UntiedWeights: two parameters share memory.
+    """
+    if not torch.is_grad_enabled():
+        return
+    # Name, parameter, this rank's part of it, and whether an embedding looks up its rows.
+    alike: defaultdict[Any, list[tuple[str, DTensor, Tensor, bool]]] = defaultdict(list)
+    for node, name, value in graph_inputs(graph):
+        if isinstance(value, DTensor) and isinstance(value, nn.Parameter):
+            is_table = any(
+                # F.embedding takes the table second, the op first.
+                user.target in (F.embedding, torch.embedding)
+                and node in (*user.args[:2], user.kwargs.get("weight"))
+                for user in node.users
+            )
+            local = value.to_local().detach()
+            key = (value.shape, value.dtype, value.placements, local.device)
+            alike[key].append((name, value, local, is_table))
+    pairs = (pair for weights in alike.values() for pair in combinations(weights, 2))
+    for (name, one, local, is_table), (other_name, other, other_local, is_other_table) in pairs:
+        if one is other or not (one.requires_grad or other.requires_grad):
+            continue
+        if _is_one_memory(local, other_local):
+            raise UntiedWeights(
+                site=f"{name} and {other_name}",
+                expected="one parameter under both names",
+                got="two that share memory: they were one before they were distributed, and"
+                " each would get only a part of the gradient",
+                remedy=REMEDY,
+            )
+        is_said = (is_table or is_other_table) and is_first_rank(one.device_mesh)
+        if is_said and _is_alike(local, other_local):
+            _warn(name, other_name)
+
+
+def _is_one_memory(one: Tensor, other: Tensor) -> bool:
+    if one.is_meta or not one.numel():
+        return False
+    address = one.untyped_storage().data_ptr()
+    # A weight that FSDP has freed has no address.
+    is_same = address != 0 and address == other.untyped_storage().data_ptr()
+    return is_same and _share_elements(one, other)
+
+
+def _share_elements(one: Tensor, other: Tensor) -> bool:
+    """Whether two plain tensors of one storage have an element in common.
+
+    Bytes in common are not enough: interleaved parts of one tensor, such as its even and its odd
+    columns, have no element in common.
+    """
+    (start, end), (other_start, other_end) = (_extent(tensor) for tensor in (one, other))
+    if start >= other_end or other_start >= end:
+        return False
+    size, first = one.element_size(), min(start, other_start)
+    if size != other.element_size():
+        return True
+    marks = torch.zeros((max(end, other_end) - first) // size, dtype=torch.bool)
+    marks.as_strided(one.size(), one.stride(), (start - first) // size).fill_(True)
+    return bool(marks.as_strided(other.size(), other.stride(), (other_start - first) // size).any())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of its storage that a tensor reads, and the byte after the last."""
+    start = int(tensor.storage_offset())
+    span = zip(tensor.size(), tensor.stride(), strict=True)
+    last = start + sum((int(size) - 1) * int(stride) for size, stride in span)
+    return start * tensor.element_size(), (last + 1) * tensor.element_size()
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether all values are equal, and not all the same number, as in initialized weights."""
+    if one.is_meta or one.shape != other.shape or one.numel() < 2:
+        return False
+    probe, other_probe = (t.flatten()[:NUM_PROBED] for t in (one, other))
+    if not torch.equal(probe, other_probe) or bool((probe == probe[0]).all()):
+        return False
+    return torch.equal(one, other)
+
+
+@cache
+def _warn(name: str, other: str) -> None:
+    log.warning(
+        "UntiedWeights: %s and %s are two parameters of equal values. If they were one before"
+        " the model was distributed, each now gets only a part of the gradient, and they will"
+        " train apart: %s. If they are separate weights, ignore this.",
+        name,
+        other,
+        REMEDY,
+    )

@@ -65,13 +65,13 @@ SAME_BATCHES = (
     " config.check_agreement = False"
 )
 
-
+# What was agreed before the first time.
 NOTHING = Entry("", {})
 
 
 def agree(log: Log, entries: Sequence[Entry]) -> None:
     """Compare attentions, as far as they are not what was agreed last."""
-    log.rejoin(entries[0].site)
+    log.rejoin()
     # The first attention of a compiled graph speaks for the graph, of which it has this field.
     kinds = [(entry.kind, "enabled" in entry.fields) for entry in entries]
     pairs = [(new, log.last.get(kind, NOTHING)) for new, kind in zip(entries, kinds, strict=True)]
@@ -243,7 +243,7 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
     flat = flat[:: 1 + flat.numel() // MOST_OF_BATCH].contiguous()
     first = ", ".join(map(str, flat[:4].tolist()))
     numbers = f"{shape} numbers with {first}, ..., digest {digest_of(flat)}"
-    group.rejoin("a batch")
+    group.rejoin()
     number = group.record.trails[BATCHES].count + 1
     fields = {"what": "a batch", f"batch {number}": numbers}
     group.come([Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)], (), BATCHES)

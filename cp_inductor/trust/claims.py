@@ -1,6 +1,6 @@
 """What a rank says of an attention that it is about to run, of tables, and of a compiled graph.
 
-    describe_attention(attention, float32, (1, 128, 128))
+    describe_attention(Planned(attention, float32, (1, 128, 128), "sdpa_0 (model.py:41)"))
       =>  Entry(fields: mask = causal, num_heads = 8, ..., queries = 128 on each rank, ...)
 
 Two ranks run the same attention if all fields are equal.
@@ -49,8 +49,6 @@ MOST_OF_DRAW = 1 << 14
 # What follows from the other fields.
 PLANNED = ("plan", "stages", "chunks", "strategy", "late")
 
-HEADS = ("num_heads", "num_kv_heads", "head_dim")
-
 # What a claim says in other words, or what differs between ranks.
 SAID_APART = {
     *("rule", "query_length", "key_length", "itemsize"),
@@ -87,13 +85,14 @@ def describe_attention(planned: Planned, *, has_grad: bool | None) -> Entry:
     """
     attention, source = planned.attention, planned.attention.source
     batch, *lengths = planned.sizes
+    heads = zip(("num_heads", "num_kv_heads", "head_dim"), map(str, planned.heads), strict=False)
     said = {
         "what": "an attention planned once per batch" if attention.is_per_batch else "an attention",
         "mask": source.rule,
         "dtype": str(planned.dtype).removeprefix("torch."),
         **_values_of(attention),
         **_values_of(source),
-        **dict(zip(HEADS, map(str, planned.heads), strict=False)),
+        **dict(heads),
         "batch entries": UNKNOWN if batch is None else str(batch),
         "torch": str(torch.__version__),
         "source of cp_inductor": source_hash()[:NUM_DIGITS],

@@ -90,8 +90,7 @@ class Log:
         self.look_every_s = max(LOOK_EVERY_S, INTERVAL_PER_RANK_S * len(ranks))
         self.reported, self.report_after_s = 0.0, REPORT_AFTER_S
         interval_s = max(INTERVAL_S, INTERVAL_PER_RANK_S * len(ranks))
-        self.asking = Asking(self, timeout_s, interval_s)
-        self.ask = self.asking.ask
+        self.ask = Asking(self, timeout_s, interval_s).ask
         with suppress(DistError):  # the next caller that needs the store says where
             self.ask(self.exchange)
 
@@ -128,7 +127,7 @@ class Log:
             ProcessGroupError: the store does not answer.
         """
         site = entries[0].site
-        self.rejoin(site)
+        self.rejoin()
         if self.cause is not None:
             raise self.give_up(site)
         trails = self.record.trails
@@ -146,7 +145,7 @@ class Log:
 
     def refuse(self, reason: str) -> None:
         """Let the others know that this rank refuses what may be next for them."""
-        self.rejoin("a refusal")
+        self.rejoin()
         refusal = Entry(reason, {"what": REFUSAL}, kind=REFUSAL)
         for name in (ATTENTIONS, TABLES):  # others may wait for either
             self.record.trails[name] = self.record.trails[name].extended([refusal])
@@ -154,15 +153,15 @@ class Log:
         with suppress(RuntimeError):  # the refusal is raised in any case
             self.ask(self.exchange)
 
-    def rejoin(self, site: str) -> None:
+    def rejoin(self) -> None:
         """After a refusal, wait for what the others make of it: they give up, or refuse as well.
 
         If they give up, this rank begins anew with them.
         """
         if self.has_refused:
             with suppress(CPError):
-                count = self.record.trails[ATTENTIONS].count
-                self._settle(ATTENTIONS, count, site, self.others, is_new=True)
+                count, where = self.record.trails[ATTENTIONS].count, "what follows a refusal"
+                self._settle(ATTENTIONS, count, where, self.others, is_new=True)
             self.has_refused = False
 
     @contextmanager

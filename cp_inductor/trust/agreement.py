@@ -192,12 +192,12 @@ def tell_refusal(group_name: str, error: Exception) -> None:
     if is_of_others or group_name in told:
         return
     told.add(group_name)
-    group = agreed_of(group_name)
-    if group is not None:
+    log = agreed_of(group_name)
+    if log is not None:
         # Compilers add where they were, behind an empty line.
         reason = " ".join(str(error).partition("\n\n")[0].split())
         is_named = isinstance(error, CPError)
-        group.refuse(reason if is_named else f"{type(error).__name__}: {reason}")
+        log.refuse(reason if is_named else f"{type(error).__name__}: {reason}")
 
 
 def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> None:
@@ -209,12 +209,12 @@ def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> Non
         RanksDisagree: another rank says something else, refuses to, or does not come in time.
         ProcessGroupError: the store does not answer.
     """
-    left = [group for name in group_names if (group := agreed_of(name)) is not None]
+    left = [log for name in group_names if (log := agreed_of(name)) is not None]
     try:
         entry = describe()
         while left:
-            group = left.pop(0)
-            group.come([entry], group.others)
+            log = left.pop(0)
+            log.come([entry], log.others)
     except CPError as error:
         for other in left:
             other.refuse(str(error))  # its ranks may wait, without having seen a difference
@@ -235,18 +235,18 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
         or is_transformed(tensor)
     ):
         return
-    group = agreed_of(group_name)
-    if group is None:
+    log = agreed_of(group_name)
+    if log is None:
         return
     shape = "x".join(map(str, tensor.shape))
     flat = tensor.detach().reshape(-1)
     flat = flat[:: 1 + flat.numel() // MOST_OF_BATCH].contiguous()
     first = ", ".join(map(str, flat[:4].tolist()))
     numbers = f"{shape} numbers with {first}, ..., digest {digest_of(flat)}"
-    group.rejoin()
-    number = group.record.trails[BATCHES].count + 1
+    log.rejoin()
+    number = log.record.trails[BATCHES].count + 1
     fields = {"what": "a batch", f"batch {number}": numbers}
-    group.come([Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)], (), BATCHES)
+    log.come([Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)], (), BATCHES)
 
 
 def log_of(group_name: str) -> Log | None:

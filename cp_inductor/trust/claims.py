@@ -168,11 +168,15 @@ def name_tables(tables: Sequence[Tensor], *, has_seed: bool = False) -> dict[str
     return dict(zip(names, tables, strict=True))
 
 
+def is_captured(tensor: Tensor) -> bool:
+    """Whether a graph of CUDA is captured, so that nobody can read a tensor."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def is_readable(value: Any) -> bool:
-    """Whether the numbers of a plain tensor can be read now, while no graph of CUDA is captured."""
-    if type(value) is not Tensor or value.layout != torch.strided or value.is_meta:
-        return False
-    return not (value.is_cuda and torch.cuda.is_current_stream_capturing())
+    """Whether the numbers of a plain tensor, and no parameter, can be read now."""
+    is_plain = type(value) is Tensor and value.layout == torch.strided and not value.is_meta
+    return is_plain and not is_captured(value)
 
 
 def beginning_of(tensor: Tensor) -> Tensor:

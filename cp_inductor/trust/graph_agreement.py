@@ -39,7 +39,7 @@ from cp_inductor.trust.claims import (
     describe_beginnings,
     describe_collectives,
     digest,
-    is_readable,
+    is_captured,
     kind_of,
     name_tables,
 )
@@ -192,7 +192,7 @@ def note_tables(
     All such ops of a graph write to `token`, as it were: they keep their order by it. Of the tables
     the last may be the seed of a dropout.
     """
-    if is_readable(token):
+    if not is_captured(token):
         named = name_tables(tables, has_seed=has_seed)
         compare_tables(group_name, named, kind, site, note_as=-1)
 
@@ -204,7 +204,7 @@ note_tables.register_fake(lambda *args: None)
 def note_draw(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
     """Return a copy of a graph's draw of some number, noted for comparison behind the graph."""
     noted = drawn.clone()
-    if is_readable(drawn):
+    if not is_captured(drawn):
         numbers, kind = {"its numbers": beginning_of(noted)}, f"draw {number} at {site}"
         how = {"what": DRAWN, "remedy": SEED_ALIKE}
         compare_tables(group_name, numbers, kind, site, note_as=number, **how)

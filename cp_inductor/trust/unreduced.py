@@ -66,26 +66,22 @@ class _GradientWatch:
         self.num_tries, self.is_over = 0, False
         self.handle: Any = register_optimizer_step_pre_hook(self._look)
 
-    def end(self) -> None:
-        """Look no more."""
-        self.is_over, self.samples = True, []
-        self.noted.clear()
-
     def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.is_over or torch.compiler.is_compiling():
             return
-        self.samples = self.samples or self._sample(optimizer)
+        self.samples = self.samples or self._samples_of(optimizer)
         compared, own = [one for one, _ in self.samples], [sample for _, sample in self.samples]
         log = agreed_of(self.group_name) if own else None
         told = [] if log is None else _swap(log, own)
         self.num_tries += 1
         if told or (own and log is None) or self.num_tries == MOST_TRIES:
-            self.end()
+            self.is_over, self.samples = True, []
+            self.noted.clear()
         apart = {number for other in told for number in _apart(own, other)}
         if apart and log is not None and log.rank == log.ranks[0]:  # for all ranks
             _warn([compared[number] for number in sorted(apart)])
 
-    def _sample(self, optimizer: Optimizer) -> list[tuple[Tensor, Any]]:
+    def _samples_of(self, optimizer: Optimizer) -> list[tuple[Tensor, Any]]:
         """Return an optimizer's parameters, and samples, as soon as it has gradients."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         compared = [p for p in held if p in self.noted and is_readable(p.grad)]

@@ -60,7 +60,7 @@ from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.torch_private.sizes import Multiple, is_number, size_hint
 from cp_inductor.torch_private.tracing import ADD_BATCH_DIM
-from cp_inductor.trust.graph_agreement import Planned
+from cp_inductor.trust.claims import Planned
 
 # The place of the BlockMask among the arguments of flex_attention.
 BLOCK_MASK = 4

@@ -16,7 +16,6 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from types import FrameType
@@ -24,14 +23,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from cp_inductor.errors import CPError
 from cp_inductor.passes.verify_graph import LABEL
 from cp_inductor.torch_private.inductor import label_of
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import replace_backward
-from cp_inductor.trust.agreement import waiting_in
-from cp_inductor.trust.exchanges import failure, named_ranges
-from cp_inductor.trust.graph_agreement import Planned
+from cp_inductor.trust.claims import Planned
+from cp_inductor.trust.exchanges import exchanging
 
 COLLECTIVE = re.compile(
     r"torch\.ops\.(?:_c10d_functional\.|cp_inductor\.(?=exchange_rows))(\w+)\.default\("
@@ -66,28 +63,21 @@ def _named(
     function: Callable[..., Any], attentions: Sequence[Planned], direction: str
 ) -> Callable[..., Any]:
     where = f"the {direction} of a graph of attention at {attentions[0].site}"
+    groups = {one.attention.group_name for one in attentions}
     name_of = partial(_name_of, attentions, direction)
+    step_of = partial(_find, attentions, direction)
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        started = time.monotonic()
-        try:
-            with waiting_in(attentions[0].attention.group_name, where), named_ranges(name_of):
-                return function(*args, **kwargs)
-        except CPError:
-            raise
-        except RuntimeError as error:
-            found = _find(error, attentions, direction)
-            if found is None:
-                raise
-            raise failure(*found, error, time.monotonic() - started) from error
+        with exchanging(groups, where, name_of, step_of):
+            return function(*args, **kwargs)
 
     run_uncompiled(run)
     return run
 
 
 def _find(
-    error: BaseException, attentions: Sequence[Planned], direction: str
+    attentions: Sequence[Planned], direction: str, error: BaseException
 ) -> tuple[str, str, str] | None:
     """Return the group, attention and step of the exchange that raised an error, if one did."""
     found = None

@@ -14,6 +14,7 @@ from cp_inductor.run.tables import layout_of
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.sizes import new_size
 from cp_inductor.trust.agreement import compare_tables
+from cp_inductor.trust.claims import name_tables
 
 
 @torch.library.custom_op("cp_inductor::plan_batch", mutates_args=())
@@ -56,7 +57,7 @@ def plan_batch(
     group = group_of(group_name)
     # Ranks with other tables would make other plans, and wait for what nobody sends.
     site = f"the plan of a batch under {rule}"
-    compare_tables(group_name, tables, f"batches under {rule}", site)
+    compare_tables(group_name, name_tables(tables), f"batches under {rule}", site)
     found = numbers_of(
         HashedTables.of(tables),
         rule,

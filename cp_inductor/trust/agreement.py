@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import replace
 from operator import itemgetter
 from weakref import WeakKeyDictionary
 
@@ -39,10 +38,12 @@ from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.groups import group_of, group_with_store
 from cp_inductor.torch_private.modes import is_transformed
 from cp_inductor.trust.claims import (
+    Planned,
     describe_attention,
     describe_table,
     digest_of,
     kind_of,
+    name_tables,
     tables_to_note,
 )
 from cp_inductor.trust.log import Log
@@ -64,58 +65,57 @@ SAME_BATCHES = (
     " config.check_agreement = False"
 )
 
+# What was agreed before the first time.
+NOTHING = Entry("", {})
+
 
 def agree(log: Log, entries: Sequence[Entry]) -> None:
     """Compare attentions, as far as they are not what was agreed last."""
-    log.rejoin(entries[0].site)
+    log.rejoin()
     # The first attention of a compiled graph speaks for the graph, of which it has this field.
     kinds = [(entry.kind, "enabled" in entry.fields) for entry in entries]
-    pairs = [(entry, log.last.get(kind)) for entry, kind in zip(entries, kinds, strict=True)]
-    changed = [
-        (entry, last) for entry, last in pairs if last is None or last.fields != entry.fields
-    ]
-    is_new = any(last is None or last.causes != entry.causes for entry, last in changed)
+    pairs = [(new, log.last.get(kind, NOTHING)) for new, kind in zip(entries, kinds, strict=True)]
+    is_changed = any(new.fields != last.fields for new, last in pairs)
+    is_new = is_changed and any(new.causes != last.causes for new, last in pairs)
     is_early = log.record.trails[ATTENTIONS].count < FIRST_EVENTS
-    waiting = log.others if changed or entries[0].begins else log.next * is_early
+    waiting = log.others if is_changed or entries[0].begins else log.next * is_early
     log.come(entries, waiting, is_new=is_new)
     log.last.update(zip(kinds, entries, strict=True))
 
 
-def describe(
-    log: Log, what: str, tensors: Mapping[str, Tensor], kind: str, site: str, remedy: str = ""
-) -> Entry | None:
-    """Describe what must be alike on all ranks; None if it is not compared in this run."""
+def compare_tables(
+    group_name: str,
+    tables: Mapping[str, Tensor],
+    kind: str,
+    site: str,
+    *,
+    what: str = "tables of an attention",
+    remedy: str = "",
+    note_as: int | None = None,
+) -> None:
+    """Compare what must be alike on all ranks, in the first runs of its kind and as often as asked.
+
+    If it has a place to be noted as, it is compared behind the compiled graph that this thread is
+    in; if that is none, not at all.
+
+    Raises:
+        RanksDisagree: it is not the same on all ranks.
+    """
+    notes = _notes.get()
+    is_compared = tables and (note_as is None or notes is not None)
+    log = agreed_of(group_name) if is_compared else None
+    if log is None:
+        return
     log.num_runs[kind] += 1
     every = config.check_tables_every
     if log.num_runs[kind] > FIRST_RUNS and not (every and log.num_runs[kind] % every == 0):
-        return None
-    numbers = {name: describe_table(tensor) for name, tensor in tensors.items()}
-    return Entry(site, {"what": what, "check_tables_every": str(every), **numbers}, remedy=remedy)
-
-
-def describe_tables(
-    log: Log, tables: Sequence[Tensor], kind: str, site: str, *, has_seed: bool
-) -> Entry | None:
-    """Describe the tables of an attention of a kind, of which the last may be a seed."""
-    names = [f"table {number}" for number in range(len(tables))]
-    if has_seed:
-        names[-1] = "dropout's seed"
-    named = dict(zip(names, tables, strict=True))
-    return describe(log, "tables of an attention", named, kind, site)
-
-
-def compare_tables(
-    group_name: str, tables: Sequence[Tensor], kind: str, site: str, *, has_seed: bool = False
-) -> None:
-    """Compare tables, if there are any, and if they are to be compared in this run.
-
-    Raises:
-        RanksDisagree: they are not the same on all ranks.
-    """
-    log = agreed_of(group_name) if tables else None
-    entry = None if log is None else describe_tables(log, tables, kind, site, has_seed=has_seed)
-    if log is not None and entry is not None:
+        return
+    numbers = {name: describe_table(tensor) for name, tensor in tables.items()}
+    entry = Entry(site, {"what": what, "check_tables_every": str(every), **numbers}, remedy=remedy)
+    if notes is None or note_as is None:
         log.come([entry], log.others, TABLES)
+    else:
+        notes.setdefault(log, []).append((note_as, entry))
 
 
 # What ranks have said outlives every compile. None stands for a group with nothing to compare.
@@ -145,27 +145,9 @@ def graph_called() -> Iterator[None]:
         log.come(entries, log.others, TABLES)
 
 
-def note_in_graph(
-    tensor: Tensor, group_name: str, say: Callable[[Log], Entry | None], number: int = -1
-) -> None:
-    """Note what an op reads or draws in the compiled graph that this thread is in, if in any."""
-    notes, is_captured = _notes.get(), tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-    log = None if notes is None or is_captured else agreed_of(group_name)
-    entry = None if log is None else say(log)
-    if notes is not None and log is not None and entry is not None:
-        notes.setdefault(log, []).append((number, entry))
-
-
-# The default group of the process that forked this one, if any. Its groups do not work here.
-_forked_with: list[dist.ProcessGroup] = []
-
-
-def _note_fork() -> None:
-    group = dist.group.WORLD if dist.is_available() else None
-    _forked_with[:] = [] if group is None else [group]
-
-
-os.register_at_fork(after_in_child=_note_fork)
+# Default groups of the processes that this one was forked from. Their groups do not work here.
+_forked_with: list[dist.ProcessGroup | None] = []
+os.register_at_fork(after_in_child=lambda: _forked_with.append(dist.group.WORLD))
 
 
 def agreed_of(group_name: str) -> Log | None:
@@ -176,7 +158,7 @@ def agreed_of(group_name: str) -> Log | None:
     """
     if not config.check_agreement:
         return None
-    if _forked_with and dist.group.WORLD is _forked_with[0]:
+    if dist.group.WORLD is not None and dist.group.WORLD in _forked_with:
         raise ProcessGroupError(
             site="attention over a sharded sequence",
             expected="the process that has made its process group",
@@ -189,7 +171,7 @@ def agreed_of(group_name: str) -> Log | None:
     if group not in _agreed_in:
         is_alone = dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
         ranks = dist.get_process_group_ranks(group)
-        _agreed_in[group] = None if is_alone else Log(*ask(), dist.get_rank(group), ranks)
+        _agreed_in[group] = None if is_alone else Log(*ask(), dist.get_rank(), ranks)
     return _agreed_in[group]
 
 
@@ -210,31 +192,29 @@ def tell_refusal(group_name: str, error: Exception) -> None:
     if is_of_others or group_name in told:
         return
     told.add(group_name)
-    group = agreed_of(group_name)
-    if group is not None:
+    log = agreed_of(group_name)
+    if log is not None:
         # Compilers add where they were, behind an empty line.
         reason = " ".join(str(error).partition("\n\n")[0].split())
         is_named = isinstance(error, CPError)
-        group.refuse(reason if is_named else f"{type(error).__name__}: {reason}")
+        log.refuse(reason if is_named else f"{type(error).__name__}: {reason}")
 
 
 def agree_once(group_names: Sequence[str], describe: Callable[[], Entry]) -> None:
-    """Compare something that all ranks come to at the same place of their program.
+    """Compare something that all ranks of groups come to at the same place of their program.
 
-    Args:
-        group_names: of the groups that must agree, such as one for each axis of a mesh.
-        describe: returns what this rank says. If it raises a refusal, the other ranks raise, too.
+    If `describe`, which returns what this rank says, raises a refusal, the other ranks raise, too.
 
     Raises:
         RanksDisagree: another rank says something else, refuses to, or does not come in time.
         ProcessGroupError: the store does not answer.
     """
-    left = [group for name in group_names if (group := agreed_of(name)) is not None]
+    left = [log for name in group_names if (log := agreed_of(name)) is not None]
     try:
         entry = describe()
         while left:
-            group = left.pop(0)
-            group.come([entry], group.others)
+            log = left.pop(0)
+            log.come([entry], log.others)
     except CPError as error:
         for other in left:
             other.refuse(str(error))  # its ranks may wait, without having seen a difference
@@ -255,24 +235,18 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
         or is_transformed(tensor)
     ):
         return
-    group = agreed_of(group_name)
-    if group is None:
+    log = agreed_of(group_name)
+    if log is None:
         return
     shape = "x".join(map(str, tensor.shape))
     flat = tensor.detach().reshape(-1)
     flat = flat[:: 1 + flat.numel() // MOST_OF_BATCH].contiguous()
     first = ", ".join(map(str, flat[:4].tolist()))
     numbers = f"{shape} numbers with {first}, ..., digest {digest_of(flat)}"
-    group.rejoin("a batch")
-    number = group.record.trails[BATCHES].count + 1
+    log.rejoin()
+    number = log.record.trails[BATCHES].count + 1
     fields = {"what": "a batch", f"batch {number}": numbers}
-    group.come([Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)], (), BATCHES)
-
-
-def waiting_in(group_name: str, where: str) -> AbstractContextManager[None]:
-    """Let others know where this rank waits while it is in an exchange inside."""
-    log = log_of(group_name)
-    return nullcontext() if log is None else log.waiting(where)
+    log.come([Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)], (), BATCHES)
 
 
 def log_of(group_name: str) -> Log | None:
@@ -294,28 +268,24 @@ def agreed(
 ) -> Iterator[None]:
     """Run an attention inside, once all ranks are about to run the same.
 
-    Args:
-        attention: which.
-        query, key, extras: what it reads: (B, H, S, D), (B, G, T, D), of this rank, and tables.
-        site: for errors.
-        has_grad: whether gradients are on; None in an op, which does not know it.
+    It reads `query` (B, H, S, D) and `key` (B, G, T, D) of this rank, and tables among `extras`. In
+    an op, which does not know whether gradients are on, `has_grad` is None.
 
     Raises:
         RanksDisagree: they are not.
     """
     is_run = type(query) in (Tensor, nn.Parameter) and query.device.type != "meta"
     # What the batch decides is compared where the batch is planned.
-    is_compared = is_run and not attention.is_per_batch
-    group = agreed_of(attention.group_name) if is_compared else None
-    if group is None:
+    log = agreed_of(attention.group_name) if is_run and not attention.is_per_batch else None
+    if log is None:
         yield
         return
-    sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
     if has_grad is not None or _notes.get() is None:
-        entry = describe_attention(attention, query.dtype, sizes, has_grad=has_grad)
-        agree(group, [replace(entry, site=site)])
+        sizes = (query.shape[0], query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
+        planned = Planned(attention, query.dtype, sizes, site)
+        agree(log, [describe_attention(planned, has_grad=has_grad)])
     yield
-    tables, has_seed = [extras[at] for at in tables_to_note(attention)], attention.dropout_p > 0
+    tables = [extras[at] for at in tables_to_note(attention)]
     if tables:
-        kind = kind_of(attention, query.dtype)
-        compare_tables(attention.group_name, tables, kind, site, has_seed=has_seed)
+        named = name_tables(tables, has_seed=attention.dropout_p > 0)
+        compare_tables(attention.group_name, named, kind_of(attention, query.dtype), site)

@@ -48,13 +48,10 @@ class StoreSilent(DistError):
 
 
 class Asking(threading.Thread):
-    """A thread that asks a store, until its owner is gone.
+    """A thread that asks a store, and waits `limit_s` for each answer, until its owner is gone.
 
-    Args:
-        owner: its `compare_beside()` is called again and again, until that raises what a store
-            raises whose group is gone, and its `end()` when the program ends.
-        limit_s: for how long an answer is waited for.
-        interval_s: between calls beside the program.
+    It calls the owner's `compare_beside()` at intervals, until that raises what a store raises
+    whose group is gone, and its `end()` when the program ends.
     """
 
     def __init__(self, owner: Any, limit_s: float, interval_s: float) -> None:
@@ -96,14 +93,10 @@ class Asking(threading.Thread):
     ) -> Answer:
         """Call a function that asks the store, and return its result.
 
-        Args:
-            call: the function.
-            limit_s: for how long an answer is waited for, if not as long as usual.
-            is_hopeless: whether waiting has become useless; asked now and then.
-
         Raises:
-            StoreSilent: it has not returned within the limit, or waiting is useless. If the limit
-                was the usual one, the store is not asked again.
+            StoreSilent: it has not returned within the limit, or waiting has become hopeless, which
+                is looked at now and then. If the limit was the usual one, the store is not asked
+                again.
         """
         limit = self.limit_s if limit_s is None else limit_s
         answer = Future[Answer]()

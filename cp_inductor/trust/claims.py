@@ -1,6 +1,6 @@
 """What a rank says of an attention that it is about to run, of tables, and of a compiled graph.
 
-    describe_attention(attention, float32, (1, 128, 128))
+    describe_attention(Planned(attention, float32, (1, 128, 128), "sdpa_0 (model.py:41)"))
       =>  Entry(fields: mask = causal, num_heads = 8, ..., queries = 128 on each rank, ...)
 
 Two ranks run the same attention if all fields are equal.
@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -49,8 +49,6 @@ MOST_OF_DRAW = 1 << 14
 # What follows from the other fields.
 PLANNED = ("plan", "stages", "chunks", "strategy", "late")
 
-HEADS = ("num_heads", "num_kv_heads", "head_dim")
-
 # What a claim says in other words, or what differs between ranks.
 SAID_APART = {
     *("rule", "query_length", "key_length", "itemsize"),
@@ -58,35 +56,43 @@ SAID_APART = {
 }
 
 
-@lru_cache(maxsize=NUM_KEPT)
-def describe_attention(
-    attention: Attention,
-    dtype: torch.dtype,
-    sizes: tuple[int | None, ...],
-    heads: tuple[int, ...] = (),
-    *,
-    has_grad: bool | None,
-) -> Entry:
-    """Return the event that an attention is run, at no site yet.
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """An attention that is about to run, or is in a graph that is being compiled.
 
-    Args:
-        attention: the attention.
+    Attributes:
+        attention: what it is.
         dtype: of its tensors.
-        sizes: batch entries, queries and keys that this rank really holds. If the batch decides the
-            plan, the queries and keys of the whole sequence stand before the last two. None stands
-            for what only the graph knows, while it runs.
+        sizes: batch entries, queries and keys that this rank really holds; some may depend on the
+            inputs of a graph, None for what only the graph knows, while it runs. If the batch
+            decides the plan, before the last two the queries and keys of the whole sequence.
+        site: for people.
         heads: H, G and D, if the batch decides the plan.
-        has_grad: whether gradients are on; None where nobody knows it.
     """
-    batch, *lengths = sizes
-    source = attention.source
+
+    attention: Attention
+    dtype: torch.dtype
+    sizes: tuple[Any, ...]
+    site: str
+    heads: tuple[int, ...] = ()
+
+
+@lru_cache(maxsize=NUM_KEPT)
+def describe_attention(planned: Planned, *, has_grad: bool | None) -> Entry:
+    """Return the event that an attention is run, with sizes as numbers.
+
+    Whether gradients are on may be None, where nobody knows it.
+    """
+    attention, source = planned.attention, planned.attention.source
+    batch, *lengths = planned.sizes
+    heads = zip(("num_heads", "num_kv_heads", "head_dim"), map(str, planned.heads), strict=False)
     said = {
         "what": "an attention planned once per batch" if attention.is_per_batch else "an attention",
         "mask": source.rule,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(planned.dtype).removeprefix("torch."),
         **_values_of(attention),
         **_values_of(source),
-        **dict(zip(HEADS, map(str, heads), strict=False)),
+        **dict(heads),
         "batch entries": UNKNOWN if batch is None else str(batch),
         "torch": str(torch.__version__),
         "source of cp_inductor": source_hash()[:NUM_DIGITS],
@@ -98,7 +104,8 @@ def describe_attention(
         said[name] = _describe_tokens(attention, length, held)
     if has_grad is not None:
         said["gradients"] = "on" if has_grad else "off"
-    return Entry("", said, PLANNED, kind=f"{kind_of(attention, dtype)} {has_grad}")
+    kind = f"{kind_of(attention, planned.dtype)} {has_grad}"
+    return Entry(planned.site, said, PLANNED, kind=kind)
 
 
 def _values_of(this: Any) -> dict[str, str]:
@@ -107,23 +114,17 @@ def _values_of(this: Any) -> dict[str, str]:
     return {n: str(value) or "none" for n, value in named.items() if n not in SAID_APART}
 
 
-def _describe_tokens(attention: Attention, length: int | None, held: int | None) -> str:
+def _describe_tokens(attention: Attention, length: Any, held: Any) -> str:
     """Say how many tokens a sequence has, and how many this rank has if they are not its part."""
-    if isinstance(attention.source, Recipe):
-        rank, world_size = attention.rank, attention.source.world_size
-        if held is None:
-            return UNKNOWN
-        if length is not None and length % world_size == 0:
-            # Whatever length the plan was made for: all ranks hold as many.
-            return f"{held} on each rank"
-    elif length is None or held is None:
-        return UNKNOWN if length is None else f"{length} in all"
-    else:
-        group = group_of(attention.group_name)
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    assert length is not None and held is not None
+    is_recipe, group = isinstance(attention.source, Recipe), attention.group_name
+    if length is None or (held is None and is_recipe):
+        return UNKNOWN
+    rank, world_size = dist.get_rank(group_of(group)), dist.get_world_size(group_of(group))
+    if is_recipe and length % world_size == 0:
+        # Whatever length the plan was made for: all ranks hold as many.
+        return f"{held} on each rank"
     planned = shard_lengths(length, world_size)[rank]
-    if held == planned:
+    if held is None or held == planned:
         return f"{length} in all"
     return f"{held} where the plan of {length} has {planned}, at position {rank},"
 
@@ -157,6 +158,25 @@ def tables_to_note(attention: Attention) -> list[int]:
 
 
 # --- Tables and draws ------------------------------------------------------------------------
+
+
+def name_tables(tables: Sequence[Tensor], *, has_seed: bool = False) -> dict[str, Tensor]:
+    """Return the tables of an attention by name, of which the last may be a seed of dropout."""
+    names = [f"table {number}" for number in range(len(tables))]
+    if has_seed:
+        names[-1] = "dropout's seed"
+    return dict(zip(names, tables, strict=True))
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Whether a graph of CUDA is captured, so that nobody can read a tensor."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def is_readable(value: Any) -> bool:
+    """Whether the numbers of a plain tensor, and no parameter, can be read now."""
+    is_plain = type(value) is Tensor and value.layout == torch.strided and not value.is_meta
+    return is_plain and not is_captured(value)
 
 
 def beginning_of(tensor: Tensor) -> Tensor:
@@ -225,9 +245,7 @@ def describe_beginnings(
 
 def _beginning(value: Any, dim: int) -> str:
     """Return a digest of a shard's first tokens; nothing if they tell nothing."""
-    if type(value) is not Tensor or value.dtype == torch.bool or not value.numel():
-        return ""
-    if value.is_meta or (value.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not is_readable(value) or value.dtype == torch.bool or not value.numel():
         return ""
     length = min(MOST_TOKENS, 1 << (value.shape[dim].bit_length() - 1))
     some = beginning_of(value.narrow(dim, 0, length))

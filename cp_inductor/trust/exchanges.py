@@ -6,13 +6,12 @@
         ranks 0, 1 and 2, got a failure after 0.1 s: rank 1: its process 4242 has ended; ...
 
 An exchange fails when a rank has ended, has stopped, or does not come within the timeout of the
-group. The backend's own error names no rank. So every rank tells which exchange failed there, reads
-what the others tell, and looks whether their processes are alive, if they run on its own machine.
-It knows which processes they are since ranks first agreed on something: the store may end with the
-rank that holds it.
+group; the backend's own error names no rank. So every rank tells which exchange failed there, reads
+what the others tell, and looks whether their processes are alive, if they run on its own machine:
+the store may end with the rank that holds it.
 
     with torch.profiler.profile():
-        with named_ranges(name_of): run a graph
+        with exchanging(groups, where, name_of, step_of): run a graph
       =>  attention (model.py:41), forward, exchange 1
           attention (model.py:41), forward, tile 1
           attention (model.py:41), forward, wait for exchange 1
@@ -24,14 +23,13 @@ exchanges, and tiles but for the templates that Inductor generates for a GPU, wh
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -42,10 +40,10 @@ from cp_inductor.run.attention import Attention
 from cp_inductor.run.messages import StepFailed
 from cp_inductor.tiles.kernel_table import TILE_OPS
 from cp_inductor.torch_private.modes import OpWatcher, is_profiling
-from cp_inductor.trust.agreement import log_of, waiting_in
+from cp_inductor.trust.agreement import log_of
 from cp_inductor.trust.asking import rounds
 from cp_inductor.trust.log import Log
-from cp_inductor.trust.record import Record, name_ranks
+from cp_inductor.trust.record import name_ranks
 
 # How long a rank looks for what has become of the others, which notice a failure at their next
 # exchange.
@@ -53,12 +51,39 @@ PATIENCE_S = 3.0
 # The same, once a rank is known that has ended or stopped.
 PATIENCE_ONCE_KNOWN_S = 1.0
 
-UNTOLD = "it has not said what it is, nor that it failed"
+UNTOLD = "it has not said where it is, nor that it failed"
+
+# The attention and direction that an op belongs to, and which exchange or tile of it the op is,
+# from 1; None if it is of no attention.
+NameOf = Callable[[Any], tuple[str, int] | None]
+
+# The group, attention and exchange that failed, as in "exchange 2 of 4 of its backward"; None if an
+# error is of no exchange.
+StepOf = Callable[[RuntimeError], tuple[str, str, str] | None]
+
+
+def named_steps(attention: Attention, direction: str, site: str) -> AbstractContextManager[None]:
+    """Return the context of the "forward" or "backward" of an eager attention; see `exchanging`."""
+    numbers = {True: count(1), False: count(1)}
+
+    def name_of(op: Any) -> tuple[str, int]:
+        return f"{site}, {direction}", next(numbers[op in STARTS])  # in the order of the plan
+
+    def step_of(error: RuntimeError) -> tuple[str, str, str] | None:
+        if not isinstance(error, StepFailed):
+            return None
+        plan = (forward_plan if direction == "forward" else backward_plan)(attention.recipe)
+        step = f"exchange {error.number} of {len(plan.exchange_bytes)} of its {direction}"
+        return attention.group_name, site, step
+
+    return exchanging([attention.group_name], f"the {direction} of {site}", name_of, step_of)
 
 
 @contextmanager
-def named_steps(attention: Attention, direction: str, site: str) -> Iterator[None]:
-    """Name an exchange that fails inside the "forward" or "backward" of an eager attention.
+def exchanging(
+    group_names: Iterable[str], where: str, name_of: NameOf, step_of: StepOf
+) -> Iterator[None]:
+    """Run a graph, or an eager attention, inside: ranks of groups, and profiles, are told where.
 
     Raises:
         ExchangeFailed: an exchange has failed.
@@ -66,14 +91,20 @@ def named_steps(attention: Attention, direction: str, site: str) -> Iterator[Non
     """
     started = time.monotonic()
     try:
-        where = waiting_in(attention.group_name, f"the {direction} of {site}")
-        with where, named_ranges(count_ops(site, direction)):
+        with ExitStack() as around:
+            for log in filter(None, map(log_of, group_names)):
+                around.enter_context(log.waiting(where))
+            if is_profiling():
+                around.enter_context(_Watch(name_of))
             yield
-    except StepFailed as error:
-        plan = (forward_plan if direction == "forward" else backward_plan)(attention.recipe)
-        step = f"exchange {error.number} of {len(plan.exchange_bytes)} of its {direction}"
-        reason, waited_s = error.__cause__ or error, time.monotonic() - started
-        raise failure(attention.group_name, site, step, reason, waited_s) from reason
+    except CPError:
+        raise
+    except RuntimeError as error:
+        found = step_of(error)
+        if found is None:
+            raise
+        reason = error.__cause__ or error if isinstance(error, StepFailed) else error
+        raise failure(*found, reason, time.monotonic() - started) from reason
 
 
 def failure(
@@ -81,33 +112,27 @@ def failure(
 ) -> CPError:
     """Return the error about an exchange that has failed, after asking about the other ranks.
 
-    If ranks are known to have gone different ways, the error says that.
-
-    Args:
-        group_name, site: of the attention.
-        step: which exchange it was, as in "exchange 2 of 4 of its backward".
-        reason: what the backend raised.
-        waited_s: for how long this rank was in the forward or backward.
+    If ranks are known to have gone different ways, the error says that. `waited_s` is for how long
+    this rank was in the forward or backward, and `reason` what the backend raised.
     """
-    log, records = log_of(group_name), dict[int, Record | None]()
+    log, fates, failed, gone = log_of(group_name), dict[int, str](), set[int](), set[int]()
     if log is not None:
         _ask(log, f"{step}, {site}")
         if log.cause is not None:  # others may have seen it meanwhile
             return log.give_up(site)
-        records = {log.ranks[at]: log.records.get(at) for at in log.others}
+        fates = dict.fromkeys(log.others, UNTOLD)
+        fates |= {rank: r.known_end() or r.describe() for rank, r in log.records.items()}
+        failed = {rank for rank, record in log.records.items() if record.failed}
+        gone = log.gone().keys() - failed
     # A rank that merely waits has not noticed the failure yet.
-    silent = {rank: record for rank, record in records.items() if not (record and record.failed)}
-    gone = [rank for rank, record in silent.items() if record and record.known_end()]
-    missing = sorted(gone or silent)
-    ranks = sorted({*records, dist.get_rank()}) if dist.is_initialized() else []
-    fates = {rank: record.fate() if record else UNTOLD for rank, record in records.items()}
+    missing = sorted(gone or fates.keys() - failed)
     told = "; ".join(f"rank {rank}: {fates[rank]}" for rank in sorted(fates))
     said = " ".join(str(reason).split())
     told = f"{told}; its error: {said}" if told else said
     whose = f"log of {name_ranks(missing)}" if missing else "logs of the other ranks"
     return ExchangeFailed(
         site=site,
-        expected=f"{step} to end on {name_ranks(ranks)}" if ranks else f"{step} to end",
+        expected=f"{step} to end" + (f" on {name_ranks(log.ranks)}" if log else ""),
         got=f"a failure after {waited_s:.1f} s: {told}",
         remedy=f"see the {whose}; if a rank is only slow, raise the timeout of init_process_group;"
         " then start all ranks again, from a checkpoint, because the group has lost its place",
@@ -139,15 +164,6 @@ def _ask(log: Log, step: str) -> None:
 
 # --- Profiles ------------------------------------------------------------------------------
 
-# The attention and direction that an op belongs to, and which exchange or tile of it the op is,
-# from 1; None if it is of no attention.
-NameOf = Callable[[Any], tuple[str, int] | None]
-
-
-def named_ranges(name_of: NameOf) -> AbstractContextManager[Any]:
-    """Return the context that a graph, or an eager attention, runs in."""
-    return _Watch(name_of) if is_profiling() else nullcontext()
-
 
 class _Watch(OpWatcher):
     """Names the ops of one graph."""
@@ -175,14 +191,3 @@ class _Watch(OpWatcher):
         if is_start:
             self.waits[result] = f"{attention}, wait for exchange {number}"
         return result
-
-
-def count_ops(site: str, direction: str) -> NameOf:
-    """Return what names the ops of one eager attention, which run in the order of its plan."""
-    started: Counter[bool] = Counter()
-
-    def name_of(op: Any) -> tuple[str, int]:
-        started[op in STARTS] += 1
-        return f"{site}, {direction}", started[op in STARTS]
-
-    return name_of

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
@@ -23,25 +23,25 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import SequenceWarning
 from cp_inductor.graph.collectives import Collective
-from cp_inductor.run.attention import Attention
 from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.trust.agreement import (
     agree,
     agreed_of,
-    describe,
-    describe_tables,
+    compare_tables,
     graph_called,
     note_batch,
-    note_in_graph,
     tell_refusal,
 )
 from cp_inductor.trust.claims import (
+    Planned,
     beginning_of,
     describe_attention,
     describe_beginnings,
     describe_collectives,
     digest,
+    is_captured,
     kind_of,
+    name_tables,
 )
 from cp_inductor.trust.log import Log
 from cp_inductor.trust.record import ATTENTIONS, Entry
@@ -52,26 +52,6 @@ SEED_ALIKE = (
     " all of them from then on; or make it a DTensor with distribute_tensor, which hands out what"
     " the first rank has"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """An attention of a graph that is being compiled.
-
-    Attributes:
-        attention: what it is.
-        dtype: of its tensors.
-        sizes: batch entries, queries and keys on this rank; some may depend on the inputs. If the
-            batch decides the plan, before the last two those of the whole sequence.
-        site: for people.
-        heads: H, G and D, if the batch decides the plan.
-    """
-
-    attention: Attention
-    dtype: torch.dtype
-    sizes: tuple[int | SymInt, ...]
-    site: str
-    heads: tuple[int, ...] = ()
 
 
 # In so many runs of a graph, with gradients and without, the beginnings of inputs are compared: a
@@ -86,12 +66,11 @@ class AgreedGraph:
     Attributes:
         planned: the attentions of the graph, in the order in which they run.
         inputs: the placeholders of the graph, with their example values.
-        flags: options and flags that the order of exchanges depends on, or who computes attentions.
-        collectives: what its lowered graphs start, by their kinds, as far as that is known when it
-            is called.
-        whole: if the graph is all that is compiled of the model, on every rank: what is known of
-            its program, see `describe_program`. It is compared, and how many attentions there are,
-            and in which order.
+        flags: what the order of exchanges depends on, or who computes attentions.
+        collectives: what its lowered graphs start, by their kinds, as far as that is known.
+        whole: what is known of its program, see `describe_program`, if the graph is all that is
+            compiled of the model, on every rank. Then how many attentions there are, and in which
+            order, is compared as well.
         shards: the plain inputs that are shards: by place, their name and sequence dim.
         batches: those that every rank has whole, if plain: by place, the name of the group.
     """
@@ -119,18 +98,16 @@ class AgreedGraph:
         self.known: dict[tuple[Any, ...], list[Entry]] = {}
         kinds = [kind_of(one.attention, one.dtype) for one in self.planned]
         self.kind = f"beginnings of {digest(kinds)}"
-        self.name = f"a graph of {len(kinds)} attention{'s' * (len(kinds) != 1)}"
 
     @contextmanager
     def __call__(self, args: Sequence[Any]) -> Iterator[None]:
         """Run the graph inside, once all ranks are about to run the same; raises RanksDisagree."""
         for place, name in self.batches.items():
             note_batch(name, args[place])
-        with graph_called(), ExitStack() as around:
+        with graph_called():
             for name in self.group_names:
                 if (log := agreed_of(name)) is not None:
                     self._agree(log, name, args)
-                    around.enter_context(log.waiting(self.name))
             try:
                 yield
             except Exception as error:
@@ -153,10 +130,9 @@ class AgreedGraph:
             first = replace(first, begins=describe_beginnings(self.shards, args))
         number = log.record.trails[ATTENTIONS].count + 1
         agree(log, [first, *others])
-        events = [record.trails[ATTENTIONS].told_at(number) for record in log.records.values()]
-        told = [event[1] for event in events if event is not None]
-        if first.begins and log.rank == 0 and len(told) == len(log.others):
-            warn_of_alike(first.begins, told)
+        told = log.events(ATTENTIONS, number)
+        if first.begins and log.rank == log.ranks[0] and len(told) == len(log.ranks):
+            warn_of_alike([entry.begins for entry in told.values()])
 
     def _make(
         self, group_name: str, has_grad: bool, values: Mapping[sympy.Symbol, sympy.Integer]
@@ -166,9 +142,8 @@ class AgreedGraph:
             if one.attention.group_name == group_name:
                 known = (expression.xreplace(values) for expression in expressions)
                 sizes = tuple(int(size) if size.is_Integer else None for size in known)
-                what = (one.attention, one.dtype, sizes, tuple(map(int, one.heads)))
-                entry = describe_attention(*what, has_grad=has_grad)
-                claims.append(replace(entry, site=one.site))
+                planned = replace(one, sizes=sizes, heads=tuple(map(int, one.heads)))
+                claims.append(describe_attention(planned, has_grad=has_grad))
         # The first speaks for the graph. Where its attention differs, too, that says more.
         first, program = claims[0], dict[str, str]()
         if self.whole is not None:
@@ -192,15 +167,15 @@ def _sizes_in(value: Any) -> Sequence[Any]:
     return value.shape if isinstance(value, Tensor) else (value,)
 
 
-def warn_of_alike(begins: Mapping[str, str], others: Sequence[Entry]) -> None:
-    """Warn of inputs that begin alike on all ranks."""
-    names = [n for n, own in begins.items() if all(other.begins.get(n) == own for other in others)]
+def warn_of_alike(begins: Sequence[Mapping[str, str]]) -> None:
+    """Warn of inputs that begin alike on all ranks, by what they begin with on each."""
+    names = [name for name in begins[0] if len({one.get(name) for one in begins}) == 1]
     if not names:
         return
     begin = "input {} begins" if len(names) == 1 else "inputs {} begin"
     warnings.warn(
         f'options={{"mesh": ...}}: {begin.format(", ".join(names))} with the same numbers on all'
-        f" {len(others) + 1} ranks. Each rank is to pass its own part of the sequence, as"
+        f" {len(begins)} ranks. Each rank is to pass its own part of the sequence, as"
         " torch.chunk cuts it, and positions count from the start of the whole sequence. Where"
         " ranks really have the same tokens, filter this SequenceWarning",
         SequenceWarning,
@@ -217,11 +192,9 @@ def note_tables(
     All such ops of a graph write to `token`, as it were: they keep their order by it. Of the tables
     the last may be the seed of a dropout.
     """
-    note_in_graph(
-        token,
-        group_name,
-        lambda log: describe_tables(log, tables, kind, site, has_seed=has_seed),
-    )
+    if not is_captured(token):
+        named = name_tables(tables, has_seed=has_seed)
+        compare_tables(group_name, named, kind, site, note_as=-1)
 
 
 note_tables.register_fake(lambda *args: None)
@@ -231,13 +204,10 @@ note_tables.register_fake(lambda *args: None)
 def note_draw(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
     """Return a copy of a graph's draw of some number, noted for comparison behind the graph."""
     noted = drawn.clone()
-    numbers, kind = {"its numbers": beginning_of(noted)}, f"draw {number} at {site}"
-    note_in_graph(
-        drawn,
-        group_name,
-        lambda log: describe(log, DRAWN, numbers, kind, site, SEED_ALIKE),
-        number,
-    )
+    if not is_captured(drawn):
+        numbers, kind = {"its numbers": beginning_of(noted)}, f"draw {number} at {site}"
+        how = {"what": DRAWN, "remedy": SEED_ALIKE}
+        compare_tables(group_name, numbers, kind, site, note_as=number, **how)
     return noted
 
 

@@ -5,7 +5,7 @@
 
 Each rank of a group has one key in the group's store, with its `Record`. Event n of one rank is
 compared with event n of the others: attentions, batches that it cuts, tables that it has read. The
-store is no collective: ranks that disagree must not start an exchange.
+store is no collective: ranks that disagree must not start one.
 
     come(entries, log.others)     wait until all others have come to as many events; compare fields
     come(entries, log.next)       the same with the next rank of the group: the ranks form a ring
@@ -13,8 +13,8 @@ store is no collective: ranks that disagree must not start an exchange.
     refuse(reason)                an event, too: whoever comes to another one there gives up
 
 A rank that sees a difference, or waits in vain, leaves the cause in a key of its own. The first
-cause counts. All ranks raise because of it, and begin a new epoch, in which nothing was said yet;
-a rank that had refused begins anew without another error.
+cause counts: all ranks raise because of it, and begin a new epoch, in which nothing was said yet. A
+rank that had refused begins anew without another error.
 
 One rank may run a graph as a whole that another runs in two parts. So a rank waits only until all
 others have come to the first of its events, or to all of its tables. Whichever of two ranks comes
@@ -41,13 +41,13 @@ from cp_inductor.trust.asking import LOOK_EVERY_S, Asking, rounds
 from cp_inductor.trust.record import (
     ATTENTIONS,
     REFUSAL,
-    REMEDY,
     TABLES,
     WHY_ABSENT,
     Cause,
     Entry,
     Record,
-    name_difference,
+    Trail,
+    cause_of_difference,
     name_ranks,
     new_trails,
 )
@@ -72,17 +72,17 @@ class Log:
 
     Args:
         store, timeout_s: of the group.
-        rank: this process's position in the group.
-        ranks: the global ranks of the group, by position.
+        rank: of this process, as all ranks here a global one.
+        ranks: of the group, in its order.
     """
 
     def __init__(self, store: Store, timeout_s: float, rank: int, ranks: Sequence[int]) -> None:
         self.rank, self.ranks, self.timeout_s = rank, tuple(ranks), timeout_s
-        self.others = [at for at in range(len(ranks)) if at != rank]
-        self.next = [(rank + 1) % len(ranks)]
+        self.others = [other for other in ranks if other != rank]
+        self.next = [ranks[(ranks.index(rank) + 1) % len(ranks)]]
         self.root, self.written = store, b""
         self.record = Record()
-        self.records: dict[int, Record] = {}  # of others, as they were read last
+        self.records: dict[int, Record] = {}  # of others by rank, as they were read last
         self.last: dict[Any, Entry] = {}  # what was agreed last in this epoch, by kinds
         self.num_runs: Counter[str] = Counter()  # of what is compared in the first runs, by kind
         self.causes: dict[int, Cause] = {}  # by epoch
@@ -90,8 +90,7 @@ class Log:
         self.look_every_s = max(LOOK_EVERY_S, INTERVAL_PER_RANK_S * len(ranks))
         self.reported, self.report_after_s = 0.0, REPORT_AFTER_S
         interval_s = max(INTERVAL_S, INTERVAL_PER_RANK_S * len(ranks))
-        self.asking = Asking(self, timeout_s, interval_s)
-        self.ask = self.asking.ask
+        self.ask = Asking(self, timeout_s, interval_s).ask
         with suppress(DistError):  # the next caller that needs the store says where
             self.ask(self.exchange)
 
@@ -118,21 +117,17 @@ class Log:
         *,
         is_new: bool = True,
     ) -> None:
-        """Come to events, the first of them now.
+        """Come to events of a trail, the first of them now, and wait for some ranks.
 
-        Args:
-            entries: the events.
-            waiting: positions of the ranks to wait for.
-            name: of the trail.
-            is_new: what is not new is sure to be run: if a rank has ended, or the store does not
-                answer, nothing is compared: an exchange will fail, and that error will say why.
+        What is not new is sure to be run. If a rank has ended then, or the store does not answer,
+        nothing is compared: an exchange will fail, and that error will say why.
 
         Raises:
             RanksDisagree: other ranks have come to something else, or do not come.
             ProcessGroupError: the store does not answer.
         """
         site = entries[0].site
-        self.rejoin(site)
+        self.rejoin()
         if self.cause is not None:
             raise self.give_up(site)
         trails = self.record.trails
@@ -143,15 +138,14 @@ class Log:
         needed = trails[name].count if name == TABLES else before.count + 1
         try:
             self._settle(name, needed, site, waiting, is_new=is_new)
-        except CPError:
-            raise
-        except BaseException:  # interrupted by hand: it will come again
-            trails[name] = before
+        except BaseException as error:
+            if not isinstance(error, CPError):  # interrupted by hand: it will come again
+                trails[name] = before
             raise
 
     def refuse(self, reason: str) -> None:
         """Let the others know that this rank refuses what may be next for them."""
-        self.rejoin("a refusal")
+        self.rejoin()
         refusal = Entry(reason, {"what": REFUSAL}, kind=REFUSAL)
         for name in (ATTENTIONS, TABLES):  # others may wait for either
             self.record.trails[name] = self.record.trails[name].extended([refusal])
@@ -159,15 +153,15 @@ class Log:
         with suppress(RuntimeError):  # the refusal is raised in any case
             self.ask(self.exchange)
 
-    def rejoin(self, site: str) -> None:
+    def rejoin(self) -> None:
         """After a refusal, wait for what the others make of it: they give up, or refuse as well.
 
         If they give up, this rank begins anew with them.
         """
         if self.has_refused:
             with suppress(CPError):
-                count = self.record.trails[ATTENTIONS].count
-                self._settle(ATTENTIONS, count, site, self.others, is_new=True)
+                count, where = self.record.trails[ATTENTIONS].count, "what follows a refusal"
+                self._settle(ATTENTIONS, count, where, self.others, is_new=True)
             self.has_refused = False
 
     @contextmanager
@@ -204,25 +198,23 @@ class Log:
         """Wait until other ranks have come to an event; return what is wrong, if anything."""
         limit_s, look_at_s = self.timeout_s, self.look_every_s
         ask = self.ask if is_new else partial(self.ask, is_hopeless=self.gone)
-        compared, difference, missing = waiting, None, list[int]()
+        compared, missing = waiting, list[int]()
         for waited_s in rounds():
             ask(partial(self.exchange, waiting))
             if self.cause is not None:
                 return self.cause
-            if difference is None:
-                difference = self._difference(compared)
-                if difference is not None:  # the error names what all have
-                    (name, needed), waiting = difference, self.others
-                    ask(partial(self.read, waiting))
-                    limit_s = min(limit_s, waited_s + PATIENCE_S)
-            counts = {at: other.trails[name].count for at, other in self._in_epoch().items()}
-            waiting = [at for at in waiting if counts.get(at, 0) < needed]
-            missing = [at for at in waiting if at in self.records and self.records[at].is_over]
+            difference = self._difference(compared)
+            if difference is not None:  # the error names what all have
+                (name, needed), waiting = difference, self.others
+                limit_s = min(limit_s, waited_s + PATIENCE_S)
+            trails = self._trails(name)
+            waiting = [r for r in waiting if r not in trails or trails[r].count < needed]
+            missing = [r for r in waiting if r in self.records and self.records[r].is_over]
             if not missing and waited_s > look_at_s:
                 gone = self.look()
                 if gone and not is_new and difference is None:
                     return None
-                missing = [at for at in waiting if self.ranks[at] in gone]
+                missing = [rank for rank in waiting if rank in gone]
                 look_at_s = waited_s + self.look_every_s
             if missing or not waiting or waited_s > limit_s:
                 break
@@ -231,42 +223,36 @@ class Log:
         if not waiting:
             return None
         absent = missing or waiting
-        who = name_ranks([self.ranks[at] for at in absent])
+        who = name_ranks(absent)
         expected = f"{name_ranks(self.ranks)} to arrive within {self.timeout_s:g} s"
         got, remedy = f"nothing from {who}", f"see the log of {who}: {WHY_ABSENT}"
         got += self._what_became_of(absent)
-        return Cause(site, expected, got, remedy, alone=self.ranks[self.rank])
+        return Cause(site, expected, got, remedy, alone=self.rank)
 
-    def _in_epoch(self) -> dict[int, Record]:
-        """Return the records of other ranks that are in the same epoch, by position."""
-        epoch = self.record.epoch
-        return {at: record for at, record in self.records.items() if record.epoch == epoch}
+    def _trails(self, name: str) -> dict[int, Trail]:
+        """Return the trails of one sort of all ranks that are in the same epoch, this one's too."""
+        known, epoch = self.records | {self.rank: self.record}, self.record.epoch
+        here = [rank for rank in self.ranks if rank in known and known[rank].epoch == epoch]
+        return {rank: known[rank].trails[name] for rank in here}
 
-    def _difference(self, positions: Sequence[int]) -> tuple[str, int] | None:
+    def _difference(self, ranks: Sequence[int]) -> tuple[str, int] | None:
         """Return the trail and number of the first event in which one of some ranks differs."""
-        here = self._in_epoch()
-        for name, trail in self.record.trails.items():
-            others = [here[at].trails[name] for at in positions if at in here]
-            numbers = filter(None, map(trail.first_difference, others))
-            first = min(numbers, default=None)
+        for name, own in self.record.trails.items():
+            trails = self._trails(name)
+            numbers = [own.first_difference(trails[rank]) for rank in ranks if rank in trails]
+            first = min(filter(None, numbers), default=None)
             if first is not None:
                 return name, first
         return None
 
+    def events(self, name: str, number: int) -> dict[int, Entry]:
+        """Return an event by rank, as far as ranks are known to have come to it in this epoch."""
+        trails = self._trails(name).items()
+        return {rank: trail[number] for rank, trail in trails if number in trail}
+
     def _cause_of_difference(self, name: str, number: int) -> Cause:
-        """Return the cause that an event differs."""
-        here = self._in_epoch() | {self.rank: self.record}
-        told = {self.ranks[at]: here[at].trails[name].told_at(number) for at in sorted(here)}
-        known = {rank: event[1] for rank, event in told.items() if event is not None}
-        own = known.get(self.ranks[self.rank], Entry(f"event {number}", {}))
-        got, remedy = name_difference(known)
-        return Cause(
-            own.site,
-            f"{name_ranks(self.ranks)} to run the same",
-            got or f"{name} that differ from number {number} on",
-            remedy or own.remedy or REMEDY,
-            seen_by=[at for at, record in here.items() if record.is_waiting],
-        )
+        what = f"number {number} of {name}"
+        return cause_of_difference(self.events(name, number), self.rank, self.ranks, what)
 
     def give_up(self, site: str) -> RanksDisagree:
         """Forget all events, as every rank does that raises; return the error about the cause."""
@@ -275,23 +261,15 @@ class Log:
         # A record with the old epoch and no events is one that waits for the cause.
         self.record.trails, self.last = new_trails(), {}
         self.record.epoch += 1
-        waiting = [at for at in cause.seen_by if at != self.rank and self.record.is_waiting]
+        is_awaited = self.record.is_waiting and cause.alone is None
         with suppress(RuntimeError):
             for waited_s in rounds():
-                self.ask(partial(self.exchange, waiting))
-                begun = {at for at, r in self.records.items() if r.epoch >= self.record.epoch}
-                waiting = [at for at in waiting if at not in begun]
-                if not waiting or waited_s > PATIENCE_S:
+                self.ask(partial(self.exchange, self.others))
+                before = [r for r in self.records.values() if r.epoch < self.record.epoch]
+                is_seen = not any(record.is_waiting for record in before)
+                if is_seen or not is_awaited or waited_s > PATIENCE_S:
                     break
-        expected, got = cause.expected, cause.got
-        if cause.alone not in (None, self.ranks[self.rank]):
-            expected = f"{name_ranks(self.ranks)} to run the same"
-            who = f"rank {cause.alone}"
-            got = (
-                f"{who}, which has given up, because {who} at {cause.site} expected"
-                f" {cause.expected}, got {cause.got}"
-            )
-        return RanksDisagree(site=site, expected=expected, got=got, remedy=cause.remedy)
+        return cause.error(site, self.rank, self.ranks)
 
     def _store_error(self, site: str, error: Exception) -> ProcessGroupError:
         """Return the error that says where the store was needed."""
@@ -310,32 +288,33 @@ class Log:
 
     # --- The store, which only the thread asks -----------------------------------------------
 
-    def exchange(self, positions: Sequence[int] = ()) -> None:
-        """Tell the others where this rank is; read the records of some, by position."""
-        told = pickle.dumps(self.record)
+    def exchange(self, ranks: Sequence[int] = ()) -> None:
+        """Tell the others where this rank is; read the records of some."""
+        epoch, told = self.record.epoch, pickle.dumps(self.record)
         if told != self.written:
             self.store.set(str(self.rank), told)  # type: ignore[arg-type]  # stubs know str alone
             self.written = told
-        self._read_cause(self.record.epoch)
-        self.read(positions)
-
-    def read(self, positions: Sequence[int]) -> None:
-        """Read the records of some ranks, by position, but of those that have told nothing."""
-        keys = {at: str(at) for at in positions}
-        if not self.store.check(list(keys.values())):
-            keys = {at: key for at, key in keys.items() if self.store.check([key])}
-        told = self.store.multi_get(list(keys.values())) if keys else []
-        self.records = self.records | dict(zip(keys, map(pickle.loads, told), strict=True))
-
-    def _read_cause(self, epoch: int) -> None:
         key = f"cause/{epoch}"
         if epoch not in self.causes and self.store.check([key]):
             self.causes = {epoch: pickle.loads(self.store.get(key))}
+        self.read(ranks)
+
+    def read(self, ranks: Sequence[int]) -> None:
+        """Read the records of some ranks, but of those that have told nothing."""
+        self.records = self.records | self.told(ranks)
+
+    def told(self, ranks: Sequence[int], prefix: str = "") -> dict[int, Any]:
+        """Return what some ranks have told, as far as they have told anything."""
+        keys = {rank: f"{prefix}{rank}" for rank in ranks}
+        if not self.store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        told = self.store.multi_get(list(keys.values())) if keys else []
+        return dict(zip(keys, map(pickle.loads, told), strict=True))
 
     def _decide(self, cause: Cause, epoch: int) -> None:
         """Leave a cause for all ranks, unless one of them has left another."""
-        self.store.compare_set(f"cause/{epoch}", "", pickle.dumps(cause))  # type: ignore[arg-type]
-        self._read_cause(epoch)
+        own: Any = pickle.dumps(cause)
+        self.causes = {epoch: pickle.loads(self.store.compare_set(f"cause/{epoch}", "", own))}
 
     def compare(self) -> None:
         """Tell where this rank is, and compare its way with that of the next one."""
@@ -348,27 +327,11 @@ class Log:
             self.read(self.others)
             self._decide(self._cause_of_difference(*difference), epoch)
 
-    def swap(self, name: str, value: object, limit_s: float) -> list[Any]:
-        """Leave a value for the others, and return theirs; nothing if some leave none in time."""
-        keys, told = [f"{name}/{at}" for at in self.others], list[bytes]()
-
-        def read() -> list[bytes]:
-            return self.store.multi_get(keys) if self.store.check(keys) else []
-
-        with suppress(DistError):
-            own: Any = pickle.dumps(value)
-            self.ask(lambda: self.store.set(f"{name}/{self.rank}", own), limit_s)
-            for waited_s in rounds():
-                told = self.ask(read, limit_s)
-                if told or waited_s > limit_s:
-                    break
-        return [pickle.loads(text) for text in told]
-
     # --- The other ranks ---------------------------------------------------------------------
 
     def gone(self) -> dict[int, str]:
-        """Return what has become of others that are known not to run as usual, by global rank."""
-        ends = {self.ranks[at]: record.known_end() for at, record in self.records.items()}
+        """Return what has become of others that are known not to run as usual."""
+        ends = {rank: record.known_end() for rank, record in self.records.items()}
         return {rank: end for rank, end in ends.items() if end}
 
     def look(self) -> dict[int, str]:
@@ -378,11 +341,11 @@ class Log:
             self.ask(partial(self.read, self.others), limit_s)
         return self.gone()
 
-    def _what_became_of(self, positions: Sequence[int]) -> str:
+    def _what_became_of(self, ranks: Sequence[int]) -> str:
         """Say, in parentheses, where ranks are, or were last, as far as that is known."""
         self.look()
-        known = {at: self.records[at] for at in positions if at in self.records}
-        text = "; ".join(f"rank {self.ranks[at]}: {r.describe()}" for at, r in known.items())
+        known = [rank for rank in ranks if rank in self.records]
+        text = "; ".join(f"rank {rank}: {self.records[rank].describe()}" for rank in known)
         return f" ({text})" if text else ""
 
     # --- Beside the program ------------------------------------------------------------------
@@ -410,9 +373,9 @@ class Log:
         others = self.records.values()
         if all(other.inside and other.trails[ATTENTIONS].count >= count for other in others):
             return
-        records, lines = self.records | {self.rank: self.record}, []
-        for at, rank in enumerate(self.ranks):
-            where = records[at].describe() if at in records else "has come to no attention yet"
-            lines.append(f"  rank {rank}: {where}")
-        title = f"cp_inductor: rank {self.ranks[self.rank]} waits for others of its group"
-        print("\n".join([title, *lines]), file=sys.stderr, flush=True)
+        records = self.records | {self.rank: self.record}
+        told = dict.fromkeys(self.ranks, "has come to no attention yet")
+        told |= {rank: record.describe() for rank, record in records.items()}
+        lines = [f"cp_inductor: rank {self.rank} waits for others of its group"]
+        lines += [f"  rank {rank}: {where}" for rank, where in told.items()]
+        print("\n".join(lines), file=sys.stderr, flush=True)

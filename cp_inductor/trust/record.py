@@ -1,12 +1,11 @@
 """What a rank tells the others of its group: its process, where it is, and what it has come to.
 
     attention, attention, batch 2, attention
-      =>  attentions: 3, the last of them in full, with digests 9f86d081, 884c7d65, 9a2feaa0;
-          batches: 1
+      =>  attentions: 1, 2 and 3, with digests 9f86d081, 884c7d65, 9a2feaa0;  batches: 1
 
-The digest after an event covers all events before it, so two trails part at the first event whose
-digests differ, or whose fields do. Whoever has to give up leaves the cause. Records and causes are
-told pickled, as torchrun tells its state through the same store.
+The digest of an event covers all before it, so two trails part at the first event whose digests
+differ, or whose fields do. Whoever has to give up leaves the cause. Records and causes are told
+pickled, as torchrun tells its state through the same store.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cp_inductor.errors import RanksDisagree
 from cp_inductor.kept import cache
 
 # So many events are told before those that a rank has come to last: no rank is further ahead.
@@ -62,6 +62,7 @@ class Entry:
         remedy: what to do if ranks have different values; empty for an attention.
         kind: what the digest of the trail covers.
         begins: what inputs begin with, by name, where it is to differ between ranks.
+        digest: of this event and all before it, where it is part of a trail.
     """
 
     site: str
@@ -70,11 +71,13 @@ class Entry:
     remedy: str = ""
     kind: str = ""
     begins: Mapping[str, str] = field(default_factory=dict)
+    digest: str = ""
 
     def differs(self, other: Entry) -> bool:
-        """Whether any field that both have is unequal."""
-        return self.fields != other.fields and any(
-            other.fields.get(name, value) != value for name, value in self.fields.items()
+        """Whether any field that both have is unequal, or what came before."""
+        return self.digest != other.digest or (
+            self.fields != other.fields
+            and any(other.fields.get(name, value) != value for name, value in self.fields.items())
         )
 
     @property
@@ -83,34 +86,28 @@ class Entry:
         return {n: text for n, text in self.fields.items() if n not in self.consequences}
 
 
-@dataclass(frozen=True, slots=True)
-class Trail:
-    """The events of one sort that a rank has come to, counted from 1; the last with digests."""
+class Trail(dict[int, Entry]):
+    """The last events of one sort that a rank has come to, by number, from 1."""
 
-    count: int = 0
-    told: tuple[tuple[str, Entry], ...] = ()
+    @property
+    def count(self) -> int:
+        """How many events there were."""
+        return max(self, default=0)
 
     def extended(self, entries: Sequence[Entry]) -> Trail:
         """Return the trail with more events."""
-        told = list(self.told[-MOST_BEFORE:])
-        for entry in entries:
-            text = "".join(digest for digest, _ in told[-1:]) + entry.kind
-            told.append((hashlib.blake2b(text.encode(), digest_size=4).hexdigest(), entry))
-        return Trail(self.count + len(entries), tuple(told))
-
-    def told_at(self, number: int) -> tuple[str, Entry] | None:
-        """Return an event and the digest after it; None if it is not told."""
-        at = number - self.count - 1
-        return self.told[at] if -len(self.told) <= at < 0 else None
+        count = self.count
+        told = Trail({n: event for n, event in self.items() if n > count - MOST_BEFORE})
+        for number, entry in enumerate(entries, count + 1):
+            text = (told[number - 1].digest if number > 1 else "") + entry.kind
+            digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+            told[number] = replace(entry, digest=digest)
+        return told
 
     def first_difference(self, other: Trail) -> int | None:
         """Return the first event in which two trails differ."""
-        stop = min(self.count, other.count)
-        for number in range(max(0, stop - len(self.told)) + 1, stop + 1):
-            own, theirs = self.told_at(number), other.told_at(number)
-            if own and theirs and (own[0] != theirs[0] or own[1].differs(theirs[1])):
-                return number
-        return None
+        both = sorted(self.keys() & other.keys())
+        return next((number for number in both if self[number].differs(other[number])), None)
 
 
 # Batches first: attentions follow from them.
@@ -157,9 +154,11 @@ class Record:
         elif self.inside:
             where = f"in {self.inside}, since {waited:.0f} s, after {trail.count - 1} others"
         else:
-            last = f", the last: {trail.told[-1][1].site}" if trail.told else ""
+            last = f", the last: {trail[trail.count].site}" if trail else ""
             where = f"outside of any attention, since {waited:.0f} s, after {done}{last}"
-        return ", ".join(filter(None, [where, self.known_end()]))
+        is_here = self.machine == _machine()
+        elsewhere = "" if is_here else f"process {self.pid} on {self.machine.split()[0]}"
+        return ", ".join(filter(None, [where, self.known_end() or elsewhere]))
 
     def known_end(self) -> str:
         """Say why the rank does not run as usual; "" if it may run."""
@@ -172,13 +171,6 @@ class Record:
             if state in "Tt":
                 return f"its process {self.pid} is stopped"
         return ""
-
-    def fate(self) -> str:
-        """Say what became of the rank in an exchange that failed here, as far as can be seen."""
-        where = f"its process {self.pid} runs, and"
-        if self.machine != _machine() or not self.began:
-            where = f"process {self.pid} on {self.machine.split()[0]}"
-        return self.known_end() or f"{where} has not said that it failed"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -213,7 +205,6 @@ class Cause:
         site, expected, got, remedy: of its error.
         alone: the global rank of the first one, if the others quote it; None if all ranks raise
             the same.
-        seen_by: positions of ranks that wait, and will raise as soon as they see this.
     """
 
     site: str
@@ -221,23 +212,39 @@ class Cause:
     got: str
     remedy: str
     alone: int | None = None
-    seen_by: Sequence[int] = ()
+
+    def error(self, site: str, rank: int, ranks: Sequence[int]) -> RanksDisagree:
+        """Return what a rank of these raises at a site."""
+        expected, got = self.expected, self.got
+        if self.alone not in (None, rank):
+            expected, who = f"{name_ranks(ranks)} to run the same", f"rank {self.alone}"
+            got = (
+                f"{who}, which has given up, because {who} at {self.site} expected"
+                f" {self.expected}, got {self.got}"
+            )
+        return RanksDisagree(site=site, expected=expected, got=got, remedy=self.remedy)
 
 
-def name_difference(entries: Mapping[int, Entry]) -> tuple[str, str]:
-    """Say what differs between events, by global rank, and what to do; "" for what is not known."""
-    for rank, entry in entries.items():
+def cause_of_difference(
+    known: Mapping[int, Entry], rank: int, ranks: Sequence[int], event: str
+) -> Cause:
+    """Return the cause that an event differs, as far as a rank knows what the others have."""
+    own = known.get(rank, Entry(event, {}))
+    expected = f"{name_ranks(ranks)} to run the same"
+    for other, entry in known.items():
         if entry.fields.get("what") == REFUSAL:
-            return f"rank {rank}, which refuses to: {entry.site}", f"see the error on rank {rank}"
+            got = f"rank {other}, which refuses to: {entry.site}"
+            return Cause(own.site, expected, got, f"see the error on rank {other}")
     differing = {}
-    for name in dict.fromkeys(name for entry in entries.values() for name in entry.fields):
+    for name in dict.fromkeys(name for entry in known.values() for name in entry.fields):
         ranks_of: dict[str, list[int]] = {}
-        for rank, entry in entries.items():
+        for other, entry in known.items():
             if name in entry.fields:
-                ranks_of.setdefault(entry.fields[name], []).append(rank)
+                ranks_of.setdefault(entry.fields[name], []).append(other)
         if len(ranks_of) > 1:
             values = ", ".join(f"{value} on {name_ranks(r)}" for value, r in ranks_of.items())
             differing[name] = f"{name}: {values}"
-    consequences = {name for entry in entries.values() for name in entry.consequences}
+    consequences = {name for entry in known.values() for name in entry.consequences}
     causes = [text for name, text in differing.items() if name not in consequences]
-    return "; ".join((causes or list(differing.values()))[:MOST_NAMED]), ""
+    got = "; ".join((causes or list(differing.values()))[:MOST_NAMED])
+    return Cause(own.site, expected, got or f"others before {event}", own.remedy or REMEDY)

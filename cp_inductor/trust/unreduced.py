@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import gc
 import math
+import pickle
 import warnings
 from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import DistError
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -31,8 +34,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cp_inductor import config
 from cp_inductor.errors import SequenceWarning
 from cp_inductor.kept import on_reset
-from cp_inductor.torch_private.groups import group_of
 from cp_inductor.trust.agreement import agreed_of
+from cp_inductor.trust.asking import rounds
+from cp_inductor.trust.claims import is_readable
+from cp_inductor.trust.log import Log
 
 # How many numbers of a parameter, and of its gradient, are compared beside their norms.
 NUM_SAMPLES = 8
@@ -47,6 +52,9 @@ MOST_NAMED = 4
 # At how many optimizer steps this is tried, and for how long a rank waits for the others at each.
 MOST_TRIES, PATIENCE_S = 8, 1.0
 
+# Before the rank in a key of the store.
+KEY = "gradients/"
+
 
 class _GradientWatch:
     """The parameters that were used with the shards of a group, until they are judged."""
@@ -54,39 +62,33 @@ class _GradientWatch:
     def __init__(self, group_name: str) -> None:
         self.group_name = group_name
         self.noted: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
-        self.compared: list[Tensor] = []
-        self.samples: list[Any] = []
+        self.samples: list[tuple[Tensor, Any]] = []
         self.num_tries, self.is_over = 0, False
         self.handle: Any = register_optimizer_step_pre_hook(self._look)
-
-    def end(self) -> None:
-        """Look no more."""
-        self.is_over, self.compared = True, []
-        self.noted.clear()
 
     def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.is_over or torch.compiler.is_compiling():
             return
-        if not self.samples:
-            self._sample(optimizer)
-        log = agreed_of(self.group_name) if self.samples else None
-        told = [] if log is None else log.swap("gradients", self.samples, PATIENCE_S)
-        compared = self.compared
+        self.samples = self.samples or self._samples_of(optimizer)
+        compared, own = [one for one, _ in self.samples], [sample for _, sample in self.samples]
+        log = agreed_of(self.group_name) if own else None
+        told = [] if log is None else _swap(log, own)
         self.num_tries += 1
-        if told or (self.samples and log is None) or self.num_tries == MOST_TRIES:
-            self.end()
-        apart = {number for other in told for number in _apart(self.samples, other)}
-        if apart and dist.get_rank(group_of(self.group_name)) == 0:  # for all ranks
+        if told or (own and log is None) or self.num_tries == MOST_TRIES:
+            self.is_over, self.samples = True, []
+            self.noted.clear()
+        apart = {number for other in told for number in _apart(own, other)}
+        if apart and log is not None and log.rank == log.ranks[0]:  # for all ranks
             _warn([compared[number] for number in sorted(apart)])
 
-    def _sample(self, optimizer: Optimizer) -> None:
-        """Note numbers of an optimizer's parameters, and of their gradients, if it has any."""
+    def _samples_of(self, optimizer: Optimizer) -> list[tuple[Tensor, Any]]:
+        """Return an optimizer's parameters, and samples, as soon as it has gradients."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.compared = [p for p in held if p in self.noted and _is_readable(p.grad)]
-        samples = [(p.shape, _sample(p), _sample(p.grad)) for p in self.compared]
+        compared = [p for p in held if p in self.noted and is_readable(p.grad)]
+        samples = [(p, (p.shape, _sample(p), _sample(p.grad))) for p in compared]
         # Before there is a gradient there is nothing to compare.
-        if any(math.isfinite(grad[0]) and grad[0] > 0 for _, _, grad in samples):
-            self.samples = samples
+        norms = [grad[0] for _, (_, _, grad) in samples]
+        return samples if any(math.isfinite(norm) and norm > 0 for norm in norms) else []
 
 
 _watches: dict[str, _GradientWatch] = {}
@@ -110,16 +112,23 @@ def watch_gradients(group_name: str, tensors: Sequence[Any]) -> None:
 @on_reset
 def forget_watches() -> None:
     """Let gradients be compared anew."""
-    while _watches:
-        watch = _watches.popitem()[1]
-        watch.end()
+    for watch in _watches.values():
         watch.handle.remove()
+    _watches.clear()
 
 
-def _is_readable(grad: Tensor | None) -> bool:
-    if type(grad) is not Tensor or grad.layout != torch.strided or grad.is_meta:
-        return False
-    return not (grad.is_cuda and torch.cuda.is_current_stream_capturing())
+def _swap(log: Log, samples: object) -> list[Any]:
+    """Leave samples for the other ranks, and return theirs; none if some leave none in time."""
+    own: Any = pickle.dumps(samples)
+    with suppress(DistError):
+        log.ask(lambda: log.store.set(f"{KEY}{log.rank}", own), PATIENCE_S)
+        for waited_s in rounds():
+            told = log.ask(partial(log.told, log.others, KEY), PATIENCE_S)
+            if len(told) == len(log.others):
+                return list(told.values())
+            if waited_s > PATIENCE_S:
+                break
+    return []
 
 
 def _sample(tensor: Tensor | None) -> list[float]:

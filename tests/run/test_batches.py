@@ -78,7 +78,7 @@ def test_models_over_many_batches(
 # digest in the first runs. The rest is never on a device.
 READS = {
     "cp_inductor.batches.plans._as_numpy",
-    "cp_inductor.trust.agreement.digest_of",
+    "cp_inductor.trust.claims.digest_of",
     # What the host counted in the plan.
     "cp_inductor.graph.exchange_rows.exchange_rows",
     "cp_inductor.graph.exchange_rows.read_part",

@@ -141,9 +141,8 @@ def test_nodes_of_plans_of_batches_are_compared() -> None:
     fields = []
     for nodes in ("", "2:8"):
         this = Attention(PerBatch("causal", 2, nodes), ANY_RANK, None, "flash_cpu", "of no group")
-        claim = claims.describe_attention(
-            this, torch.float32, (1, *[None] * 4), (4, 2, 8), has_grad=None
-        )
+        planned = claims.Planned(this, torch.float32, (1, *[None] * 4), "a test", (4, 2, 8))
+        claim = claims.describe_attention(planned, has_grad=None)
         fields.append(set(claim.fields.items()))
     assert fields[0] ^ fields[1] == {("nodes", "none"), ("nodes", "2:8")}
 

@@ -20,7 +20,7 @@ from cp_inductor.errors import ProcessGroupError, RanksDisagree
 from cp_inductor.trust.log import Log
 from cp_inductor.trust.record import ATTENTIONS, TABLES, Entry
 
-# Global ranks of the group: not its positions.
+# Global ranks of the group.
 RANKS = (4, 7, 9)
 
 
@@ -29,7 +29,7 @@ def entry(**fields: str) -> Entry:
 
 
 def logs(store: dist.Store, timeout_s: float = 20) -> list[Log]:
-    return [Log(store, timeout_s, rank, RANKS) for rank in range(len(RANKS))]
+    return [Log(store, timeout_s, rank, RANKS) for rank in RANKS]
 
 
 def run(*programs: Callable[[], object]) -> list[object]:
@@ -73,11 +73,11 @@ def test_a_rank_that_does_not_come_is_named_and_hears_of_it() -> None:
 def test_who_leaves_later_names_the_first_cause_once() -> None:
     """Not the reason of the reason of a reason."""
     told, store = [], dist.HashStore()
-    for rank in range(4):
+    for number, rank in enumerate((4, 7, 9, 12)):
         log = Log(store, 20, rank, (4, 7, 9, 12))
         log.timeout_s = 0.05
         with pytest.raises(RanksDisagree) as raised:
-            say_all(log, [[Entry(f"attention {rank}", {"what": "a test"})]])
+            say_all(log, [[Entry(f"attention {number}", {"what": "a test"})]])
         told.append(str(raised.value))
     first, *others = told
     ranks, nothing = "ranks 4, 7, 9 and 12", "nothing from ranks 7, 9 and 12"
@@ -96,7 +96,7 @@ def test_what_became_of_who_does_not_come_is_named_at_once() -> None:
     """One has failed in an exchange, and one has ended; one that runs may still come."""
     store, ranks = dist.HashStore(), (4, 7, 9, 12)
     ended = subprocess.Popen(["true"])
-    group = [Log(store, 60, rank, ranks) for rank in range(4)]
+    group = [Log(store, 60, rank, ranks) for rank in ranks]
     group[1].record.failed = "exchange 1 of 2 of its backward, attention (model.py:41)"
     group[2].record.pid = ended.pid
     ended.wait()
@@ -139,9 +139,9 @@ def test_a_store_that_is_gone() -> None:
     server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     client = dist.TCPStore("127.0.0.1", server.port, 1, is_master=False)
     where = f"expected the store of the process group, 127.0.0.1:{server.port}, to answer"
-    log = Log(client, 20, 1, RANKS)
+    log = Log(client, 20, 7, RANKS)
     ended = subprocess.Popen(["true"])
-    log.records[0] = replace(log.record, pid=ended.pid)
+    log.records[4] = replace(log.record, pid=ended.pid)
     ended.wait()
     del server
     with pytest.raises(
@@ -167,7 +167,7 @@ class StoppedStore(dist.Store):
 
 def test_a_store_that_does_not_answer_is_named_within_the_timeout() -> None:
     stopped = StoppedStore()
-    log = Log(stopped, 0.2, 0, RANKS)
+    log = Log(stopped, 0.2, 4, RANKS)
     assert stopped.asked == 1, "who introduces itself goes on"
     with pytest.raises(ProcessGroupError, match=r"here: .* got no answer for 0\.2 s; find"):
         say_all(log, [[entry()]])

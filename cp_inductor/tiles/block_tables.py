@@ -14,7 +14,12 @@ rounding is monotonic, and a bound of float32 is rounded as values are. Integers
 may leave the range of int64, or may be NaN, is unbounded. How operations map intervals is said in
 `cp_inductor.mask.intervals`; here is how their ends are computed in tensors.
 
-No value is read on the host and no shape depends on one: the function can be traced into a graph.
+No value is read on the host and no shape depends on one. In a graph it would be two hundred nodes
+per tile, half a minute to compile. So an op computes it, which layers that read the same tables
+share.
+
+    list_blocks   of CUDA: the blocks of each row, as the templates of flex attention take them
+    block_table   of the CPU, which reads values: exact, as it evaluates the rule in PARTIAL blocks
 
 Shapes: B batch, H heads of the tile, S its queries, T its keys.
 """
@@ -30,14 +35,18 @@ import sympy
 import torch
 from torch import Tensor
 
+from cp_inductor.kept import lru_cache
 from cp_inductor.mask.evaluate import evaluate
 from cp_inductor.mask.intervals import Decision, Interval, Numbers, interval_operations
 from cp_inductor.mask.language import BATCH, HEAD, QUERY
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.tiles.tile_masks import Geometry, Indices, Lazily
+from cp_inductor.tiles.tile_masks import Geometry, Indices, Lazily, Place
 
 # Queries and keys of a block: what flex attention's kernels have.
 BLOCK = 128
+
+# Blocks in which the rule is evaluated at once.
+MAX_BLOCKS = 128
 
 
 def make_block_table(rule: Rule, indices: Indices, is_computed: Tensor | None = None) -> Tensor:
@@ -119,6 +128,126 @@ def _in_blocks(values: Tensor, dim: int, missing: int) -> Tensor:
         shape[dim] = missing
         values = torch.cat([values, values.narrow(dim, -1, 1).expand(shape)], dim)
     return values.unflatten(dim, (-1, BLOCK))
+
+
+# --- Ops ----------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("cp_inductor::block_table", mutates_args=())
+def block_table(
+    tables: list[Tensor],
+    rule: str,
+    geometry: list[int],
+    batch: int,
+    dtype: torch.dtype,
+    is_computed: Tensor | None = None,
+) -> Tensor:
+    """Return which blocks of a tile hold pairs, on the CPU, to the pair.
+
+    The rule is evaluated in the blocks that interval arithmetic leaves open.
+
+    Args:
+        tables, rule: of the attention; the rule as text.
+        geometry: of the tile, encoded.
+        batch: its entries, or 1 if what exists does not depend on them.
+        dtype: of the attention.
+        is_computed: see `make_block_table`, as for what is returned.
+    """
+    indices = Indices(Geometry.decode(geometry), tables, batch, dtype, torch.device("cpu"))
+    parsed = Rule.parse(rule)
+    cells = make_block_table(parsed, indices, is_computed).contiguous()
+    of_blocks = (cells == Cell.PARTIAL).nonzero()
+    for some in of_blocks.split(MAX_BLOCKS):
+        place = at_blocks(indices.geometry, some, has_heads=cells.shape[1] > 1)
+        allowed = indices.evaluate(parsed.allowed, place).expand(len(some), -1, -1, -1).flatten(1)
+        kinds = torch.full((len(some),), Cell.PARTIAL, dtype=cells.dtype)
+        if not parsed.bias:
+            kinds[allowed.all(1)] = Cell.FULL
+        kinds[~allowed.any(1)] = Cell.EMPTY
+        cells[tuple(some.unbind(1))] = kinds
+    return cells
+
+
+@block_table.register_fake
+def _(tables: list[Tensor], rule: str, geometry: list[int], batch: int, *_: object) -> Tensor:
+    shape = shape_of_block_table(Rule.parse(rule), Geometry.decode(geometry), batch)
+    return tables[0].new_empty(shape, dtype=torch.int8)
+
+
+@lru_cache(maxsize=64)
+def cells_without_tables(
+    rule: str, geometry: tuple[int, ...], batch: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the block table of a rule of indices alone."""
+    cells: Tensor = block_table([], rule, list(geometry), batch, dtype)
+    return cells
+
+
+def at_blocks(geometry: Geometry, of_blocks: Tensor, *, has_heads: bool) -> Place:
+    """Return what takes (B | 1, H | 1, S | 1, T | 1) to blocks of it, (n, H | 1, 128, 128).
+
+    Of each block there is its batch entry, head, row and column, (n, 4). If it `has_heads`, a block
+    is of one head, and not of all.
+    """
+    entry, head, row, column = (index.view(-1, 1, 1, 1) for index in of_blocks.unbind(1))
+    inside, nowhere = torch.arange(BLOCK), torch.zeros(1, 1, 1, 1).long()
+    # The last block repeats its last token, of which its kind is that of the others.
+    rows = (row * BLOCK + inside.view(1, 1, BLOCK, 1)).clamp(max=geometry.num_queries - 1)
+    columns = (column * BLOCK + inside).clamp(max=geometry.num_keys - 1)
+    all_heads = torch.arange(geometry.heads[1] - geometry.heads[0]).view(1, -1, 1, 1)
+    places = entry, head if has_heads else all_heads, rows, columns
+
+    def take(tensor: Tensor) -> Tensor:
+        sizes = zip(tensor.shape, places, strict=True)
+        return tensor[tuple(nowhere if size == 1 else place for size, place in sizes)]
+
+    return take
+
+
+@torch.library.custom_op("cp_inductor::list_blocks", mutates_args=())
+def list_blocks(
+    like: Tensor,
+    tables: list[Tensor],
+    rule: str,
+    geometry: list[int],
+    batch: int,
+    dtype: torch.dtype,
+    has_columns: bool,
+    is_computed: Tensor | None = None,
+) -> list[Tensor]:
+    """List the blocks of a tile that hold pairs, without reading a value on the host.
+
+    Args:
+        like: any tensor on the device.
+        tables, rule, geometry, batch, dtype, is_computed: as of `block_table`.
+        has_columns: list the blocks of each column as well.
+
+    Returns:
+        int32. Of the PARTIAL blocks how many each row has, (B | 1, H | 1, rows), and which: these
+        first, in order, (B | 1, H | 1, rows, columns). The same of those that are FULL. Then the
+        same four of columns, (B | 1, H | 1, columns) and (B | 1, H | 1, columns, rows).
+    """
+    indices = Indices(Geometry.decode(geometry), tables, batch, dtype, like.device)
+    # A change of scores makes no block empty.
+    cells = make_block_table(Rule.parse(rule), indices, is_computed)
+    kinds = [cells == kind for kind in (Cell.PARTIAL, Cell.FULL)]
+    if has_columns:
+        kinds += [kind.transpose(-1, -2) for kind in kinds]
+    lists = []
+    for kind in kinds:
+        numbers = kind.to(torch.int32, memory_format=torch.contiguous_format)
+        order = torch.argsort(numbers, dim=-1, descending=True, stable=True)
+        lists += [numbers.sum(-1, dtype=torch.int32), order.to(torch.int32)]
+    return lists
+
+
+@list_blocks.register_fake
+def _(like: Tensor, tables: list[Tensor], *how: Any) -> list[Tensor]:
+    rule, geometry, batch, _, has_columns = how[:5]
+    *of, rows, columns = shape_of_block_table(Rule.parse(rule), Geometry.decode(geometry), batch)
+    sizes = [(rows, columns)] * 2 + [(columns, rows)] * 2 * has_columns
+    shapes = [(*of, *size[:dims]) for size in sizes for dims in (1, 2)]
+    return [like.new_empty(shape, dtype=torch.int32) for shape in shapes]
 
 
 # --- Numbers ----------------------------------------------------------------------------------

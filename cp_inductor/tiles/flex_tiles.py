@@ -7,9 +7,7 @@
     block mask  of each row of blocks those that hold some pairs, and those that hold all
 
 Inductor generates one kernel of the template, the mask and the score function. The block mask is
-computed from bounds of the tables when the program runs, so it follows the batch. An op computes
-it: written out in a graph, it would be two hundred nodes per tile, which are few numbers to
-compute but half a minute to compile. Layers that read the same tables share it. No tensor has a
+computed from bounds of the tables when the program runs, so it follows the batch. No tensor has a
 value for every score, except what the model itself made, and KV heads are not repeated.
 
 Only compiled code uses this: in eager, the op of flex attention makes all scores.
@@ -31,11 +29,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_inductor.mask.language import BATCH, HEAD, INDICES, KEY, QUERY, SCORE, number_of, tables_of
-from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.tiles.block_tables import BLOCK, make_block_table, shape_of_block_table
+from cp_inductor.mask.rule import Rule
+from cp_inductor.tiles.block_tables import BLOCK, list_blocks
 from cp_inductor.tiles.kernels import Gradients, Partial, RuleKernel, TileCall, with_whole_rows
 from cp_inductor.tiles.stand_in import delta_of
-from cp_inductor.tiles.tile_masks import Geometry, Indices, bias_dtype
+from cp_inductor.tiles.tile_masks import Indices, bias_dtype
 from cp_inductor.torch_private.flex import (
     FLEX_BACKWARD,
     FLEX_FORWARD,
@@ -72,27 +70,29 @@ class FlexCUDA(RuleKernel):
     ) -> None:
         # If the rule changes the score, the bias is a part of the change.
         is_changed, dtype = rule.score != SCORE, bias_dtype(rule, indices.dtype)
-        mask = _Reader(rule.allowed, indices)
-        scores = _Reader(rule.score if is_changed else rule.bias, indices)
+        mask = _capture(rule.allowed, indices)
+        scores = _capture(rule.score if is_changed else rule.bias, indices)
 
         def mask_mod(b: Tensor, h: Tensor, m: Tensor, n: Tensor, *buffers: Tensor) -> Tensor:
-            return mask.read(rule.allowed, (b, h, m, n), buffers)
+            return _AtScore(indices, (b, h, m, n, *buffers), mask).evaluate(rule.allowed)
 
-        def score_mod(s: Tensor, *rest: Tensor) -> Tensor:
-            if is_changed:
-                return scores.read(rule.score, rest[:4], rest[4:], s).to(s.dtype)
-            if not rule.bias:
+        def score_mod(s: Tensor, *at: Tensor) -> Tensor:
+            if not is_changed and not rule.bias:
                 return s
-            return s + indices.as_tensor(scores.read(rule.bias, rest[:4], rest[4:])).to(dtype)
+            here = _AtScore(indices, at, scores)
+            if is_changed:
+                return here.evaluate(rule.score, score=s).to(s.dtype)
+            return s + here.as_tensor(here.evaluate(rule.bias)).to(dtype)
 
-        def slope(s: Tensor, *rest: Tensor) -> Tensor:
-            return indices.as_tensor(scores.read(rule.slope, rest[:4], rest[4:], s)).to(s.dtype)
+        def slope(s: Tensor, *at: Tensor) -> Tensor:
+            here = _AtScore(indices, at, scores)
+            return here.as_tensor(here.evaluate(rule.slope, score=s)).to(s.dtype)
 
         self.rule, self.indices, self.is_computed = rule, indices, is_computed
         self.options: dict[str, Any] = literal_eval(options) if options else {}
         self.mask_mod, self.score_mod = mask_mod, score_mod
         self.slope = slope if is_changed else None
-        self.buffers = tuple(scores.captured.values()), tuple(mask.captured.values())
+        self.buffers = tuple(scores.values()), tuple(mask.values())
 
     def _attend(self, call: TileCall) -> Partial:
         query, key, value = with_whole_rows(*call.tensors)
@@ -115,16 +115,9 @@ class FlexCUDA(RuleKernel):
     def block_mask(self, *, has_columns: bool) -> BlockMask:
         """Return the blocks of each row that hold pairs; and of each column, if it has them."""
         indices = self.indices
-        lists: Any = torch.ops.cp_inductor.list_blocks(
-            indices.of(QUERY),
-            indices.tables,
-            Rule(self.rule.allowed).format(),
-            indices.geometry.encode(),
-            indices.batch,
-            indices.dtype,
-            has_columns,
-            self.is_computed,
-        )
+        tile: Any = indices.geometry.encode(), indices.batch, indices.dtype
+        of_rule = indices.tables, Rule(self.rule.allowed).format()
+        lists = list_blocks(indices.of(QUERY), *of_rule, *tile, has_columns, self.is_computed)
         return BlockMask(
             (indices.geometry.num_queries, indices.geometry.num_keys),
             **dict(zip_longest(LISTS, lists)),
@@ -133,81 +126,30 @@ class FlexCUDA(RuleKernel):
         )
 
 
-@torch.library.custom_op("cp_inductor::list_blocks", mutates_args=())
-def list_blocks(
-    like: Tensor,
-    tables: list[Tensor],
-    rule: str,
-    geometry: list[int],
-    batch: int,
-    dtype: torch.dtype,
-    has_columns: bool,
-    is_computed: Tensor | None = None,
-) -> list[Tensor]:
-    """List the blocks of a tile that hold pairs, without reading a value on the host.
-
-    Args:
-        like: any tensor on the device.
-        tables, rule, geometry, batch, dtype, is_computed: as of `cp_inductor::block_table`; but
-            there may be no tables.
-        has_columns: list the blocks of each column as well.
-
-    Returns:
-        int32. Of the PARTIAL blocks how many each row has, (B | 1, H | 1, rows), and which: these
-        first, in order, (B | 1, H | 1, rows, columns). The same of those that are FULL. Then the
-        same four of columns, (B | 1, H | 1, columns) and (B | 1, H | 1, columns, rows).
-    """
-    indices = Indices(Geometry.decode(geometry), tables, batch, dtype, like.device)
-    # A change of scores makes no block empty.
-    cells = make_block_table(Rule.parse(rule), indices, is_computed)
-    kinds = [cells == kind for kind in (Cell.PARTIAL, Cell.FULL)]
-    if has_columns:
-        kinds += [kind.transpose(-1, -2) for kind in kinds]
-    return [listed for kind in kinds for listed in _list(kind)]
-
-
-@list_blocks.register_fake
-def _(like: Tensor, tables: list[Tensor], *how: Any) -> list[Tensor]:
-    rule, geometry, batch, _, has_columns = how[:5]
-    *of, rows, columns = shape_of_block_table(Rule.parse(rule), Geometry.decode(geometry), batch)
-    sizes = [(rows, columns)] * 2 + [(columns, rows)] * 2 * has_columns
-    shapes = [(*of, *size[:dims]) for size in sizes for dims in (1, 2)]
-    return [like.new_empty(shape, dtype=torch.int32) for shape in shapes]
-
-
-class _Reader:
-    """Captures what an expression of a rule reads, and evaluates it, or its slope, at one score."""
-
-    def __init__(self, expression: Any, indices: Indices) -> None:
-        self.indices = indices
-        self.captured: dict[object, Tensor] = {}
-        for symbol in sorted(expression.free_symbols & {QUERY, KEY}, key=str):
-            if indices.geometry.run_of(symbol) is None:
-                self.captured[symbol] = indices.of(symbol)
-        for table in sorted(tables_of(expression), key=str):
-            number, where = number_of(table), table.args
-            if indices.is_cut(where):
-                self.captured[number, where] = indices.part(number, where)
-            else:
-                self.captured[number] = indices.tables[number]
-
-    def read(
-        self,
-        expression: Any,
-        at: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        score: Tensor | None = None,
-    ) -> Any:
-        """Return the value at a batch entry, a head among the tile's, a query and a key.
-
-        Buffers stand for the captured tensors; the score is given if it may occur.
-        """
-        captured = dict(zip(self.captured, buffers, strict=True))
-        return _AtScore(self.indices, at, captured).evaluate(expression, score=score)
+def _capture(expression: Any, indices: Indices) -> dict[object, Tensor]:
+    """Return the tensors that an expression of a rule reads, which templates take as buffers."""
+    captured: dict[object, Tensor] = {}
+    for symbol in sorted(expression.free_symbols & {QUERY, KEY}, key=str):
+        if indices.geometry.run_of(symbol) is None:
+            captured[symbol] = indices.of(symbol)
+    for table in sorted(tables_of(expression), key=str):
+        number, where = number_of(table), table.args
+        if indices.is_cut(where):
+            captured[number, where] = indices.part(number, where)
+        else:
+            captured[number] = indices.tables[number]
+    return captured
 
 
 class _AtScore(Indices):
-    """The indices of one score, which are tensors without dims."""
+    """The indices of one score, which are tensors without dims.
+
+    Args:
+        indices: of the tile.
+        at: a batch entry, a head among the tile's, a query and a key; then buffers, which stand for
+            the captured tensors.
+        captured: see `_capture`.
+    """
 
     def __init__(
         self, indices: Indices, at: Sequence[Tensor], captured: dict[object, Tensor]
@@ -215,8 +157,8 @@ class _AtScore(Indices):
         batch, dtype, device = indices.batch, indices.dtype, indices.device
         super().__init__(indices.geometry, indices.tables, batch, dtype, device)
         # Sums and differences of positions, and products of them, do not wrap.
-        self.at = [index.to(torch.int64) for index in at]
-        self.captured = captured
+        self.at = [index.to(torch.int64) for index in at[:4]]
+        self.captured = dict(zip(captured, at[4:], strict=True))
 
     def of(self, symbol: sympy.Symbol) -> Tensor:
         """Return an index: of the whole attention along the sequence."""
@@ -253,10 +195,3 @@ class _AtScore(Indices):
             tuple(zero if n == 1 else i for n, i in zip(tensor.shape, self.at, strict=True))
         ]
         return value
-
-
-def _list(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of each row are chosen, and which: these first, in order."""
-    numbers = chosen.to(torch.int32, memory_format=torch.contiguous_format)
-    order = torch.argsort(numbers, dim=-1, descending=True, stable=True)
-    return numbers.sum(-1, dtype=torch.int32), order.to(torch.int32)

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_inductor.mask.language import BATCH
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.tiles import block_tables, masked_tiles
-from cp_inductor.tiles.block_tables import make_block_table
-from cp_inductor.tiles.masked_tiles import block_table, masked_tile, masked_tile_backward
+from cp_inductor.tiles.block_tables import block_table, make_block_table
+from cp_inductor.tiles.masked_tiles import masked_tile, masked_tile_backward
 from cp_inductor.tiles.tile_masks import Geometry, Indices, Runs
 from tests.support.random_attention import STRIDES, blocks_of
 from tests.support.random_masks import cells_of_pairs
@@ -288,6 +288,7 @@ def test_no_tensor_grows_with_queries_times_keys(text: str) -> None:
         how = (cells, tables, text, geometry, 0.3)
         with (
             mock.patch.object(masked_tiles, "MAX_PAIRS", 1 << 18),
+            mock.patch.object(block_tables, "MAX_BLOCKS", 16),
             mock.patch.object(masked_tiles, "MAX_BLOCKS", 16),
             Largest() as mode,
         ):

@@ -38,7 +38,7 @@ TESTS = (
     "tests/repository/test_layout.py tests/backend tests/dtensor tests/mask tests/passes tests/plan"
     " tests/region tests/run tests/tiles tests/trust"
 )
-NEEDED_BY_TESTS = ("pytest", "pytest-xdist", "expecttest", "hypothesis", "import-linter")
+NEEDED_BY_TESTS = "pytest pytest-xdist expecttest hypothesis import-linter tabulate"
 
 REGISTRATION = """
 import torch
@@ -140,7 +140,7 @@ def make_row(
     results = [installed, backends, describe_problems(doctor)]
     results += [compare_ranks(environment, backend) for backend in ("cp_aot_eager", "cp_inductor")]
 
-    tests, _ = environment.run(*pip, *NEEDED_BY_TESTS, f"torch=={torch}")
+    tests, _ = environment.run(*pip, *NEEDED_BY_TESTS.split(), f"torch=={torch}")
     if tests == "yes":
         own = shutil.copytree(sdist, folder / "sdist")
         pytest = ("-m", "pytest", "-q", "-n", "2", "-m", "not long", *args.tests.split())

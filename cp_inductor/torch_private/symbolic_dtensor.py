@@ -12,13 +12,14 @@ Read in torch 2.13.0 and 2.15.0. In all of them:
   a symbolic dim, so the slice, its gradient, and all that follows are whole on every rank.
 - make_fx takes the last value that equals a symbol for the symbol itself, which may be one that is
   computed from it: it then asks for its own result, until Python's stack ends.
+- make_fx (2.13) cannot trace a square of a symbol that DTensor computed, as a mask's stride.
 
-So while Dynamo traces for our backends, DTensor calls the functions below. They see to such calls,
-and leave all others to torch.
+So, for such calls, DTensor calls the functions below while Dynamo traces for our backends.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -92,9 +93,7 @@ class SymbolicLengths:
         meshes = [leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)]
         # Where plain tensors are not taken as replicated, torch's error says so.
         if are_plain_tensors_replicated():
-            leaves = [
-                replicated(leaf, meshes[0]) if _is_plain_symbolic(leaf) else leaf for leaf in leaves
-            ]
+            leaves = [replicated(x, meshes[0]) if _is_plain_symbolic(x) else x for x in leaves]
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         return dispatch_as_dtensor(op, args, kwargs)
 
@@ -129,19 +128,20 @@ def is_whole_slice(bound: Mapping[str, Any], sizes: Sequence[int | SymInt]) -> b
 def first_symbols_kept() -> Iterator[None]:
     """Within this context, make_fx takes the first value that equals a symbol for the symbol.
 
-    `set_proxy_slot`, `sympy_expr_tracker` of a tracer (torch.fx.experimental.proxy_tensor,
-    2.13-2.15). The first is an input of the graph, from which all others are computed.
+    And it multiplies symbols by themselves. `set_proxy_slot`, `_sympy_handlers`, and
+    `sympy_expr_tracker` of a tracer (torch.fx.experimental.proxy_tensor, 2.13-2.15). The first is
+    an input of the graph, from which all others are computed.
     """
     original = proxy_tensor.set_proxy_slot
 
     def set_slot(value: Any, tracer: Any, proxy: Any) -> None:
         expression = value.node.expr if isinstance(value, proxy_tensor.py_sym_types) else None
-        known = None
-        if isinstance(expression, sympy.Symbol):
-            known = tracer.sympy_expr_tracker.get(expression)
+        is_symbol = isinstance(expression, sympy.Symbol)
+        known = tracer.sympy_expr_tracker.get(expression) if is_symbol else None
         original(value, tracer, proxy)
         if known is not None:
             tracer.sympy_expr_tracker[expression] = known
 
-    with mock.patch.object(proxy_tensor, "set_proxy_slot", set_slot):
+    powers = mock.patch.dict(proxy_tensor._sympy_handlers(), {sympy.Pow: operator.pow})
+    with mock.patch.object(proxy_tensor, "set_proxy_slot", set_slot), powers:
         yield

@@ -23,9 +23,8 @@ import numpy as np
 
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.plan.grid import Grid, Span, join_spans, lengths_of, owners_of
+from cp_inductor.plan.grid import Grid, Span, join_spans, tokens_before
 from cp_inductor.plan.ir import Mask, Shape, Tile, Transfers
-from cp_inductor.plan.transfers import fetch_directly
 
 # Rows of cells join to one tile under a mask as long as cells that hold pairs are at least this
 # share of it. From LONG_CHUNK_TOKENS on, empty cells cost more than another call, so more is asked.
@@ -60,7 +59,7 @@ class Work:
     @cached_property
     def owners(self) -> np.ndarray:
         """The rank that holds each chunk."""
-        return owners_of(self.grid)
+        return np.arange(self.grid.num_chunks) // self.grid.chunks_per_rank
 
     def far(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Return cells, without those of ranks' own queries and own keys."""
@@ -133,8 +132,8 @@ def cells_of(grid: Grid, mask: Mask, rule: str) -> np.ndarray:
     elif mask is Mask.PARTIAL:
         bounds = []
         for of_keys in (False, True):
-            starts = np.cumsum([0, *lengths_of(grid, of_keys=of_keys)])
-            bounds.append((starts[:-1].astype(float), starts[1:] - 1.0))
+            before = np.array(tokens_before(grid, of_keys=of_keys), dtype=float)
+            bounds.append((before[:-1], before[1:] - 1))
         cells = Rule.parse(rule).cells(*bounds).astype(np.int8)
     cells.flags.writeable = False
     return cells
@@ -227,18 +226,10 @@ def _similar_rows(
         first = last
 
 
-def _spans(chunks: Sequence[int] | np.ndarray) -> tuple[Span, ...]:
+def _spans(chunks: np.ndarray) -> tuple[Span, ...]:
     """Join adjacent chunks, in order, to spans."""
-    chunks = np.asarray(chunks)
     breaks = np.flatnonzero(np.diff(chunks) != 1) + 1
     return tuple(Span(int(run[0]), int(run[-1]) + 1) for run in np.split(chunks, breaks))
-
-
-def has_tokens(grid: Grid, tile: Tile) -> bool:
-    """Whether a tile has queries and keys; in short sequences some chunks are empty."""
-    return any(grid.num_tokens(span, of_keys=False) for span in tile.queries) and any(
-        grid.num_tokens(span, of_keys=True) for span in tile.keys
-    )
 
 
 def parts_of_equal_weight(weights: np.ndarray, num_parts: int) -> np.ndarray:
@@ -277,9 +268,9 @@ class Strategy:
         assign: (work, number of stages) -> tiles.
         assign_backward: the same -> tiles of the backward, as many stages as of the forward, if
             they are others.
-        fetch: tiles -> fetches.
+        fetch: tiles -> fetches; None for what `fetches_of` derives.
         under_rules: the strategy that takes its place under a mask that is neither full nor causal.
-        returns: results go back the way their inputs came, from rank to rank, not straight home.
+        num_nodes: over how many nodes it splits the heads; see `fetches_of` and `homes_of`.
         num_stages: (ranks) -> the number of stages, if there is no choice; else None.
         splits: (shape, ranks) -> whether it can split the heads of this shape over them.
         free_keep: (shape, stages) -> of how many stages, from the first, the forward keeps what it
@@ -296,9 +287,9 @@ class Strategy:
     name: str
     assign: Assign
     assign_backward: Assign | None = None
-    fetch: Fetch = fetch_directly
+    fetch: Fetch | None = None
     under_rules: Strategy | None = None
-    returns: bool = False
+    num_nodes: int = 1
     num_stages: Callable[[int], int | None] = lambda world_size: None
     splits: Callable[[Shape, int], bool] = lambda shape, world_size: True
     free_keep: Callable[[Shape, int], int] = lambda shape, num_stages: 0

@@ -33,7 +33,6 @@ from cp_inductor.plan.ir import (
     PAYLOAD,
     SOURCE,
     START,
-    STOP,
     Mask,
     Payload,
     Prices,
@@ -41,7 +40,7 @@ from cp_inductor.plan.ir import (
     Transfers,
 )
 from cp_inductor.plan.picture import Area, Panel, draw_panels
-from cp_inductor.plan.transfers import by_stage
+from cp_inductor.plan.transfers import begins, by_stage
 
 __all__ = ["BLOCK", "BatchPlan", "Chunks", "chunks_of", "groups_of_heads", "plan_batch"]
 
@@ -91,31 +90,23 @@ class BatchPlan(Cells):
 
         A span is one chunk, of the queries or of the keys, and its heads are its group.
         """
-        found = []
-        for uses in self._uses:
-            is_first = np.ones(len(uses), bool)
-            is_first[1:] = (np.diff(uses[:, 1 + DESTINATION : 1 + STOP], axis=0) != 0).any(1)
-            found.append(uses[is_first])
-        return by_stage(found, self.stages + 1)
+        first = [uses[begins(uses, [DESTINATION, START])] for uses in self._uses]
+        return by_stage(first, self.stages + 1)
 
     @cached_property
     def homes(self) -> list[Transfers]:
         """What each stage sends home: gradients, and in the forward partials in place of dq."""
-        found = []
-        for uses, payload in zip(
-            self._uses, (Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD), strict=True
-        ):
-            home = uses.copy()
-            home[:, [1 + SOURCE, 1 + DESTINATION]] = uses[:, [1 + DESTINATION, 1 + SOURCE]]
-            home[:, 1 + PAYLOAD] = payload.order
-            found.append(home)
-        return by_stage(found, self.stages + 1)
+        homes = [uses.copy() for uses in self._uses]
+        for home, payload in zip(homes, (Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD), strict=True):
+            home[:, [SOURCE, DESTINATION]] = home[:, [DESTINATION, SOURCE]]
+            home[:, PAYLOAD] = payload.order
+        return by_stage(homes, self.stages + 1)
 
     @cached_property
-    def _uses(self) -> tuple[np.ndarray, np.ndarray]:
+    def _uses(self) -> list[np.ndarray]:
         """The queries, and the keys, that ranks compute with and do not store, once in each stage.
 
-        (n, 8) each, the stage and the columns of `Transfers`; sorted by rank, chunk and stage.
+        (n, 8) each, as in `cp_inductor.plan.transfers`; sorted by rank, chunk and stage.
         """
         found = []
         for (chunks, chunk), payload in zip(
@@ -126,9 +117,9 @@ class BatchPlan(Cells):
             numbers, stage = np.divmod(np.unique(numbers[is_away]), self.stages + 1)
             rank, which = np.divmod(numbers, max(1, len(chunks)))
             group, kind = chunks.group[which], np.full_like(which, payload.order)
-            columns = chunks.rank[which], rank, which, which + 1, kind, group, group + 1
-            found.append(np.stack([stage, *columns], axis=1))
-        return found[0], found[1]
+            columns = chunks.rank[which], rank, which, which + 1, kind, group, group + 1, stage
+            found.append(np.stack(columns, axis=1))
+        return found
 
     @cached_property
     def loads(self) -> np.ndarray:
@@ -236,7 +227,6 @@ def plan_batch(
     num_kv_heads: int,
     stages: int,
     size: int = 0,
-    num_groups: int = 0,
     nodes: Nodes | None = None,
 ) -> BatchPlan:
     """Plan a batch.
@@ -250,12 +240,11 @@ def plan_batch(
         num_heads, num_kv_heads: of the attention.
         stages: exchanges to spread over what is fetched, at least 1.
         size: tokens of a chunk, a multiple of 128; 0 chooses.
-        num_groups: of heads, a divisor of `num_kv_heads`, see `groups_of_heads`; 0 chooses.
         nodes: which ranks share a node; None if all are alike.
     """
     world_size = len(query_lengths)
     assert len(key_lengths) == world_size and stages >= 1
-    num_groups = num_groups or groups_of_heads(rule, num_heads, num_kv_heads, world_size, nodes)
+    num_groups = groups_of_heads(rule, num_heads, num_kv_heads, world_size, nodes)
     tokens = batch * num_groups * max(*query_lengths, *key_lengths)
     size = size or _size_of(tokens, world_size, 1 if nodes is None else 2)
     chunks = (chunks_of(batch, of, size, num_groups) for of in (query_lengths, key_lengths))

@@ -183,7 +183,7 @@ def find_cells(
     at_query, inside = spread(np.full(len(of_query.entry), of_key.num_of_entry))
     boxes = np.stack([at_query, of_query.entry[at_query] * of_key.num_of_entry + inside])
     _, may = _decide(condition, boxes, levels[0], bounds[0], num_heads)
-    boxes, _ = _cut(boxes[:, may], levels[0], np.flatnonzero(may))
+    boxes, _ = _cut(boxes[:, may], levels[0])
     chunks, weight, origin = boxes, np.zeros(boxes.shape[1]), np.arange(boxes.shape[1])
     for level, nodes in enumerate(levels[1:], 1):
         must, may = _decide(condition, boxes, nodes, bounds[level], num_heads)
@@ -195,7 +195,8 @@ def find_cells(
         weight += np.bincount(origin[is_counted], num_blocks, len(weight))
         if not is_last:
             is_open = may & ~must
-            boxes, origin = _cut(boxes[:, is_open], nodes, origin[is_open])
+            boxes, of_box = _cut(boxes[:, is_open], nodes)
+            origin = origin[is_open][of_box]
     # The cells of each group of heads are the same.
     chunks, weight = chunks[:, weight > 0], weight[weight > 0]
     query, key = (order[at].ravel() for order, at in zip(orders, chunks, strict=True))
@@ -267,16 +268,13 @@ def _levels_of(chunks: Chunks, order: np.ndarray, batch: int) -> list[_Level]:
     return levels
 
 
-def _cut(boxes: np.ndarray, nodes: _Levels, label: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the boxes of the next level that boxes consist of, and the label of each.
-
-    The label of a box goes to all its parts.
-    """
+def _cut(boxes: np.ndarray, nodes: _Levels) -> tuple[np.ndarray, np.ndarray]:
+    """Return the boxes of the next level that boxes consist of, and the box of each."""
     num_queries, num_keys = (side.num_children[at] for side, at in zip(nodes, boxes, strict=True))
-    origin, index = spread(num_queries * num_keys)
-    inside = np.divmod(index, num_keys[origin])
-    parts = [side.child[at][origin] + n for side, at, n in zip(nodes, boxes, inside, strict=True)]
-    return np.stack(parts), label[origin]
+    of_box, index = spread(num_queries * num_keys)
+    inside = np.divmod(index, num_keys[of_box])
+    parts = [side.child[at][of_box] + n for side, at, n in zip(nodes, boxes, inside, strict=True)]
+    return np.stack(parts), of_box
 
 
 def _add_bounds_of_read(

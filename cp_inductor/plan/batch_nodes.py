@@ -17,6 +17,7 @@ takes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import numpy as np
 
@@ -180,13 +181,8 @@ class _Imports:
         self.crossing = self.enters + np.bincount(
             keys.rank[crosses], self.cost_home[1][crosses], world_size
         )
-        self.sources: dict[int, _Source] = {}
-
-    def source(self, node: int) -> _Source:
-        """Return what a node may give away."""
-        if node not in self.sources:
-            self.sources[node] = _Source(self, node)
-        return self.sources[node]
+        # What a node may give away.
+        self.source = cache(partial(_Source, self))
 
     def with_crossing(self, taken: _Taken) -> np.ndarray:
         """Return the rank of each cell that was taken, or has keys of another node.

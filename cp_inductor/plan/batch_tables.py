@@ -174,14 +174,10 @@ class _NumbersOfRank:
             is_computed[rows, np.searchsorted(keys, self.plan.key[cells])] = 1
             self.parts[Part(Kind.CELLS, Side.QUERY, stage)] = is_computed
         layout = self.layout
-        sizes = np.zeros(layout.num_sizes, np.int64)
         flat = [self.parts[part].reshape(-1) for part in layout.parts]
         lengths = np.array([len(numbers) for numbers in flat])
-        sizes[0 : 2 * len(flat) : 2] = np.cumsum(lengths) - lengths
-        sizes[1 : 2 * len(flat) : 2] = lengths
-        for part in layout.exchanges:
-            place = layout.place_of_rows(part)
-            sizes[place : place + len(self.rows[part])] = self.rows[part]
+        of_parts = np.stack([np.cumsum(lengths) - lengths, lengths], axis=1).ravel()
+        sizes = np.concatenate([of_parts, *(self.rows[part] for part in layout.exchanges)])
         return RankTables(sizes, np.concatenate(flat))
 
     def _add(self, side: Side, chunks: Chunks) -> None:
@@ -275,5 +271,5 @@ def _pack(lengths: np.ndarray, start: int) -> tuple[np.ndarray, int]:
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray, step: int = 1) -> np.ndarray:
     """Return start, start + step, ... of each range, one behind the other."""
-    begins, total = _pack(lengths, 0)
-    return np.repeat(starts - step * begins, lengths) + step * np.arange(total)
+    of_range, place = spread(lengths)
+    return starts[of_range] + step * place

@@ -62,8 +62,7 @@ class Grid:
     def local_length(self, rank: int, *, of_keys: bool) -> int:
         """Return how many tokens a rank holds."""
         length = self.key_length if of_keys else self.query_length
-        most = -(-length // self.world_size)
-        return min(max(length - rank * most, 0), most)
+        return shard_lengths(length, self.world_size)[rank]
 
     def num_tokens(self, span: Span, *, of_keys: bool) -> int:
         """Return how many tokens a span of chunks holds."""
@@ -79,27 +78,22 @@ def tokens_before(grid: Grid, *, of_keys: bool) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _tokens_before(length: int, world_size: int, chunks_per_rank: int) -> tuple[int, ...]:
-    before, most = [], -(-length // world_size)
-    for rank in range(world_size):
-        start, stop = min(rank * most, length), min((rank + 1) * most, length)
-        before += [start + c * (stop - start) // chunks_per_rank for c in range(chunks_per_rank)]
+    before, start = [], 0
+    for tokens in shard_lengths(length, world_size):
+        before += [start + c * tokens // chunks_per_rank for c in range(chunks_per_rank)]
+        start += tokens
     return (*before, length)
 
 
 def shard_lengths(length: int, world_size: int) -> list[int]:
     """Return how many tokens of a sequence each rank holds, as torch.chunk cuts it."""
-    grid = Grid(world_size, 1, length, length)
-    return [grid.local_length(rank, of_keys=False) for rank in range(world_size)]
+    most = -(-length // world_size)
+    return [min(max(length - rank * most, 0), most) for rank in range(world_size)]
 
 
 def lengths_of(grid: Grid, *, of_keys: bool) -> np.ndarray:
     """Return the number of tokens of each chunk."""
     return np.diff(tokens_before(grid, of_keys=of_keys))
-
-
-def owners_of(grid: Grid) -> np.ndarray:
-    """Return the rank that holds each chunk."""
-    return np.arange(grid.num_chunks) // grid.chunks_per_rank
 
 
 def join_spans(spans: Iterable[Span]) -> tuple[Span, ...]:

@@ -33,8 +33,9 @@ import numpy as np
 from cp_inductor.plan.grid import Grid, Span, tokens_before
 
 # The columns of `Transfers`, by which messages are sorted, the first one first. Payloads of one
-# span are adjacent, and are sent as one record.
-SOURCE, DESTINATION, START, STOP, PAYLOAD, FIRST_HEAD, LAST_HEAD = range(7)
+# span are adjacent, and are sent as one record. Where transfers of all stages are one array, the
+# stage stands behind them.
+SOURCE, DESTINATION, START, STOP, PAYLOAD, FIRST_HEAD, LAST_HEAD, STAGE = range(8)
 _NONE = np.empty((0, 7), np.int64)
 
 
@@ -111,6 +112,11 @@ class Tile:
     def at(self, rank: int, heads: Span) -> Tile:
         """Return the same tile of another rank, for other heads."""
         return Tile(rank, self.queries, self.keys, heads, self.mask)
+
+    def num_tokens(self, grid: Grid) -> tuple[int, int]:
+        """Return how many queries and keys it has; in short sequences some chunks are empty."""
+        queries = sum(grid.num_tokens(span, of_keys=False) for span in self.queries)
+        return queries, sum(grid.num_tokens(span, of_keys=True) for span in self.keys)
 
     def side(self, shape: Shape, *, of_keys: bool) -> tuple[tuple[Span, ...], Span]:
         """Return the spans and the heads of its queries, or of its keys."""
@@ -257,7 +263,8 @@ class PlanData:
         stages: in order.
         kept_fetches: in a backward plan, the transfers that the forward fetched and kept.
         rule: which pairs exist, if the mask is partial; see `cp_inductor.mask.rule`.
-        returns: results go back the way their inputs came; ranks on it add what they have.
+        num_nodes: over how many nodes heads are split. With more than one, inputs enter a node at
+            one rank, which passes them on.
     """
 
     grid: Grid
@@ -269,7 +276,12 @@ class PlanData:
     stages: tuple[Stage, ...]
     kept_fetches: Transfers = field(default_factory=Transfers)
     rule: str = ""
-    returns: bool = False
+    num_nodes: int = 1
+
+    @property
+    def returns(self) -> bool:
+        """Whether results go back the way their inputs came, and ranks on it add what they have."""
+        return self.num_nodes > 1
 
     @cached_property
     def _programs(self) -> dict[int, tuple[Stage, ...]]:
@@ -347,11 +359,9 @@ class PlanData:
     @cached_property
     def head_pairs(self) -> list[int]:
         """The (query, key, head) triples that each rank computes."""
-        pairs, before = [0] * self.grid.world_size, tokens_before(self.grid, of_keys=False)
-        before_keys = tokens_before(self.grid, of_keys=True)
+        pairs = [0] * self.grid.world_size
         for tile in self.tiles:
-            queries = sum(before[span.stop] - before[span.start] for span in tile.queries)
-            keys = sum(before_keys[span.stop] - before_keys[span.start] for span in tile.keys)
+            queries, keys = tile.num_tokens(self.grid)
             is_causal = tile.mask is Mask.CAUSAL
             of_head = queries * (queries + 1) // 2 if is_causal else queries * keys
             pairs[tile.rank] += of_head * len(tile.heads)

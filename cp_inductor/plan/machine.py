@@ -312,32 +312,27 @@ DEVICES: Mapping[str, Device] = {
 }
 
 
-def _link(name: str, gbytes_per_s: float, latency_us: float) -> Level:
-    return Level(0, gbytes_per_s * 1e9, latency_us * 1e-6, name)
-
-
-LINKS: Mapping[str, Level] = {
-    link.name: link
-    for link in (
-        Level(),
+LINKS: Mapping[str, Level] = {Level().name: Level()} | {
+    name: Level(0, gbytes_per_s * 1e9, latency_us * 1e-6, name)
+    for name, gbytes_per_s, latency_us in (
         # What NCCL moved to other GPUs of 8, per GPU: 195 GB/s by sendrecv_perf on A100 (li-plus/
         # playground, cuda/nccl.md), 296 on H200, 306 on H100 and 499 on B200 by all_to_all_single
         # of 291 MB, 7/8 of which cross (fast-ulysses, docs/benchmark.md, "raw", August 2026). Copy
         # engines reach 375 and 621 there; data sheets say 300, 450 and 900. Latencies are
         # assumptions, here and below.
-        _link("nvlink3", 195, 10),
-        _link("nvlink4", 296, 10),
-        _link("nvlink5", 499, 10),
-        _link("pcie4", 32, 15),
-        _link("pcie5", 64, 15),
-        _link("ib100", 12.5, 20),
-        _link("ib200", 25, 20),
-        _link("ib800", 100, 20),
-        _link("eth10", 1.25, 50),
-        _link("eth25", 3.125, 50),
-        _link("eth100", 12.5, 30),
-        _link("eth400", 50, 30),
-        _link("tcp", 1.3, 200),  # gloo between processes of a host: measured, as CPUs are
+        ("nvlink3", 195, 10),
+        ("nvlink4", 296, 10),
+        ("nvlink5", 499, 10),
+        ("pcie4", 32, 15),
+        ("pcie5", 64, 15),
+        ("ib100", 12.5, 20),
+        ("ib200", 25, 20),
+        ("ib800", 100, 20),
+        ("eth10", 1.25, 50),
+        ("eth25", 3.125, 50),
+        ("eth100", 12.5, 30),
+        ("eth400", 50, 30),
+        ("tcp", 1.3, 200),  # gloo between processes of a host: measured, as CPUs are
     )
 }
 

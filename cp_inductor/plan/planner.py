@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from cp_inductor.errors import InvalidArgument, InvalidText, UnsupportedStrategy
@@ -19,7 +20,7 @@ from cp_inductor.kept import lru_cache
 from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, shortened
 from cp_inductor.mask.language import normal
 from cp_inductor.mask.rule import Rule
-from cp_inductor.plan.assign_cells import Strategy, Tiles, has_tokens, work_of
+from cp_inductor.plan.assign_cells import Strategy, Tiles, work_of
 from cp_inductor.plan.checks import LIMITS, MAX_LENGTH, check_count, check_type
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span
@@ -28,7 +29,7 @@ from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.strategies import TABLE, parse_strategy
 from cp_inductor.plan.strategies.heads import can_split, in_groups, in_nodes, own_in_groups
 from cp_inductor.plan.timeline import loads_of
-from cp_inductor.plan.transfers import fetch_directly, homes_of, plan_backward, stages_of
+from cp_inductor.plan.transfers import fetches_of, homes_of, plan_backward, stages_of
 
 MAX_STAGES = 8
 
@@ -395,7 +396,8 @@ def _halved(recipe: Recipe, tiles: Tiles, later: Tiles) -> Assigned | None:
         One stage more. None if stage 0 is not of own tiles, or is all there is, or has one KV head.
     """
     shape, (first, *others) = recipe.shape, tiles
-    is_passed_on = parse_strategy(recipe.strategy).fetch is not fetch_directly
+    strategy = parse_strategy(recipe.strategy)
+    is_passed_on = strategy.fetch is not None or strategy.num_nodes > 1
     if is_passed_on or not any(others) or shape.num_kv_heads < 2:
         return None
     for tile in first:
@@ -471,16 +473,16 @@ def plan_tiles(recipe: Recipe, assigned: Assigned) -> Plan:
     grid, shape, mask = recipe.grid, recipe.shape, recipe.mask
     strategy = parse_strategy(recipe.strategy)
     # A rank without tokens may still hand on what passes it.
-    fetches = strategy.fetch(grid, shape, [now + then for now, then in zip(*assigned, strict=True)])
+    fetch = strategy.fetch or partial(fetches_of, num_nodes=strategy.num_nodes)
+    fetches = fetch(grid, shape, [now + then for now, then in zip(*assigned, strict=True)])
     with_tokens = (
-        [[tile for tile in stage if has_tokens(grid, tile)] for stage in tiles]
+        [[tile for tile in stage if all(tile.num_tokens(grid))] for stage in tiles]
         for tiles in assigned
     )
     stages = enumerate(zip(fetches, *with_tokens, strict=True))
     used = [stage for index, stage in stages if any(stage) or not index]
     fetches, tiles, later = map(list, zip(*used, strict=True))
-    way = fetches if strategy.returns else None
-    homes = homes_of(grid, shape, tiles, (Payload.PARTIAL,), way)
+    homes = homes_of(grid, shape, tiles, (Payload.PARTIAL,), strategy.num_nodes)
     return Plan(
         grid,
         shape,
@@ -491,7 +493,7 @@ def plan_tiles(recipe: Recipe, assigned: Assigned) -> Plan:
         max(recipe.keep, len(tiles)) if any(later) else recipe.keep,
         stages_of(fetches, tiles, homes, later),
         rule=recipe.rule if mask is Mask.PARTIAL else "",
-        returns=strategy.returns,
+        num_nodes=strategy.num_nodes,
     )
 
 

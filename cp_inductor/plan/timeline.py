@@ -154,8 +154,8 @@ def loads_of(plan: PlanData, machine: Machine | None = None) -> Loads:
     queries, keys = (tiles.tokens(plan.grid, of_keys=of_keys) for of_keys in (False, True))
     more = np.minimum(queries * machine.device.causal_keys, queries * (queries - 1)) / 2
     pairs = np.where(tiles.is_causal, queries * (queries + 1) / 2 + more, queries * keys)
-    of_heads = tiles.last_head - tiles.first_head
-    tile_flops = pairs * of_heads * flops_per_pair(plan.direction, plan.shape)
+    num_heads = tiles.last_head - tiles.first_head
+    tile_flops = pairs * num_heads * flops_per_pair(plan.direction, plan.shape)
     size = len(plan.stages), plan.grid.world_size
     at = np.ravel_multi_index((tiles.stage, tiles.rank), size)
     flops, calls = (

@@ -2,21 +2,27 @@
 
     rank 0: tile q[2:4] x kv[0:1]        owner of q[2:4] is rank 1
       =>
-    fetch q[2:4] 1 -> 0    at the first stage whose tiles need it, once
-    home out[2:4] 0 -> 1   after the last stage whose tiles add to it, once
+    use q[2:4] of rank 1 by rank 0       in each stage whose tiles read it
+      =>
+    fetch q[2:4] 1 -> 0    at the first of these stages, once
+    home out[2:4] 0 -> 1   after the last of them, once
 
-Tiles, and when ranks use which chunks, are columns of integers: of all ranks and stages at once.
+Uses are rows of integers, of all ranks and stages at once: the transfers that would bring them from
+their owners, and the stage behind these. The uses of a batch are so as well.
 
 The backward plan is a function of the forward plan. It has the same tiles at the same ranks, or
 others that read what the forward fetched, so that fetched data may be kept. Every fetched query is
 fetched with the gradient of its output, every fetched key and value is fetched again, and the
 gradients of both are sent home.
+
+Over several nodes, what a rank needs of another node enters its node at one rank, one stage before
+it is passed on, so that no stage passes on what it brings. Results go back the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import NamedTuple, TypeVar
 
@@ -26,10 +32,10 @@ from cp_inductor.plan.grid import Grid, spread, tokens_before
 from cp_inductor.plan.ir import (
     DESTINATION,
     FIRST_HEAD,
-    IS_OF_KEYS,
     LAST_HEAD,
     PAYLOAD,
     SOURCE,
+    STAGE,
     START,
     STOP,
     Direction,
@@ -54,9 +60,8 @@ def plan_backward(plan: AnyPlan) -> AnyPlan:
     assert plan.direction is Direction.FORWARD
     has_others = any(stage.backward_tiles for stage in plan.stages)
     tiles = [stage.backward_tiles if has_others else stage.tiles for stage in plan.stages]
-    way = [stage.fetch for stage in plan.stages] if plan.returns else None
     payloads = Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD
-    homes = homes_of(plan.grid, plan.shape, tiles, payloads, way)
+    homes = homes_of(plan.grid, plan.shape, tiles, payloads, plan.num_nodes)
     again = [
         _refetch(stage.fetch, is_kept=index < plan.num_kept)
         for index, stage in enumerate(plan.stages)
@@ -94,81 +99,20 @@ def _refetch(fetch: Transfers, *, is_kept: bool) -> Transfers:
     return Transfers(columns[is_query] if is_kept else columns).sorted()
 
 
-def fetch_directly(grid: Grid, shape: Shape, tiles: Sequence[Sequence[Tile]]) -> list[Transfers]:
-    """Return, for each stage, what its tiles need and do not have yet, from its owners."""
-    columns = TileColumns.of(tiles)
-    found = []
-    for payload in (Payload.QUERY, Payload.KEY_VALUE):
-        uses = Uses.of(grid, shape, columns, of_keys=payload.is_of_keys)
-        found.append(_transfers(uses, payload, SOURCE, uses.owners))
-    return by_stage(found, len(tiles))
-
-
-def fetch_by_way(
-    grid: Grid,
-    shape: Shape,
-    tiles: Sequence[Sequence[Tile]],
-    entries: Callable[[np.ndarray, np.ndarray], np.ndarray],
+def fetches_of(
+    grid: Grid, shape: Shape, tiles: Sequence[Sequence[Tile]], num_nodes: int = 1
 ) -> list[Transfers]:
-    """Return, for each stage, what its tiles need, by way of the ranks at which it enters a node.
+    """Return, for each stage, what its tiles need and do not have yet.
 
-    What enters is there one stage before another rank needs it. So no stage passes on what it
-    brings.
-
-    Args:
-        grid, shape: of the attention.
-        tiles: of each stage. Those of the first read only what enters at their rank.
-        entries: (n, 1) ranks, (m,) owners -> (n, m), the rank of each node at which what an owner
-            holds enters it.
+    Over several nodes, tiles of the first stage read only what enters at their rank.
     """
     columns, found = TileColumns.of(tiles), []
     for payload in (Payload.QUERY, Payload.KEY_VALUE):
-        uses = Uses.of(grid, shape, columns, of_keys=payload.is_of_keys)
-        rank = uses.rank[:, None]
-        entry = entries(rank, uses.owners)
-        line, part = np.nonzero((uses.stages >= 0) & (entry != rank) & (entry != uses.owners))
-        enters = line_of(entry[line, part], *(of[line] for of in uses.heads))
-        before = uses.stages[line, part] - 1
-        uses = uses.with_lines(enters)
-        stages = np.where(uses.stages < 0, len(tiles), uses.stages)
-        np.minimum.at(stages, (np.searchsorted(uses.lines, enters), part), before)
-        stages[stages == len(tiles)] = -1
-        rank = uses.rank[:, None]
-        entry = entries(rank, uses.owners)
-        sources = np.where(entry == rank, uses.owners, entry)
-        found.append(_transfers(replace(uses, stages=stages), payload, SOURCE, sources))
+        uses = _with_entries(grid, _uses_of(grid, shape, columns, payload), num_nodes, later=-1)
+        uses = _joined(_once(uses))
+        uses[:, SOURCE] = _neighbors(grid, uses, num_nodes)
+        found.append(uses)
     return by_stage(found, len(tiles))
-
-
-def _transfers(uses: Uses, payload: Payload, end: int, others: np.ndarray) -> np.ndarray:
-    """Return (transfers, 8), the stage and the columns of each: runs of parts of one owner.
-
-    The other ranks, `others` of (parts,) or (lines, parts), are at one end: SOURCE or DESTINATION.
-    """
-    is_edge = np.ones(uses.stages.shape, bool)
-    is_edge[:, 1:] = (uses.stages[:, 1:] != uses.stages[:, :-1]) | (np.diff(uses.owners) != 0)
-    edges = np.flatnonzero(is_edge)
-    line, first = np.divmod(edges, len(uses.owners))
-    last = first + np.diff(edges, append=is_edge.size)
-    moves = uses.stages[line, first] >= 0
-    line, first, last = line[moves], first[moves], last[moves]
-    found = np.empty((len(line), 8), np.int64)
-    found[:, 0] = uses.stages[line, first]
-    columns = found[:, 1:]
-    columns[:, DESTINATION if end == SOURCE else SOURCE] = uses.rank[line]
-    columns[:, end] = np.broadcast_to(others, uses.stages.shape)[line, first]
-    columns[:, START], columns[:, STOP] = uses.edges[first], uses.edges[last]
-    columns[:, PAYLOAD] = payload.order
-    columns[:, FIRST_HEAD], columns[:, LAST_HEAD] = (of[line] for of in uses.heads)
-    return found
-
-
-def by_stage(found: Sequence[np.ndarray], num_stages: int) -> list[Transfers]:
-    """Return the transfers of each stage, in the order of messages; for arrays of `_transfers`."""
-    rows = np.concatenate(found)
-    rows = rows[message_order(rows[:, 1:], rows[:, 0])]
-    edges = np.searchsorted(rows[:, 0], np.arange(1, num_stages))
-    return [Transfers(part[:, 1:]) for part in np.split(rows, edges)]
 
 
 def homes_of(
@@ -176,61 +120,61 @@ def homes_of(
     shape: Shape,
     tiles: Sequence[Sequence[Tile]],
     payloads: Sequence[Payload],
-    way: Fetches | None = None,
+    num_nodes: int = 1,
 ) -> list[Transfers]:
     """Return, for each stage, the results to send home after it: those whose last tile is in it.
 
-    With the fetches that inputs came by, results go back the same way. A rank passes results on,
-    with its own, when all have arrived: perhaps in one more stage.
+    Over several nodes, a rank passes results on, with its own, when all have arrived: perhaps in
+    one more stage.
     """
-    columns, num_stages, found = TileColumns.of(tiles), len(tiles), []
+    columns, found = TileColumns.of(tiles), []
     for payload in payloads:
-        of_keys, by_way = payload.is_of_keys, way is not None
-        uses = Uses.of(grid, shape, columns, of_keys=of_keys, is_last=True, by_chunk=by_way)
-        others = uses.owners
-        if way is not None:
-            uses, others = _back_by_way(uses, payload, way)
-            num_stages = max(num_stages, int(uses.stages.max(initial=-1)) + 1)
-        found.append(_transfers(uses, payload, DESTINATION, others))
+        uses = _uses_of(grid, shape, columns, payload, by_chunk=num_nodes > 1)
+        uses = _once(_with_entries(grid, uses, num_nodes, later=1), is_last=True)
+        if num_nodes > 1 and len(uses):
+            _spread_last_hops(grid, uses, num_nodes, of_keys=payload.is_of_keys)
+        uses = _joined(uses)
+        ends = uses[:, DESTINATION], _neighbors(grid, uses, num_nodes)
+        uses[:, [SOURCE, DESTINATION]] = np.stack(ends, axis=1)
+        found.append(uses)
+    num_stages = max(len(tiles), *(1 + int(uses[:, STAGE].max(initial=0)) for uses in found))
     return by_stage(found, num_stages)
 
 
-def _back_by_way(uses: Uses, payload: Payload, way: Fetches) -> tuple[Uses, np.ndarray]:
-    """Return when results leave ranks, and (lines, parts) to whom: where inputs came from."""
-    fetched = Transfers.joined(way).columns
-    fetched = fetched[IS_OF_KEYS[fetched[:, PAYLOAD]] == payload.is_of_keys]
-    came = line_of(fetched[:, DESTINATION], fetched[:, FIRST_HEAD], fetched[:, LAST_HEAD])
-    uses = uses.with_lines(came)
-    sources = np.full(uses.stages.shape, -1)
-    first, last = np.searchsorted(uses.edges, fetched[:, START : STOP + 1].T)
-    of, place = spread(last - first)
-    sources[np.searchsorted(uses.lines, came[of]), first[of] + place] = fetched[of, SOURCE]
-    stages, before = uses.stages, np.empty(0)
-    while not np.array_equal(stages, before):
-        before = stages.copy()
-        line, part = np.nonzero((stages >= 0) & (sources != uses.owners))
-        onward = line_of(sources[line, part], *(of[line] for of in uses.heads))
-        np.maximum.at(stages, (np.searchsorted(uses.lines, onward), part), stages[line, part] + 1)
-        stages[uses.rank[:, None] == uses.owners] = -1
-    line, part = np.nonzero((stages >= 0) & (sources == uses.owners))
-    stages[line, part] = _spread(uses, line, part)
-    return uses, sources
+def _neighbors(grid: Grid, uses: np.ndarray, num_nodes: int) -> np.ndarray:
+    """Return whom each rank gets its part from: the owner, or the rank where it enters its node."""
+    rank, owner, size = uses[:, DESTINATION], uses[:, SOURCE], grid.world_size // num_nodes
+    # If there is one node, what an owner has "enters" it at the owner.
+    entry = rank // size * size + owner // num_nodes
+    return np.where(entry == rank, owner, entry)
 
 
-def _spread(uses: Uses, line: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Return when results leave on their last hop: later, if they are early, when most ranks move.
+def _with_entries(grid: Grid, uses: np.ndarray, num_nodes: int, *, later: int) -> np.ndarray:
+    """Return uses, and those of the ranks that pass something on, so many stages later."""
+    neighbor = _neighbors(grid, uses, num_nodes)
+    is_passed = neighbor != uses[:, SOURCE]
+    passed = uses[is_passed]
+    passed[:, DESTINATION] = neighbor[is_passed]
+    passed[:, STAGE] += later
+    return np.concatenate([uses, passed])
+
+
+def _spread_last_hops(grid: Grid, uses: np.ndarray, num_nodes: int, *, of_keys: bool) -> None:
+    """Let results leave later on their last hop, if they are early, when most ranks move.
 
     In an exchange all wait for the rank that moves most. What a few ranks alone move costs all of
     them as much as if they all did.
     """
-    stage, size = uses.stages[line, part], uses.num_heads[line] * uses.tokens[part]
-    # One part of each owner, then the next, so that owners receive as evenly.
-    turn = part - np.searchsorted(uses.owners, uses.owners[part])
-    for end in (uses.rank[line], uses.owners[part]) if len(stage) else ():
+    at = np.flatnonzero(_neighbors(grid, uses, num_nodes) == uses[:, SOURCE])
+    owner, rank, start, stop, _, first_head, last_head, stage = uses[at].T
+    before = np.array(tokens_before(grid, of_keys=of_keys))
+    size = (last_head - first_head) * (before[stop] - before[start])
+    # One chunk of each owner, then the next, so that owners receive as evenly.
+    turn = start % grid.chunks_per_rank
+    for end in (rank, owner):
         num_stages = int(stage.max()) + 1
-        size_of = (int(end.max()) + 1, num_stages)
-        loads = np.bincount(end * num_stages + stage, size, size_of[0] * num_stages)
-        loads = loads.reshape(size_of)
+        loads = np.bincount(end * num_stages + stage, size, grid.world_size * num_stages)
+        loads = loads.reshape(-1, num_stages)
         usual = np.median(loads[loads.any(1)], axis=0)
         if not usual.any():
             break
@@ -241,31 +185,73 @@ def _spread(uses: Uses, line: np.ndarray, part: np.ndarray) -> np.ndarray:
         share = middle / loads.sum(1)[end[order]]
         later = np.searchsorted(np.cumsum(usual) / usual.sum(), share)
         stage[order] = np.maximum(stage[order], later)
-    return stage
+    uses[at, STAGE] = stage
 
 
-# --- Columns --------------------------------------------------------------------------------------
-
-# Heads of an attention are fewer: a rank and a span of heads are one integer.
-_MAX_HEADS = 1 << 17
+# --- Uses -----------------------------------------------------------------------------------------
 
 
-class SpanColumns(NamedTuple):
-    """Spans of tiles, (spans,) integers: of which tile, and the chunks."""
+def _uses_of(
+    grid: Grid, shape: Shape, tiles: TileColumns, payload: Payload, *, by_chunk: bool = False
+) -> np.ndarray:
+    """Return (n, 8), what tiles read that their ranks do not store, as transfers and stages.
 
-    tile: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
+    Spans are parts of the sequence that tiles read as a whole, or with `by_chunk` single chunks.
+    """
+    of_keys = payload.is_of_keys
+    (of_tile, start, stop), heads = tiles.reads(shape, of_keys=of_keys)
+    is_edge = np.full(grid.num_chunks + 1, by_chunk)
+    is_edge[:: grid.chunks_per_rank] = is_edge[start] = is_edge[stop] = True
+    edges, part_of = np.flatnonzero(is_edge), np.cumsum(is_edge) - 1
+    of_span, place = spread(part_of[stop] - part_of[start])
+    tile, part = of_tile[of_span], part_of[start][of_span] + place
+    has_tokens = np.diff(np.array(tokens_before(grid, of_keys=of_keys))[edges]) > 0
+    meets_any = tiles.tokens(grid, of_keys=not of_keys) > 0
+    owners = edges[:-1] // grid.chunks_per_rank
+    is_used = (owners[part] != tiles.rank[tile]) & has_tokens[part] & meets_any[tile]
+    tile, part = tile[is_used], part[is_used]
+    kind = np.full_like(part, payload.order)
+    moved = owners[part], tiles.rank[tile], edges[part], edges[part + 1], kind
+    return np.stack([*moved, *(of[tile] for of in heads), tiles.stage[tile]], axis=1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TileColumns:
-    """The tiles of all ranks and stages.
+def begins(uses: np.ndarray, columns: Sequence[int]) -> np.ndarray:
+    """Return (n,), which uses differ in some columns from the one before."""
+    found = np.ones(len(uses), bool)
+    found[1:] = (np.diff(uses[:, columns], axis=0) != 0).any(1)
+    return found
+
+
+def _once(uses: np.ndarray, *, is_last: bool = False) -> np.ndarray:
+    """Return the first, or the last, use of each span by each rank; sorted by rank and span."""
+    uses = uses[np.lexsort(uses[:, [STAGE, START, LAST_HEAD, FIRST_HEAD, DESTINATION]].T)]
+    is_chosen = begins(uses, [DESTINATION, FIRST_HEAD, LAST_HEAD, START])
+    return uses[np.roll(is_chosen, -1) if is_last else is_chosen]
+
+
+def _joined(uses: np.ndarray) -> np.ndarray:
+    """Join sorted uses that differ in nothing but their spans, which touch."""
+    is_first = begins(uses, [SOURCE, DESTINATION, PAYLOAD, FIRST_HEAD, LAST_HEAD, STAGE])
+    is_first[1:] |= uses[1:, START] != uses[:-1, STOP]
+    joined = uses[is_first]
+    joined[:, STOP] = uses[np.roll(is_first, -1), STOP]
+    return joined
+
+
+def by_stage(uses: Sequence[np.ndarray], num_stages: int) -> list[Transfers]:
+    """Return the transfers of each stage, in the order of messages."""
+    rows = np.concatenate(uses)
+    rows = rows[message_order(rows, rows[:, STAGE])]
+    edges = np.searchsorted(rows[:, STAGE], np.arange(1, num_stages))
+    return [Transfers(part[:, :STAGE]) for part in np.split(rows, edges)]
+
+
+class TileColumns(NamedTuple):
+    """The tiles of all ranks and stages, as integers.
 
     Attributes:
-        stage, rank, first_head, last_head: (tiles,) integers.
-        is_causal: (tiles,) bool.
-        queries, keys: the spans of all tiles.
+        stage, rank, first_head, last_head, is_causal: (tiles,).
+        queries, keys: (3, spans), of each span its tile, its first chunk and that behind it.
     """
 
     stage: np.ndarray
@@ -273,8 +259,8 @@ class TileColumns:
     first_head: np.ndarray
     last_head: np.ndarray
     is_causal: np.ndarray
-    queries: SpanColumns
-    keys: SpanColumns
+    queries: np.ndarray
+    keys: np.ndarray
 
     @staticmethod
     def of(stages: Iterable[Sequence[Tile]]) -> TileColumns:
@@ -286,96 +272,22 @@ class TileColumns:
             rows.append((stage, tile.rank, tile.heads.start, tile.heads.stop, is_causal))
             queries += [(at, span.start, span.stop) for span in tile.queries]
             keys += [(at, span.start, span.stop) for span in tile.keys]
-        of_tiles, of_queries, of_keys = (
+        of_tiles, *of_spans = (
             np.array(found, np.int64).reshape(-1, width).T
             for found, width in ((rows, 5), (queries, 3), (keys, 3))
         )
-        stage, rank, first, last, causal = of_tiles
-        spans = SpanColumns(*of_queries), SpanColumns(*of_keys)
-        return TileColumns(stage, rank, first, last, causal > 0, *spans)
+        return TileColumns(*of_tiles, *of_spans)
 
     def tokens(self, grid: Grid, *, of_keys: bool) -> np.ndarray:
         """Return (tiles,), how many queries, or keys, each tile has."""
-        spans, before = self.keys if of_keys else self.queries, tokens_before(grid, of_keys=of_keys)
-        lengths = np.array(before)[spans.stop] - np.array(before)[spans.start]
-        return np.bincount(spans.tile, lengths, len(self.rank))
+        of_tile, start, stop = self.keys if of_keys else self.queries
+        before = np.array(tokens_before(grid, of_keys=of_keys))
+        return np.bincount(of_tile, before[stop] - before[start], len(self.rank))
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Uses:
-    """In which stage ranks use which chunks of others.
-
-    Attributes:
-        lines: (lines,) a rank and a span of heads each, as `line_of` writes them; sorted.
-        edges: (parts + 1,) chunks where parts of the sequence begin and end, each of one owner and
-            used as a whole.
-        owners: (parts,) the rank that holds each.
-        tokens: (parts,) how many each holds.
-        stages: (lines, parts), the stage; -1 for none, for own parts, and for those without tokens.
-    """
-
-    lines: np.ndarray
-    edges: np.ndarray
-    owners: np.ndarray
-    tokens: np.ndarray
-    stages: np.ndarray
-
-    @staticmethod
-    def of(
-        grid: Grid,
-        shape: Shape,
-        tiles: TileColumns,
-        *,
-        of_keys: bool,
-        is_last: bool = False,
-        by_chunk: bool = False,
-    ) -> Uses:
-        """Return the first, or the last, uses of chunks; with `by_chunk` each chunk is a part."""
+    def reads(
+        self, shape: Shape, *, of_keys: bool
+    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+        """Return the spans of queries, or of keys, and the heads of these, of each tile."""
         group = shape.num_heads // shape.num_kv_heads if of_keys else 1
-        heads = tiles.first_head // group, (tiles.last_head - 1) // group + 1
-        lines, line = np.unique(line_of(tiles.rank, *heads), return_inverse=True)
-        spans = tiles.keys if of_keys else tiles.queries
-        is_edge = np.full(grid.num_chunks + 1, by_chunk)
-        is_edge[:: grid.chunks_per_rank] = is_edge[spans.start] = is_edge[spans.stop] = True
-        edges, part_of = np.flatnonzero(is_edge), np.cumsum(is_edge) - 1
-        owners = edges[:-1] // grid.chunks_per_rank
-        tokens = np.diff(np.array(tokens_before(grid, of_keys=of_keys))[edges])
-        stages = np.full((len(lines), len(owners)), -1, np.int16)
-        first = part_of[spans.start]
-        of, place = spread(part_of[spans.stop] - first)
-        # Tiles stand in the order of stages, and what is written last remains.
-        of, place = (of, place) if is_last else (of[::-1], place[::-1])
-        is_used = (tiles.tokens(grid, of_keys=not of_keys) > 0)[spans.tile[of]]
-        of, place = of[is_used], place[is_used]
-        stages[line[spans.tile[of]], first[of] + place] = tiles.stage[spans.tile[of]]
-        uses = Uses(lines, edges, owners, tokens, stages)
-        stages[(uses.rank[:, None] == owners) | (tokens == 0)] = -1
-        return uses
-
-    def with_lines(self, lines: np.ndarray) -> Uses:
-        """Return the same uses, with more lines that use nothing."""
-        every = np.union1d(self.lines, lines)
-        stages = np.full((len(every), len(self.owners)), -1, np.int16)
-        stages[np.searchsorted(every, self.lines)] = self.stages
-        return replace(self, lines=every, stages=stages)
-
-    @property
-    def rank(self) -> np.ndarray:
-        """(lines,), the ranks."""
-        return self.lines // _MAX_HEADS**2
-
-    @property
-    def heads(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first head of each line, and the one behind its last."""
-        return self.lines // _MAX_HEADS % _MAX_HEADS, self.lines % _MAX_HEADS
-
-    @property
-    def num_heads(self) -> np.ndarray:
-        """(lines,), how many heads each has."""
-        first, last = self.heads
-        return last - first
-
-
-def line_of(rank: np.ndarray, first_head: np.ndarray, last_head: np.ndarray) -> np.ndarray:
-    """Return a rank and a span of heads as one integer."""
-    return (rank * _MAX_HEADS + first_head) * _MAX_HEADS + last_head
+        heads = self.first_head // group, (self.last_head - 1) // group + 1
+        return self.keys if of_keys else self.queries, heads

@@ -158,7 +158,7 @@ def test_the_picture_has_the_colors_of_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_a_plan_of_a_batch_is_drawn(num_groups: int, tmp_path: Path) -> None:
     numbers = np.repeat(np.arange(4), [700, 300, 24, 1024])[None]
-    how = {"stages": 1, "num_groups": num_groups}
+    how = {"stages": 1, "heads": (2 * num_groups, num_groups)}
     plan = batch_simulate.plan(batch_simulate.DOCUMENTS, {0: numbers}, [512] * 4, **how)
     plan.draw(tmp_path / "batch.svg")
     text = (tmp_path / "batch.svg").read_text()

@@ -324,7 +324,7 @@ def test_the_simulator_executes_it(starts: Sequence[int], stages: int) -> None:
 
 def test_bytes_are_those_of_the_payloads() -> None:
     """Counted by hand: rank 0 has four fifths of a document of 640, and rank 1 helps it."""
-    found = plan("full", {}, (512, 128), heads=(4, 2), stages=1, size=128, num_groups=1)
+    found = plan("full", {}, (512, 128), heads=(2, 1), stages=1, size=128)
     away = {
         side: {
             (int(rank), int(chunk))
@@ -340,13 +340,13 @@ def test_bytes_are_those_of_the_payloads() -> None:
         expected = 0
         # q; q, the gradient of out and two statistics. Home: out and lse; dq.
         for to, chunk in away["query"]:
-            expected += 4 * 128 * (64 * 2 * 3 + 8) * (to == rank)
-            expected += 4 * 128 * (64 * 2 * 2 + 4) * (found.queries.rank[chunk] == rank)
+            expected += 2 * 128 * (64 * 2 * 3 + 8) * (to == rank)
+            expected += 2 * 128 * (64 * 2 * 2 + 4) * (found.queries.rank[chunk] == rank)
         # k and v, twice. Home: their gradients.
         for to, chunk in away["key"]:
-            expected += 2 * 128 * (64 * 2 * 4) * (to == rank)
-            expected += 2 * 128 * (64 * 2 * 2) * (found.keys.rank[chunk] == rank)
-        sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "itemsize": 2}
+            expected += 128 * (64 * 2 * 4) * (to == rank)
+            expected += 128 * (64 * 2 * 2) * (found.keys.rank[chunk] == rank)
+        sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "itemsize": 2}
         assert found.bytes_received(rank, **sizes) == expected > 0
 
 

@@ -75,7 +75,7 @@ def test_wrong_ways_are_found() -> None:
     with pytest.raises(InvalidPlan, match="sends what is not there"):
         replace(good, stages=(at_once, replace(before[1], fetch=Transfers()), last)).simulate()
     with pytest.raises(InvalidPlan, match="does not go home"):
-        replace(good, returns=False).simulate()
+        replace(good, num_nodes=1).simulate()
 
 
 def seconds_and_bytes(one: Plan, machine: Machine) -> tuple[float, float]:

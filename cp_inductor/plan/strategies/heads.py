@@ -37,10 +37,9 @@ from cp_inductor.plan.assign_cells import (
     is_head_split,
     parts_of_equal_weight,
 )
-from cp_inductor.plan.grid import Grid, Span
-from cp_inductor.plan.ir import Shape, Tile, Transfers
+from cp_inductor.plan.grid import Span
+from cp_inductor.plan.ir import Shape, Tile
 from cp_inductor.plan.strategies.blocks import BLOCKS
-from cp_inductor.plan.transfers import fetch_by_way
 
 
 def heads(work: Work, num_stages: int) -> Tiles:
@@ -244,21 +243,11 @@ def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
         stages += [(stage, part) for part in parts for stage in others]
         return [_copies(stage, part, node.grid.world_size) for stage, part in stages]
 
-    def fetch(grid: Grid, shape: Shape, tiles: Tiles) -> list[Transfers]:
-        size = grid.world_size // num_nodes
-
-        def entries(rank: np.ndarray, owner: np.ndarray) -> np.ndarray:
-            """Return the rank of the node of a rank at which what an owner holds enters it."""
-            return np.asarray(rank // size * size + owner // num_nodes)
-
-        return fetch_by_way(grid, shape, tiles, entries)
-
     return replace(
         rest,
         name=f"nodes{num_nodes}+{rest.name}",
         assign=assign,
-        fetch=fetch,
-        returns=True,
+        num_nodes=num_nodes,
         free_keep=lambda shape, num_stages: num_parts_of(shape, num_nodes, num_stages),
         splits=lambda shape, world_size: (
             world_size % num_nodes == 0

@@ -333,13 +333,13 @@ def _prepare(
     extras = []
     if attn_mask is not None:
         _check_mask(attn_mask, query, key, is_causal=is_causal, site=site)
-        rule, indices = rule_of_table(attn_mask.shape, is_bool=attn_mask.dtype == torch.bool)
+        rule = rule_of_table(attn_mask.shape, is_bool=attn_mask.dtype == torch.bool)
         # A bias in a wider dtype than the attention is added unrounded; under autocast, SDPA casts
         # it.
         is_cast = torch.is_autocast_enabled(query.device.type)
         is_wide = bool(rule.bias) and not is_cast and attn_mask.dtype.itemsize > dtype.itemsize
         rule = replace(rule, is_wide=is_wide)
-        extras.append(local_part(attn_mask, query, roles_of(indices)))
+        extras.append(local_part(attn_mask, query, roles_of(rule.tables[0])))
     if dropout_p:
         seed = torch.randint(0, 1 << 31, (), device=query.device)
         extras.append(seed_of_shard(seed, query if like is None else like))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import sympy
 from sympy import Expr
 from sympy.core.function import AppliedUndef
@@ -15,15 +16,15 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanFalse, BooleanTrue
 
 from cp_inductor.kept import lru_cache
-from cp_inductor.mask.language import WORDS, Step, number_of
+from cp_inductor.mask.language import WORDS, Step
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """How `evaluate` computes what Python operators do not cover, on one kind of values.
+    """How `evaluate` computes what Python operators do not cover: on numpy arrays, if not told.
 
     Attributes:
-        read: (number of the table, values of its indices, expressions of its indices) -> value.
+        read: (read of a table, values of its indices) -> value. None where none is read.
         floor_divide: (value, positive integer) -> value.
         minimum, maximum: (value, value) -> value, elementwise.
         choose: (condition, value, other) -> value where the condition holds, else other.
@@ -35,13 +36,13 @@ class Operations:
         number: number of sympy that is no integer -> value.
     """
 
-    read: Callable[[int, tuple[Any, ...], tuple[Expr, ...]], Any]
-    floor_divide: Callable[[Any, int], Any]
-    minimum: Callable[[Any, Any], Any]
-    maximum: Callable[[Any, Any], Any]
-    choose: Callable[[Any, Any, Any], Any]
-    as_integer: Callable[[Any], Any]
-    boolean: Callable[[bool], Any]
+    read: Callable[[Any, tuple[Any, ...]], Any] | None = None
+    floor_divide: Callable[[Any, int], Any] = operator.floordiv
+    minimum: Callable[[Any, Any], Any] = np.minimum
+    maximum: Callable[[Any, Any], Any] = np.maximum
+    choose: Callable[[Any, Any, Any], Any] = np.where
+    as_integer: Callable[[Any], Any] = np.int64
+    boolean: Callable[[bool], Any] = np.bool_
     apply: Callable[..., Any] | None = None
     remainder: Callable[[Any, int], Any] | None = None
     number: Callable[[Expr], Any] = float
@@ -65,8 +66,8 @@ def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operati
             return with_.number(expression)
         case sympy.Symbol():
             return values[expression]
-        case AppliedUndef(args=indices):
-            return with_.read(number_of(expression), tuple(map(of, indices)), indices)
+        case AppliedUndef(args=indices) if with_.read is not None:
+            return with_.read(expression, tuple(map(of, indices)))
         case Relational():
             kind, left, right = sides(expression)
             return getattr(operator, WORDS[kind])(of(left), of(right))

@@ -47,25 +47,6 @@ MAX_BITS = 256
 # Python's parser would skip comments, and read strings.
 _CHARACTERS = re.compile(r"[\w .,()<>=!&|^~+\-*/%]*", re.ASCII)
 
-
-def _step(x: Expr, at: Expr) -> Expr:
-    if not isinstance(at, sympy.Integer):
-        raise ValueError(f"{at}, expected an integer")
-    return Step(x, at)
-
-
-def _mod(x: Expr, divisor: Expr) -> Expr:
-    if not isinstance(divisor, sympy.Integer) or divisor <= 0:
-        raise ValueError(f"{divisor}, expected a positive integer")
-    return sympy.Mod(x, divisor)
-
-
-def _power(base: Expr, exponent: Expr) -> Expr:
-    if not (base.is_Number or exponent.is_Number):
-        raise ValueError(f"{base} and {exponent}, of which one must be a number")
-    return Power(base, exponent)
-
-
 # Name => (arguments -> expression, the least and the greatest number of arguments). These, the
 # operators and Piecewise are all that `Rule.format` writes, and that `evaluate` understands.
 _FUNCTIONS: Mapping[str, tuple[Callable[..., Any], int, int]] = {
@@ -74,10 +55,16 @@ _FUNCTIONS: Mapping[str, tuple[Callable[..., Any], int, int]] = {
     "Min": (sympy.Min, 2, 8),
     "Max": (sympy.Max, 2, 8),
     "floor": (sympy.floor, 1, 1),
-    "Mod": (_mod, 2, 2),
-    "Step": (_step, 2, 2),
+    "Mod": (sympy.Mod, 2, 2),
+    "Step": (Step, 2, 2),
     **{function.__name__: (function, 1, 1) for function in FUNCTIONS if function is not Power},
-    "Power": (_power, 2, 2),
+    "Power": (Power, 2, 2),
+}
+# Name => (arguments -> whether they are right, what is expected where they are not).
+_ARGUMENTS: Mapping[str, tuple[Callable[[Expr, Expr], bool], str]] = {
+    "Mod": (lambda _, divisor: divisor.is_Integer and divisor > 0, "a positive integer"),
+    "Step": (lambda _, at: at.is_Integer, "an integer"),
+    "Power": (lambda base, exponent: base.is_Number or exponent.is_Number, "a number in one place"),
 }
 _COMPARING = ("Eq", "Ne", "Min", "Max")
 _VALUES: Mapping[str, Any] = {"oo": sympy.oo, **{str(index): index for index in INDICES}}
@@ -212,6 +199,9 @@ class _Reader:
         if name in _COMPARING:
             self._count_relations(len(arguments) - 1)
         numbers = [self._number(argument) for argument in arguments]
+        is_right, expected = _ARGUMENTS.get(name, (None, ""))
+        if is_right is not None and not is_right(*numbers):
+            raise self._error(f"{name} of {numbers[-1]}, expected {expected}")
         try:
             return function(*numbers)
         except ValueError as error:
@@ -252,7 +242,7 @@ class _Reader:
             else:
                 factors = [self._divided(op, sympy.Mul(*factors), number)]
         num_terms = math.prod(self.terms[number] for _, number in numbers)
-        return self._multiplied(sympy.Mul(*factors), num_terms)
+        return self._made(sympy.Mul(*factors), num_terms, is_product=True)
 
     def _divided(self, op: ast.operator, value: Expr, divisor: Expr) -> Expr:
         is_number = divisor.is_number and divisor.is_positive
@@ -275,7 +265,7 @@ class _Reader:
             num_terms = self.terms[base] ** int(exponent) if is_right else 1
         if not is_right:
             raise self._error(f"the exponent {shortened(str(exponent), 20)}")
-        return self._multiplied(base**exponent, num_terms)
+        return self._made(base**exponent, num_terms, is_product=True)
 
     # --- Bounds ---------------------------------------------------------------------------------
 
@@ -302,15 +292,14 @@ class _Reader:
         self.num_relations += more
         self._bound(self.num_relations, MAX_RELATIONS, "relations")
 
-    def _multiplied(self, value: Expr, num_terms: int) -> Any:
-        """Return a product, which sympy has not multiplied out."""
-        self.num_terms += num_terms if num_terms > 1 else 0
+    def _made(self, value: Any, num_terms: int, *, is_product: bool = False) -> Any:
+        """Record how many terms an expression has; refuse NaN and numbers that are too large.
+
+        Sympy has not multiplied out products.
+        """
+        self.num_terms += num_terms if is_product and num_terms > 1 else 0
         if self.num_terms > MAX_TERMS:
             raise self._error(f"products of more than {MAX_TERMS} terms")
-        return self._made(value, num_terms)
-
-    def _made(self, value: Any, num_terms: int) -> Any:
-        """Record how many terms an expression has; refuse NaN and numbers that are too large."""
         if isinstance(value, Expr):
             coefficient = value.as_coeff_Mul()[0]
             if coefficient in (sympy.nan, sympy.zoo):

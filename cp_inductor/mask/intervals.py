@@ -28,13 +28,12 @@ from typing import Any
 import numpy as np
 import sympy
 from sympy import And, Expr, Not, Or
-from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.evaluate import Operations, evaluate
-from cp_inductor.mask.language import INDICES, number_of
+from cp_inductor.mask.language import INDICES
 
 # --- The table --------------------------------------------------------------------------------
 
@@ -154,9 +153,9 @@ class Interval:
 
 
 def interval_operations(
-    read: Callable[[int, tuple[Any, ...], tuple[Expr, ...]], Interval],
+    read: Callable[[Any, tuple[Any, ...]], Interval],
     make: Callable[[Any, Any], Interval],
-    condition: Callable[[bool], Any],
+    condition: Callable[[bool], Any] = np.bool_,
     number: Callable[[Expr], Any] = float,
 ) -> Operations:
     """Return the operations by which `evaluate` computes intervals.
@@ -178,7 +177,6 @@ def interval_operations(
 
     return Operations(
         read=read,
-        floor_divide=operator.floordiv,
         remainder=remainder,
         minimum=lambda a, b: of(a).extreme("minimum", of(b)),
         maximum=lambda a, b: of(a).extreme("maximum", of(b)),
@@ -318,8 +316,6 @@ Bounds = tuple[np.ndarray, np.ndarray]
 # The bounds of each index in a box, and of reads of run-time tables where they are known.
 Box = Mapping[Expr, Bounds]
 
-_FROM_ZERO: Bounds = np.array(0.0), np.array(math.inf)
-
 
 def decide(allowed: Boolean, box: Box) -> tuple[np.ndarray, np.ndarray]:
     """Decide a condition for every box.
@@ -327,16 +323,10 @@ def decide(allowed: Boolean, box: Box) -> tuple[np.ndarray, np.ndarray]:
     Returns:
         (must, may): whether all pairs of a box are surely allowed, and whether any may be.
     """
-    reads = {
-        (number_of(read), read.args): Interval(*bounds, FLOATS)
-        for read, bounds in box.items()
-        if isinstance(read, AppliedUndef)
-    }
-    unknown = FLOATS.make(-math.inf, math.inf)
-    operations = interval_operations(
-        lambda number, _, where: reads.get((number, where), unknown), FLOATS.make, np.bool_
-    )
-    indices = {index: Interval(*box.get(index, _FROM_ZERO), FLOATS) for index in INDICES}
+    anything, from_zero = FLOATS.make(-math.inf, math.inf), FLOATS.make(0, math.inf)
+    known = {part: Interval(*bounds, FLOATS) for part, bounds in box.items()}
+    operations = interval_operations(lambda read, _: known.get(read, anything), FLOATS.make)
+    indices = dict.fromkeys(INDICES, from_zero) | known
     decision: Decision = evaluate(_expanded(allowed), indices, operations)
     return decision.must, decision.may
 

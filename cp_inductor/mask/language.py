@@ -57,12 +57,12 @@ class _Opaque(sympy.Function):
 
     Attributes:
         compute: numbers -> the value there.
-        slope: arguments -> the derivative.
+        slopes: by each argument: arguments -> the derivative.
     """
 
     is_real = True
     compute: Callable[..., float]
-    slope: Callable[..., Expr]
+    slopes: Sequence[Callable[..., Expr]]
 
     @classmethod
     def eval(cls, *arguments: Expr) -> Expr | None:
@@ -75,47 +75,28 @@ class _Opaque(sympy.Function):
 
     def fdiff(self, argindex: int = 1) -> Expr:
         """Return the derivative by an argument."""
-        return self.slope(*self.args)
+        return self.slopes[argindex - 1](*self.args)
 
 
-class Tanh(_Opaque):
-    """The hyperbolic tangent."""
-
-    nargs = 1
-    compute = staticmethod(math.tanh)
-    slope = staticmethod(lambda x: 1 - Tanh(x) ** 2)
-
-
-class Exp(_Opaque):
-    """The exponential function."""
-
-    nargs = 1
-    compute = staticmethod(math.exp)
-    slope = staticmethod(lambda x: Exp(x))
+def _function(
+    name: str, compute: Callable[..., float], *slopes: Callable[..., Expr]
+) -> type[_Opaque]:
+    attributes = {"nargs": len(slopes), "compute": staticmethod(compute), "slopes": slopes}
+    return type(name, (_Opaque,), attributes | {"__module__": __name__})
 
 
-class Sigmoid(_Opaque):
-    """1 / (1 + exp(-x))."""
-
-    nargs = 1
-    compute = staticmethod(lambda x: 1 / (1 + math.exp(-x)))
-    slope = staticmethod(lambda x: Sigmoid(x) * (1 - Sigmoid(x)))
-
-
-class Power(_Opaque):
-    """Power(x, y): x to the power of y, at least one of them a number."""
-
-    nargs = 2
-    compute = staticmethod(math.pow)
-
-    def fdiff(self, argindex: int = 1) -> Expr:
-        """Return the derivative by the base, or by the exponent; the other is a number."""
-        base, exponent = self.args
-        if argindex == 1:
-            return exponent * Power(base, exponent - 1)
-        return sympy.Float(math.log(float(base))) * self
-
-
+Tanh: type[_Opaque] = _function("Tanh", math.tanh, lambda x: 1 - Tanh(x) ** 2)
+Exp: type[_Opaque] = _function("Exp", math.exp, lambda x: Exp(x))
+Sigmoid: type[_Opaque] = _function(
+    "Sigmoid", lambda x: 1 / (1 + math.exp(-x)), lambda x: Sigmoid(x) * (1 - Sigmoid(x))
+)
+# Power(x, y): x to the power of y, at least one of them a number.
+Power: type[_Opaque] = _function(
+    "Power",
+    math.pow,
+    lambda base, exponent: exponent * Power(base, exponent - 1),
+    lambda base, exponent: sympy.Float(math.log(float(base))) * Power(base, exponent),
+)
 # What a rule may compute from numbers, beside sums, products and the like.
 FUNCTIONS = (Tanh, Exp, Sigmoid, Power)
 
@@ -163,15 +144,10 @@ def at_most_zero(expression: Expr) -> Boolean:
 def compare(word: str, left: Expr, right: Expr) -> Boolean:
     """Return a relation of integers in its one form; word is one of lt le gt ge eq ne."""
     difference = sympy.expand(left - right)
-    match word:
-        case "le":
-            return at_most_zero(difference)
-        case "lt":
-            return at_most_zero(difference + 1)
-        case "ge":
-            return at_most_zero(-difference)
-        case "gt":
-            return at_most_zero(1 - difference)
+    if word in ("le", "lt"):
+        return at_most_zero(difference + int(word == "lt"))
+    if word in ("ge", "gt"):
+        return at_most_zero(int(word == "gt") - difference)
     if difference.is_number:
         is_equal = sympy.sympify(bool(difference == 0))
         return is_equal if word == "eq" else Not(is_equal)
@@ -186,38 +162,35 @@ def canonical(allowed: Boolean) -> Boolean:
     """Simplify a conjunction: keep the tightest of several bounds, and use equal documents."""
     if isinstance(allowed, Or):
         return Or(*map(canonical, allowed.args))
+    if isinstance(allowed, Not) and isinstance(allowed.args[0], (And, Or)):
+        inner = allowed.args[0]
+        opposite = Or if isinstance(inner, And) else And
+        return canonical(opposite(*(Not(part) for part in inner.args)))
     if not isinstance(allowed, And):
-        return _without_negation(allowed)
+        # x < 0 is x + 1 <= 0 for integers only.
+        is_open = isinstance(allowed, (sympy.Lt, sympy.Ge, sympy.Gt))
+        if is_open and (allowed.lhs - allowed.rhs).is_integer:
+            return compare(WORDS[type(allowed)], *allowed.args)
+        return allowed
     parts = [canonical(part) for part in allowed.args]
     for part in list(parts):
-        if isinstance(part, sympy.Eq):
-            equal = _what_equality_implies(part)
-            parts = [other if other is part else _substitute(other, equal) for other in parts]
+        if isinstance(part, sympy.Eq) and (equal := _what_equality_implies(part)):
+            # No other equality: two of them could each make the other one true.
+            parts = [p if p is part else substitute(p, equal, sympy.Le) for p in parts]
     return And(*_tightest(parts))
 
 
-def _without_negation(allowed: Boolean) -> Boolean:
-    """Move a negation into And and Or, and return relations of integers in their one form."""
-    if isinstance(allowed, Not):
-        inner = allowed.args[0]
-        if isinstance(inner, (And, Or)):
-            opposite = Or if isinstance(inner, And) else And
-            return canonical(opposite(*(Not(part) for part in inner.args)))
-    # x < 0 is x + 1 <= 0 for integers only.
-    is_open = isinstance(allowed, (sympy.Lt, sympy.Ge, sympy.Gt))
-    if is_open and (allowed.lhs - allowed.rhs).is_integer:
-        return compare(WORDS[type(allowed)], *allowed.args)
-    return allowed
+def substitute(expression: Any, replaced: Mapping[Expr, Expr], only: Any = None) -> Any:
+    """Replace parts of an expression, and bring relations back to their one form.
 
-
-def substitute(expression: Any, replaced: Mapping[Expr, Expr]) -> Any:
-    """Replace parts of an expression, and bring relations back to their one form."""
+    Only in relations of a kind, if it is given.
+    """
     if isinstance(expression, (And, Or, Not)):
-        return expression.func(*(substitute(part, replaced) for part in expression.args))
+        return expression.func(*(substitute(part, replaced, only) for part in expression.args))
+    if only is not None and not isinstance(expression, only):
+        return expression
     found = expression.xreplace(replaced)
-    if isinstance(found, sympy.Le) and found != expression:
-        return at_most_zero(found.lhs - found.rhs)
-    if isinstance(found, (sympy.Eq, sympy.Ne)) and found != expression:
+    if found != expression and isinstance(found, (sympy.Le, sympy.Eq, sympy.Ne)):
         return compare(WORDS[type(found)], *found.args)
     return found
 
@@ -227,7 +200,7 @@ def normal(allowed: Boolean) -> Boolean:
     if isinstance(allowed, (And, Or, Not)):
         return canonical(allowed.func(*map(normal, allowed.args)))
     if isinstance(allowed, Relational) and (allowed.lhs - allowed.rhs).is_integer:
-        return canonical(compare(WORDS[type(allowed)], *allowed.args))
+        return compare(WORDS[type(allowed)], *allowed.args)
     return allowed
 
 
@@ -238,8 +211,6 @@ def _what_equality_implies(equality: sympy.Eq) -> dict[Expr, Expr]:
     step lies between them.
     """
     difference = sympy.expand(equality.lhs - equality.rhs)
-    if difference.as_coeff_Add()[0] or not difference.atoms(Step):
-        return {}
     coefficients = difference.as_coefficients_dict()
     if any(not isinstance(term, Step) for term in coefficients):
         return {}
@@ -249,16 +220,6 @@ def _what_equality_implies(equality: sympy.Eq) -> dict[Expr, Expr]:
     if of_query != of_key or len(signs) != 1 or len(of_query) * 2 != len(coefficients):
         return {}
     return {Step(KEY, at): Step(QUERY, at) for at in of_query}
-
-
-def _substitute(part: Boolean, equal: dict[Expr, Expr]) -> Boolean:
-    if not equal or not part.atoms(Step):
-        return part
-    if isinstance(part, sympy.Le):
-        return at_most_zero(part.xreplace(equal).lhs - part.rhs)
-    if isinstance(part, (And, Or, Not)):
-        return part.func(*(_substitute(inner, equal) for inner in part.args))
-    return part
 
 
 def _tightest(parts: Sequence[Boolean]) -> Iterator[Boolean]:

@@ -47,26 +47,13 @@ class Column:
     where: tuple[Expr, ...]
     side: sympy.Symbol | None
 
-    @property
-    def has_heads(self) -> bool:
-        """Whether it has a row for each head."""
-        return HEAD in self.where
-
-
-@dataclass(frozen=True, slots=True)
-class RowRule:
-    """A rule on rows: it reads the four columns that every such rule has, and then `columns`."""
-
-    rule: Rule
-    columns: tuple[Column, ...]
-
 
 @lru_cache(maxsize=256)
-def rule_of_rows(text: str, num_groups: int) -> RowRule:
+def rule_of_rows(text: str, num_groups: int) -> tuple[Rule, tuple[Column, ...]]:
     """Return a rule, given as text, on rows, for heads in so many groups: 1 if it knows heads.
 
     The result has the same pairs, biases and changed scores as the rule, for rows whose columns
-    say where they come from.
+    say where they come from. It reads the four that every such rule has, and then those returned.
     """
     rule = Rule.parse(text)
     assert not rule.reads_pairs, text
@@ -87,7 +74,7 @@ def rule_of_rows(text: str, num_groups: int) -> RowRule:
             column = _column_of(expression)
             if column.side is None:
                 return columns[column](*map(on_rows, expression.args))
-            heads = (HEAD,) if column.has_heads else ()
+            heads = (HEAD,) if HEAD in column.where else ()
             return columns[column](*heads, column.side)
         if isinstance(expression, sympy.Symbol):
             return on_row.get(expression, expression)
@@ -97,7 +84,7 @@ def rule_of_rows(text: str, num_groups: int) -> RowRule:
     same_lane = sympy.Eq(*lanes, evaluate=False)
     allowed = sympy.And(same_lane, on_rows(rule.allowed))
     changed = Rule(allowed, on_rows(rule.bias), rule.is_wide, on_rows(rule.score))
-    return RowRule(changed, tuple(columns))
+    return changed, tuple(columns)
 
 
 # A pair is of one batch entry: that of its query. A row of none, which makes no pairs, computes as

@@ -115,11 +115,8 @@ class Rule:
 
     def format(self) -> str:
         """Return the text of the rule, without spaces; `parse` reads it."""
-        if self.is_mask:
-            if self.allowed == CAUSAL:
-                return "causal"
-            if self.allowed == FULL:
-                return "full"
+        if self.is_mask and self.allowed in (CAUSAL, FULL):
+            return "causal" if self.allowed == CAUSAL else "full"
         write = _Writer().doprint
         changed = self.bias if self.score == SCORE else self.score
         text = write(self.allowed) + ("" if self.is_mask else f";{write(changed)}")
@@ -147,25 +144,21 @@ class Rule:
 
     @cached_property
     def tables(self) -> dict[int, tuple[Expr, ...]]:
-        """The number of each run-time table, and the indices at which it is first read."""
-        found: dict[int, tuple[Expr, ...]] = {}
-        for function in sorted(self.reads, key=str):
-            found.setdefault(number_of(function), function.args)
-        return found
+        """The number of each run-time table, and at which indices it is read.
+
+        If it is read at queries and at keys, one of the two is given.
+        """
+        reads = sorted(self.reads, key=lambda read: str(read.args))
+        return {number_of(read): read.args for read in reads}
 
     @property
     def computed_with(self) -> set[sympy.Symbol]:
         """The indices that the rule computes with, rather than only read a table at them."""
-
-        def computed_in(expression: Expr) -> set[sympy.Symbol]:
-            if isinstance(expression, AppliedUndef):
-                computed = (index for index in expression.args if not index.is_Symbol)
-                return set().union(*(index.free_symbols for index in computed))
-            if expression.is_Symbol:
-                return {expression}
-            return set().union(*map(computed_in, expression.args))
-
-        return set().union(*map(computed_in, self.parts)) - {SCORE}
+        where = (index for read in self.reads for index in read.args if not index.is_Symbol)
+        entries = {read: sympy.Dummy(real=True) for read in self.reads}
+        outside = (part.xreplace(entries) for part in self.parts)
+        symbols = set().union(*(part.free_symbols for part in (*where, *outside)))
+        return symbols & set(INDICES)
 
     @property
     def knows_heads(self) -> bool:
@@ -218,8 +211,8 @@ class _Writer(StrPrinter):
         return repr(float(expression))
 
 
-def rule_of_table(shape: Sequence[int], *, is_bool: bool) -> tuple[Rule, tuple[Expr, ...]]:
-    """Return the rule that reads a whole mask tensor as a table, and the indices it is read at.
+def rule_of_table(shape: Sequence[int], *, is_bool: bool) -> Rule:
+    """Return the rule that reads a whole mask tensor as a table.
 
     It has the last dims of (B | 1, H | 1, S | 1, T | 1). If it is not bool, it is added to scores.
     """
@@ -229,8 +222,7 @@ def rule_of_table(shape: Sequence[int], *, is_bool: bool) -> tuple[Rule, tuple[E
         for symbol, size in zip(symbols, shape, strict=True)
     )
     entry = table(0, is_integer=is_bool)(*where)
-    rule = Rule(compare("ne", entry, sympy.Integer(0))) if is_bool else Rule(FULL, entry)
-    return rule, where
+    return Rule(compare("ne", entry, sympy.Integer(0))) if is_bool else Rule(FULL, entry)
 
 
 def describe(rule: Rule) -> str:

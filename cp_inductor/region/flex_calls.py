@@ -36,7 +36,7 @@ from cp_inductor.mask.language import FUNCTIONS, SCORE, number_of, tables_of
 from cp_inductor.mask.reader.lengths import as_number
 from cp_inductor.mask.reader.read import Reading, known_nodes
 from cp_inductor.mask.reader.scores import OPS_OF_SCORES, is_sum_with_score
-from cp_inductor.mask.reader.to_rule import Recognized, as_rule_of_scores, misread, with_bias_made
+from cp_inductor.mask.reader.to_rule import Recognized, as_rule_of_scores, misread, with_bias
 from cp_inductor.mask.reader.trace import Scores, trace_nodes
 from cp_inductor.region.flex_bias import reads_batch_and_head
 from cp_inductor.region.marks import MARK
@@ -269,7 +269,7 @@ def _recognize_sum(
     of_batch, of_head = reads_batch_and_head(outside.call.score_mod)
     captured = outside.captured[: len(outside.call.of_score_mod)]
     is_learned = any(map(_is_learned, captured))
-    found = with_bias_made(recognized, of_batch=of_batch, of_head=of_head, has_gradient=is_learned)
+    found = with_bias(recognized, None, of_batch=of_batch, of_head=of_head, has_gradient=is_learned)
     return replace(found, computed_by=known_nodes(reading.trace))
 
 

@@ -122,7 +122,7 @@ class Tables:
         heads = int(query.shape[1]), int(key.shape[1])
         nodes = Nodes.parse(attention.nodes) if attention.nodes else None
         self.num_groups = groups_of_heads(attention.rule, *heads, self.layout.world_size, nodes)
-        self.rule = rule_of_rows(attention.source.rule, self.num_groups)
+        self.rule, self.columns = rule_of_rows(attention.source.rule, self.num_groups)
         self.tables = dict(zip(sorted(attention.rule.tables), tables, strict=True))
         self.shapes = {Side.QUERY: query.shape, Side.KEY: key.shape}
         self.dtype, self.device = query.dtype, query.device
@@ -230,7 +230,7 @@ class Tables:
         geometry, columns = Geometry(heads, queries, keys, queries), self._columns(tile.rows)
         indices = Indices(geometry, columns, 1, self.dtype, self.device)
         options = self.attention.kernel_options
-        kernel = self.kernel(self.rule.rule, indices, options, tile.is_computed)
+        kernel = self.kernel(self.rule, indices, options, tile.is_computed)
         call = TileCall(query, key, value, False, self.attention.scale)
         yield slice(None), kernel, call
 
@@ -242,7 +242,7 @@ class Tables:
         entries = {side: lane.clamp(min=0) for side, lane in lanes.items()}
         if self.num_groups > 1:
             entries = {side: lane // self.num_groups for side, lane in entries.items()}
-        read = [self._column(column, entries, positions) for column in self.rule.columns]
+        read = [self._column(column, entries, positions) for column in self.columns]
         return [*lanes.values(), *positions.values(), *read]
 
     def _column(
@@ -260,7 +260,7 @@ class Tables:
             table = table.movedim(where.index(HEAD), 0)
             where.remove(HEAD)
         at = [entries[side] if symbol == BATCH else positions[side] for symbol in where]
-        index = [None, *at] if column.has_heads else at
+        index = [None, *at] if HEAD in column.where else at
         found: Tensor = torch.ops.aten.index.Tensor(table, index)
         return found
 

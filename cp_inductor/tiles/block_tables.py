@@ -38,7 +38,7 @@ from torch import Tensor
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.evaluate import evaluate
 from cp_inductor.mask.intervals import Decision, Interval, Numbers, interval_operations
-from cp_inductor.mask.language import BATCH, HEAD, QUERY
+from cp_inductor.mask.language import BATCH, HEAD, QUERY, number_of
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.tiles.tile_masks import Geometry, Indices, Lazily, Place
 
@@ -66,9 +66,7 @@ def make_block_table(rule: Rule, indices: Indices, is_computed: Tensor | None = 
         least = indices.as_tensor(low)
         return _interval(least, least if high is low else indices.as_tensor(high))
 
-    operations = interval_operations(
-        lambda number, _, where: _read(indices, number, where), make, indices.boolean
-    )
+    operations = interval_operations(lambda read, _: _read(indices, read), make, indices.boolean)
     values = Lazily(lambda symbol: _bounds_of_index(indices, symbol))
     decision: Decision = evaluate(rule.allowed, values, operations)
     shape = shape_of_block_table(rule, indices.geometry, indices.batch)
@@ -103,11 +101,11 @@ def _bounds_of_index(indices: Indices, symbol: sympy.Symbol) -> Interval:
     return _interval(low, (low + (BLOCK - 1)).clamp(max=run[1] - 1))
 
 
-def _read(indices: Indices, number: int, where: tuple[sympy.Expr, ...]) -> Interval:
-    if indices.is_cut(where):
-        return _bounds_of_blocks(indices.cut(number, where))
+def _read(indices: Indices, read: sympy.Expr) -> Interval:
+    if indices.is_cut(read.args):
+        return _bounds_of_blocks(indices.cut(number_of(read), read.args))
     # Read at computed indices: some value of the table.
-    table = indices.tables[number]
+    table = indices.tables[number_of(read)]
     return _interval(table.amin().view(1, 1, 1, 1), table.amax().view(1, 1, 1, 1))
 
 

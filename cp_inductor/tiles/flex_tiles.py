@@ -179,11 +179,10 @@ class _AtScore(Indices):
         """Return a constant: what it meets here has no dims, and takes its dtype from a tensor."""
         return float(value)
 
-    def _read(
-        self, number: int, values: tuple[object, ...], where: tuple[Expr, ...], place: Any
-    ) -> Tensor:
-        if self.is_cut(where):
-            value = self._at(self.captured[number, where])
+    def _read(self, read: Expr, values: tuple[object, ...], place: Any) -> Tensor:
+        number = number_of(read)
+        if self.is_cut(read.args):
+            value = self._at(self.captured[number, read.args])
         else:
             value = self.captured[number][tuple(self.as_tensor(one) for one in values)]
         return value if value.is_floating_point() else value.to(torch.int64)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import SymInt, Tensor
 
 from cp_inductor.mask.evaluate import Operations, evaluate
-from cp_inductor.mask.language import HEAD, INDICES, KEY, QUERY, SCORE, is_of_pairs
+from cp_inductor.mask.language import HEAD, INDICES, KEY, QUERY, SCORE, is_of_pairs, number_of
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Span, Tile
 from cp_inductor.tiles.dims import Tokens
@@ -262,7 +262,7 @@ class Indices:
         It is that at the scores of a place; these are given if they may occur in it.
         """
         operations = Operations(
-            read=lambda number, values, where: self._read(number, values, where, place),
+            read=lambda read, values: self._read(read, values, place),
             floor_divide=lambda a, b: torch.div(a, b, rounding_mode="floor"),
             minimum=lambda a, b: torch.minimum(self.as_tensor(a), self.as_tensor(b)),
             maximum=lambda a, b: torch.maximum(self.as_tensor(a), self.as_tensor(b)),
@@ -300,11 +300,10 @@ class Indices:
             dtype = torch.float64
         return torch.full((), value, dtype=dtype, device=self.device)
 
-    def _read(
-        self, number: int, values: tuple[object, ...], where: tuple[sympy.Expr, ...], place: Place
-    ) -> Tensor:
-        if self.is_cut(where):
-            return place(self.cut(number, where))
+    def _read(self, read: sympy.Expr, values: tuple[object, ...], place: Place) -> Tensor:
+        number = number_of(read)
+        if self.is_cut(read.args):
+            return place(self.cut(number, read.args))
         indices = [self.as_tensor(value) for value in values]
         result: Tensor = torch.ops.aten.index.Tensor(self.tables[number], indices)
         return _as_number(result)

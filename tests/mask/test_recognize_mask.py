@@ -91,10 +91,15 @@ def same(ids: Tensor) -> Tensor:
     return (ids[:, :, None] == ids[:, None])[:, None]
 
 
+def runs(positions: Tensor) -> Tensor:
+    """Number the documents of positions that begin anew with each."""
+    first = positions[:, :1] - 1
+    return (torch.diff(positions, prepend=first, dim=-1) != 1).cumsum(-1)
+
+
 def packed(positions: Tensor) -> Tensor:
     """As Hugging Face does it."""
-    first = positions[:, :1] - 1
-    ids = (torch.diff(positions, prepend=first, dim=-1) != 1).cumsum(-1)
+    ids = runs(positions)
     b = torch.arange(B)[:, None, None, None]
     q, k = torch.arange(S)[None, None, :, None], torch.arange(T)[None, None, None, :]
     return (ids[b, q] == ids[b, k]) & (positions[b, k] <= positions[b, q])
@@ -217,6 +222,8 @@ END_OF_INT64 = (1 << 63) - 1
 AT_THE_END_OF_INT64 = torch.tensor([[END_OF_INT64] * 8 + [3] * 5, [-END_OF_INT64 - 1] * 13])
 LONGER = torch.rand(1, 1, S + 9, T + 9, generator=torch.Generator().manual_seed(0)) < 0.5
 
+# Each row goes up by one, so that all runs are alike; the numbers of a column do not.
+ROWS_OF_ONE_RUN = queries() * 5 % S + keys()
 ONES_IN_UINT8 = PADDING.to(torch.uint8)
 
 MISREAD = """
@@ -239,6 +246,8 @@ keys() % (T - 1) <= queries() % (S - 1)
 NEXT_TO_256: (x.to(torch.bfloat16) <= 256)[:, None, None]
 torch.ops.cp_inductor_tests.where(keys() <= queries(), torch.tensor(1.0), torch.tensor(0.0)).bool()
 POSITIONS: counts_that_wrap(x)
+DOCUMENTS: (x[1].cumsum(0)[torch.argsort(x[0]) % T] > 3)[None] & causal()
+ROWS_OF_ONE_RUN: (runs(x)[:, None, 5] == runs(x)[None, :, 5]) & (x[None, :, 5] <= x[:, None, 5])
 """
 
 

@@ -34,6 +34,7 @@ from sympy.core.function import AppliedUndef
 from torch import Tensor, fx
 
 from cp_inductor.mask.evaluate import Operations, evaluate
+from cp_inductor.mask.language import number_of
 from cp_inductor.mask.reader import read as reader
 from cp_inductor.mask.reader.read import Reading
 from cp_inductor.mask.reader.to_rule import Recognized
@@ -503,8 +504,8 @@ def exactly(
         index.flat = range(size)
         indices[DIMS[dim]] = index
 
-    def look_up(number: int, where: Sequence[Any], _: Any) -> np.ndarray:
-        table = numbers_of(values[reading.tables.nodes[number]])
+    def look_up(read: Any, where: Sequence[Any]) -> np.ndarray:
+        table = numbers_of(values[reading.tables.nodes[number_of(read)]])
         # What lies outside is behind a condition that does not hold there.
         inside = [np.asarray(w).astype(int) % n for w, n in zip(where, table.shape, strict=True)]
         # Python's bools, which comparisons of 0 dims give, have another ~.
@@ -512,12 +513,7 @@ def exactly(
 
     operations = Operations(
         read=look_up,
-        floor_divide=lambda a, b: a // b,
-        minimum=np.minimum,
-        maximum=np.maximum,
-        choose=np.where,
         as_integer=lambda condition: np.asarray(condition).astype(int).astype(object),
-        boolean=np.bool_,
     )
     if expression.is_infinite:
         return np.full(value.shape, float(expression), dtype=object)

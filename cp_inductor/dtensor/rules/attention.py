@@ -317,12 +317,12 @@ def _prepare(
     extras = []
     if attn_mask is not None:
         _check_mask(attn_mask, query, key, is_causal=is_causal, site=site)
-        rule, indices = rule_of_table(attn_mask.shape, is_bool=attn_mask.dtype == torch.bool)
+        rule = rule_of_table(attn_mask.shape, is_bool=attn_mask.dtype == torch.bool)
         # A bias in a wider dtype is added unrounded; under autocast, SDPA casts it.
         is_cast = torch.is_autocast_enabled(query.device.type)
         is_wide = bool(rule.bias) and not is_cast and attn_mask.dtype.itemsize > dtype.itemsize
         rule = replace(rule, is_wide=is_wide)
-        extras.append(local_part(attn_mask, query, roles_of(indices)))
+        extras.append(local_part(attn_mask, query, roles_of(rule.tables[0])))
     kernel, _ = choose_kernel(*local, dtype=dtype, site=site, has_bias=attn_mask is not None)
     # SDPA's own op saves only its results: nothing of what was fetched.
     flags = replace(PlanOptions.read({})[0], can_keep=False)

@@ -27,16 +27,16 @@ from cp_inductor.mask.language import at_most_zero
 from cp_inductor.mask.reader.sequences import fit, materialize
 from cp_inductor.mask.reader.values import (
     DIMS,
+    MAX_CASES,
     WHOLE_UP_TO,
     RunTimeTables,
     Unknown,
     Value,
-    add_up,
     align,
     as_bool,
     cast,
     check_terms,
-    choose,
+    combine,
     constant,
     divide,
     index_of,
@@ -56,9 +56,6 @@ from cp_inductor.torch_private.modes import without_modes
 
 aten = torch.ops.aten
 
-# Stands for a tensor whose value is not known.
-UNREADABLE = object()
-
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
@@ -66,7 +63,7 @@ class OpCall:
 
     Attributes:
         op: what is called.
-        arguments: by name. A tensor is given as its `Value`, or as `UNREADABLE` if it has none.
+        arguments: by name. A tensor is given as its `Value`; as its node if it has none.
         result: a fake tensor like the result, or several.
         tables: those that values read.
     """
@@ -88,7 +85,7 @@ class OpCall:
         return dtype
 
     def __getitem__(self, name: str) -> Any:
-        """Return an argument that is not a tensor."""
+        """Return an argument as it is given."""
         return self.arguments[name]
 
     def tensor(self, name: str) -> Value:
@@ -141,37 +138,30 @@ def _full(name: str) -> Row:
 # --- Numbers ----------------------------------------------------------------------------------
 
 
-def computed(function: Callable[..., Value], *names: str) -> Row:
-    """Return the row of an op that computes with tensors in the dtype of its result."""
-    return lambda call: call.settled(function(*call.operands(*names)))
+def computed(function: Callable[..., Value]) -> Row:
+    """Return the row of an op that computes with all its arguments in the dtype of its result."""
+    return lambda call: call.settled(function(*call.operands(*call.arguments)))
 
 
-def _sum(function: Callable[[Expr, Expr], Expr]) -> Row:
+def _sum(sign: int) -> Row:
     def row(call: OpCall) -> Value:
         left, right = call.operands("self", "other")
         if call["alpha"] != 1:
             scale = promote(constant(call["alpha"]), call.dtype, call.tables)
             right = call.settled(_product(right, scale))
-        limit = _limit_of_sum(left, right, call)
-        return call.settled(replace(pointwise(function, left, right), limit=limit))
+        limit = min(left.limit, right.limit)
+        if limit < math.inf:
+            # If x compares with n as its expression does for |n| <= limit, and y is exact, then
+            # x + y compares with n as the sum's expression does for |n| <= limit - |y|.
+            exact = left if left.limit == math.inf else right
+            limit -= magnitude(exact.exact(), call.tables)
+            # Half of the dtype's exact integers must be left.
+            if limit < WHOLE_UP_TO[call.dtype] // 2:
+                raise Unknown
+        total = pointwise(lambda a, b: combine(sympy.Add, a, sign * b), left, right)
+        return call.settled(replace(total, limit=limit))
 
     return row
-
-
-def _limit_of_sum(left: Value, right: Value, call: OpCall) -> float:
-    """Return the `limit` of a sum, which leaves half of the dtype's exact integers at least.
-
-    If x compares with n as its expression does for |n| <= limit, and y is exact, then x + y
-    compares with n as the sum's expression does for |n| <= limit - |y|.
-    """
-    limit = min(left.limit, right.limit)
-    if limit == math.inf:
-        return limit
-    exact = left if left.limit == math.inf else right
-    rest = limit - magnitude(exact.exact(), call.tables)
-    if rest < WHOLE_UP_TO[call.dtype] // 2:
-        raise Unknown
-    return rest
 
 
 def _product(left: Value, right: Value) -> Value:
@@ -212,10 +202,6 @@ def _clamped(call: OpCall) -> Value:
         if call[name] is not None:
             value = _extreme(function, value, *call.operands(name))
     return call.settled(value)
-
-
-def _quotient(left: Value, right: Value) -> Value:
-    return pointwise(true_quotient, left.exact(), right.exact())
 
 
 def true_quotient(left: Expr, right: Expr) -> Expr:
@@ -259,19 +245,19 @@ def _by_whole_number(rounding: str, *, is_remainder: bool = True) -> Row:
 
 def _relation(word: str) -> Row:
     def row(call: OpCall) -> Value:
+        # Numbers take part in torch's type promotion as they are.
+        like = (
+            torch.empty([1] * len(value.shape), dtype=value.dtype, device="meta")
+            if isinstance(value, Value)
+            else value
+            for value in (call["self"], call["other"])
+        )
+        dtype = torch.result_type(*like)
         left, right = call.tensor("self"), call.tensor("other")
-        dtype = torch.result_type(_like(call.arguments["self"]), _like(call.arguments["other"]))
         left, right = (promote(value, dtype, call.tables) for value in (left, right))
         return relate(word, left, right, call.tables)
 
     return row
-
-
-def _like(value: Any) -> Any:
-    """Return a stand-in for a value in torch's type promotion: a number, or a meta tensor."""
-    if not isinstance(value, Value):
-        return value
-    return torch.empty([1] * len(value.shape), dtype=value.dtype, device="meta")
 
 
 def _logic(function: Callable[..., Boolean], *, of_bits: bool = False) -> Row:
@@ -286,13 +272,19 @@ def _logic(function: Callable[..., Boolean], *, of_bits: bool = False) -> Row:
     return row
 
 
-def _differ(left: Boolean, right: Boolean) -> Boolean:
-    return Or(And(left, Not(right)), And(Not(left), right))
-
-
 def _where(call: OpCall) -> Value:
-    value, other = call.alternatives(call.tensor("self"), call.tensor("other"))
-    return call.settled(choose(call.tensor("condition"), value, other, call.tables))
+    condition = as_bool(call.tensor("condition"), call.tables)
+    both = call.alternatives(call.tensor("self"), call.tensor("other"))
+    _, (where, value, other) = align([condition, *both])
+    assert where.truth is not None
+    chosen = join_pieces([(where.truth, value), (Not(where.truth), other)])
+    merged: dict[Expr, Boolean] = {}
+    for c, e in chosen.cases:
+        merged[e] = check_terms(Or(merged.get(e, sympy.false), c))
+    cases = that_may_hold((c, e) for e, c in merged.items())
+    if len(cases) > MAX_CASES:
+        raise Unknown
+    return call.settled(replace(chosen, cases=cases))
 
 
 # --- Views ------------------------------------------------------------------------------------
@@ -340,20 +332,17 @@ def _repeated(call: OpCall) -> Value:
     return value.map(shape, indices)
 
 
-def _indexed(call: OpCall) -> Value:
-    arrays = enumerate(call["indices"])
-    return _gathered(call, {dim: array for dim, array in arrays if array is not None})
-
-
 def _index_selected(call: OpCall) -> Value:
-    index = call.tensor("index")
-    if len(index.shape) != 1:
+    shape, index = call.tensor("self").shape, call.tensor("index")
+    if not shape or len(index.shape) != 1:
         raise Unknown
-    return _gathered(call, {call["dim"] % len(call.tensor("self").shape): index})
+    dim = call["dim"] % len(shape)
+    return _indexed(replace(call, arguments={**call.arguments, "indices": [*[None] * dim, index]}))
 
 
-def _gathered(call: OpCall, arrays: Mapping[int, Value]) -> Value:
+def _indexed(call: OpCall) -> Value:
     """Return what is read at index tensors of adjacent dims."""
+    arrays = {dim: array for dim, array in enumerate(call["indices"]) if array is not None}
     value, places = call.tensor("self"), sorted(arrays)
     is_adjacent = bool(places) and places[-1] - places[0] + 1 == len(places)
     # A bool or uint8 tensor would be a mask of what to take, not indices.
@@ -421,7 +410,11 @@ def _joined(call: OpCall) -> Value:
 
 # --- The table --------------------------------------------------------------------------------
 
-_JOINING = {"and": And, "or": Or, "xor": _differ}
+_JOINING: Mapping[str, Callable[..., Boolean]] = {
+    "and": And,
+    "or": Or,
+    "xor": lambda left, right: Or(And(left, Not(right)), And(Not(left), right)),
+}
 _RELATIONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 OPS: Mapping[torch._ops.OpOverload, Row] = {
@@ -429,16 +422,16 @@ OPS: Mapping[torch._ops.OpOverload, Row] = {
     aten.full.default: _full("fill_value"),
     aten.full_like.default: _full("fill_value"),
     aten.scalar_tensor.default: _full("s"),
-    aten.add.Tensor: _sum(add_up),
-    aten.sub.Tensor: _sum(lambda a, b: add_up(a, -b)),
-    aten.mul.Tensor: computed(_product, "self", "other"),
-    aten.neg.default: computed(partial(pointwise, neg), "self"),
-    aten.abs.default: computed(_absolute, "self"),
-    aten.minimum.default: computed(partial(_extreme, sympy.Min), "self", "other"),
-    aten.maximum.default: computed(partial(_extreme, sympy.Max), "self", "other"),
+    aten.add.Tensor: _sum(1),
+    aten.sub.Tensor: _sum(-1),
+    aten.mul.Tensor: computed(_product),
+    aten.neg.default: computed(partial(pointwise, neg)),
+    aten.abs.default: computed(_absolute),
+    aten.minimum.default: computed(partial(_extreme, sympy.Min)),
+    aten.maximum.default: computed(partial(_extreme, sympy.Max)),
     aten.clamp.default: _clamped,
     aten.clamp.Tensor: _clamped,
-    aten.div.Tensor: computed(_quotient, "self", "other"),
+    aten.div.Tensor: computed(lambda a, b: pointwise(true_quotient, a.exact(), b.exact())),
     aten.div.Tensor_mode: _by_whole_number("floor", is_remainder=False),
     aten.remainder.Scalar: _by_whole_number("floor"),
     aten.remainder.Tensor: _by_whole_number("floor"),

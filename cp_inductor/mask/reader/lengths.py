@@ -16,7 +16,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx.node import map_aggregate
 
 from cp_inductor.torch_private.sizes import size_expression
 
@@ -38,10 +37,7 @@ def as_number(value: Any) -> Any:
     kind: Any = _KINDS.get(type(value))
     if kind is None:
         return value
-    numbers, expression = _numbers.get(), size_expression(value)
-    known = None
-    if numbers and not expression.free_symbols.isdisjoint(numbers):
-        known = _at(expression, numbers)
+    known = _at(size_expression(value), _numbers.get() or {})
     return kind(value if known is None else known)
 
 
@@ -73,32 +69,12 @@ class Frozen:
     sizes: tuple[sympy.Expr, ...]
     kind: Any
 
-    @staticmethod
-    def of(value: Any) -> Any:
-        """Freeze the tensors and the symbols in a value."""
-        return map_aggregate(value, Frozen._of_one)
-
-    @staticmethod
-    def _of_one(value: Any) -> Any:
-        if type(value) in _KINDS:
-            return Frozen((size_expression(value),), _KINDS[type(value)])
-        if isinstance(value, torch.Tensor):
-            kind = value.layout if value.layout != torch.strided else value.dtype
-            return Frozen(tuple(map(size_expression, value.shape)), kind)
-        return value
-
-    @staticmethod
-    def thaw(value: Any, numbers: Mapping[sympy.Symbol, int]) -> Any:
-        """Return a value for some numbers of its symbols, with its tensors on the meta device.
+    def at(self, numbers: Mapping[sympy.Symbol, int]) -> Any:
+        """Return the value for some numbers of its symbols; a tensor is on the meta device.
 
         Raises:
             UnknownLength: the numbers leave a length open.
         """
-        return map_aggregate(
-            value, lambda one: one._thawed(numbers) if isinstance(one, Frozen) else one
-        )
-
-    def _thawed(self, numbers: Mapping[sympy.Symbol, int]) -> Any:
         found = [_at(size, numbers) for size in self.sizes]
         if None in found or isinstance(self.kind, torch.layout):
             raise UnknownLength(str(self))
@@ -109,6 +85,16 @@ class Frozen:
     def said(self, names: Mapping[sympy.Symbol, sympy.Symbol]) -> str:
         """Return the value as text, with other names for its symbols."""
         return f"{self.kind}{[str(size.xreplace(dict(names))) for size in self.sizes]}"
+
+
+def freeze(value: Any) -> Any:
+    """Freeze a tensor or a symbolic number; other values unchanged."""
+    if type(value) in _KINDS:
+        return Frozen((size_expression(value),), _KINDS[type(value)])
+    if isinstance(value, torch.Tensor):
+        kind = value.layout if value.layout != torch.strided else value.dtype
+        return Frozen(tuple(map(size_expression, value.shape)), kind)
+    return value
 
 
 class UnknownLength(Exception):

@@ -31,15 +31,16 @@ import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from cp_inductor.mask.language import FULL, SCORE, Step, number_of
-from cp_inductor.mask.reader.aten import OPS, UNREADABLE, OpCall, Row
-from cp_inductor.mask.reader.lengths import Frozen, shape_of
+from cp_inductor.mask.reader.aten import OPS, OpCall, Row
+from cp_inductor.mask.reader.lengths import Frozen, UnknownLength, freeze, shape_of
 from cp_inductor.mask.reader.sequences import fit, runs_of
-from cp_inductor.mask.reader.to_rule import Recognized, as_it_is, as_rule, misread, with_bias
-from cp_inductor.mask.reader.trace import Trace, Traceable, trace_nodes
+from cp_inductor.mask.reader.to_rule import Recognized, as_rule, misread, with_bias
+from cp_inductor.mask.reader.trace import Trace, trace_copy, trace_nodes
 from cp_inductor.mask.reader.values import DIMS, INTEGERS, MAX_TERMS, RunTimeTables, Unknown, Value
-from cp_inductor.mask.rule import Rule
+from cp_inductor.mask.rule import Rule, rule_of_table
 from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.sizes import Multiple, solve
 
@@ -99,7 +100,7 @@ class Reading:
             return None
         result = node.meta["val"]
         arguments = {
-            name: fx.map_arg(argument, lambda source: self.values.get(source, UNREADABLE))
+            name: fx.map_arg(argument, lambda source: self.values.get(source, source))
             for name, argument in bind_arguments(op, node.args, node.kwargs).items()
         }
         value = self.ops[op](OpCall(op, arguments, result, self.tables))
@@ -141,7 +142,7 @@ class Reading:
         if runs is None or counts.dtype not in INTEGERS:
             return
         if counts.shape[dim] <= torch.iinfo(counts.dtype).max:
-            tables.runs_of[len(tables.nodes) - 1] = runs
+            tables.runs_of[len(tables.nodes) - 1] = runs, dim
             tables.ranges[number_of(runs)] = (-MAX_POSITION, MAX_POSITION)
 
 
@@ -162,9 +163,12 @@ def read_mask(mask: fx.Node) -> tuple[Recognized, Trace]:
     example = mask.meta["example_value"]
     if example.requires_grad and (recognized is None or recognized.rule.bias):
         # The gradient goes to the whole tensor; the rule still says which pairs exist.
-        recognized = with_bias(recognized or Recognized(Rule(FULL)), mask)
+        of_batch, of_head, *_ = [size > 1 for size in (1, 1, *shape_of(example))[-4:]]
+        recognized = recognized or Recognized(Rule(FULL))
+        recognized = with_bias(recognized, mask, of_batch=of_batch, of_head=of_head)
     elif recognized is None:
-        recognized = as_it_is(mask)
+        rule = rule_of_table(example.shape, is_bool=example.dtype == torch.bool)
+        recognized = Recognized(rule, (mask,))
     return replace(recognized, computed_by=known_nodes(trace)), trace
 
 
@@ -180,12 +184,16 @@ class MaskOfLengths:
     """A mask whose lengths are symbols, and which can be read again at other lengths.
 
     Attributes:
-        source: the nodes that compute the mask.
+        mask: of a copy of the nodes that compute it.
+        values: of each node of the copy, frozen.
+        written: the nodes of the copy whose tensors some other node of the Dynamo graph writes to.
         lengths: of queries and keys.
-        recognized: as it was read when the graph was compiled, of nodes of `source`.
+        recognized: as it was read when the graph was compiled, of nodes of the copy.
     """
 
-    source: Traceable
+    mask: fx.Node
+    values: dict[fx.Node, Any]
+    written: frozenset[fx.Node]
     lengths: Sequence[Multiple | int]
     recognized: Recognized
 
@@ -194,10 +202,21 @@ class MaskOfLengths:
         mask: fx.Node, recognized: Recognized, trace: Trace, lengths: Sequence[Multiple | int]
     ) -> MaskOfLengths:
         """Keep what was recognized at the lengths for which the graph is compiled."""
-        source = Traceable.of(trace, mask)
-        tables = tuple(source.nodes[table] for table in recognized.tables)
-        own = Recognized(recognized.rule, tables, recognized.indices)
-        return MaskOfLengths(source, lengths, own)
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node, is_input in trace.nodes.items():
+            for source in [node] if is_input else node.all_input_nodes:
+                if source not in copies:
+                    copies[source] = graph.placeholder(source.name)
+            if not is_input:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node].meta.clear()
+        values = {
+            copy: map_aggregate(node.meta["example_value"], freeze) for node, copy in copies.items()
+        }
+        written = frozenset(map(copies.__getitem__, trace.written))
+        tables = tuple(map(copies.__getitem__, recognized.tables))
+        own = Recognized(recognized.rule, tables)
+        return MaskOfLengths(copies[mask], values, written, lengths, own)
 
     def holds(self, query_length: int, key_length: int) -> bool:
         """Whether the mask is the same rule of the same tables at other lengths."""
@@ -205,7 +224,14 @@ class MaskOfLengths:
         return numbers is not None and self._holds_at(numbers)
 
     def _holds_at(self, numbers: Mapping[sympy.Symbol, int]) -> bool:
-        trace = self.source.trace(numbers)
+        try:
+            for node, value in self.values.items():
+                node.meta["example_value"] = map_aggregate(
+                    value, lambda part: part.at(numbers) if isinstance(part, Frozen) else part
+                )
+        except UnknownLength:
+            return False
+        trace = trace_copy(self.mask, self.written)
         return trace is not None and _recognize(trace) == self.recognized
 
     def bounds(
@@ -249,10 +275,10 @@ class MaskOfLengths:
         symbols = dict.fromkeys(one.symbol for one in self.lengths if not isinstance(one, int))
         canonical = {symbol: sympy.Symbol(f"n{place}") for place, symbol in enumerate(symbols)}
         mask = self.recognized
-        said = [mask.rule.format(), repr(mask.indices), *map(str, mask.tables)]
+        said = [mask.rule.format(), repr(tuple(mask.indices)), *map(str, mask.tables)]
         for one in self.lengths:
             said.append(str(one if isinstance(one, int) else one.factor * canonical[one.symbol]))
-        for node, value in self.source.values.items():
+        for node, value in self.values.items():
             frozen = [one for one in pytree.tree_leaves(value) if isinstance(one, Frozen)]
             said += [node.format_node() or node.name, *(one.said(canonical) for one in frozen)]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]

@@ -32,7 +32,7 @@ from cp_inductor.torch_private.arguments import bind_arguments
 aten = torch.ops.aten
 
 
-def _exact(function: Callable[..., Expr], *names: str) -> Row:
+def _exact(function: Callable[..., Expr]) -> Row:
     """Return the row of a function of finite numbers, which no operand may approximate."""
 
     def finite(*numbers: Expr) -> Expr:
@@ -41,7 +41,7 @@ def _exact(function: Callable[..., Expr], *names: str) -> Row:
             raise Unknown
         return result
 
-    return computed(lambda *values: pointwise(finite, *(v.exact() for v in values)), *names)
+    return computed(lambda *values: pointwise(finite, *(v.exact() for v in values)))
 
 
 def _power(base: Expr, exponent: Expr) -> Expr:
@@ -61,13 +61,13 @@ def _ratio(left: Expr, right: Expr) -> Expr:
 
 OPS_OF_SCORES: Mapping[torch._ops.OpOverload, Row] = {
     **OPS,
-    aten.tanh.default: _exact(Tanh, "self"),
-    aten.exp.default: _exact(Exp, "self"),
-    aten.exp2.default: _exact(lambda x: Power(sympy.Integer(2), x), "self"),
-    aten.sigmoid.default: _exact(Sigmoid, "self"),
-    aten.pow.Scalar: _exact(_power, "self", "exponent"),
-    aten.pow.Tensor_Scalar: _exact(_power, "self", "exponent"),
-    aten.div.Tensor: _exact(_ratio, "self", "other"),
+    aten.tanh.default: _exact(Tanh),
+    aten.exp.default: _exact(Exp),
+    aten.exp2.default: _exact(lambda x: Power(sympy.Integer(2), x)),
+    aten.sigmoid.default: _exact(Sigmoid),
+    aten.pow.Scalar: _exact(_power),
+    aten.pow.Tensor_Scalar: _exact(_power),
+    aten.div.Tensor: _exact(_ratio),
 }
 
 # What moves numbers, and leaves them as they are.

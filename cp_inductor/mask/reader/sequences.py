@@ -51,22 +51,10 @@ def materialize(value: Value) -> Tensor:
     if expression.is_infinite:
         raise Unknown
     indices = dict(zip(DIMS, np.ogrid[tuple(map(slice, value.shape))], strict=False))
-    result = np.asarray(evaluate(expression, indices, _OF_ARRAYS))
+    result = np.asarray(evaluate(expression, indices, Operations()))
     with without_modes():
         tensor = torch.from_numpy(np.broadcast_to(result, value.shape).copy())
         return tensor.to(value.dtype)
-
-
-# A constant reads no table.
-_OF_ARRAYS = Operations(
-    read=lambda *_: None,
-    floor_divide=np.floor_divide,
-    minimum=np.minimum,
-    maximum=np.maximum,
-    choose=np.where,
-    as_integer=np.int64,
-    boolean=np.bool_,
-)
 
 
 def fit(tensor: Tensor) -> Value:

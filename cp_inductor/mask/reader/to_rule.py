@@ -32,6 +32,7 @@ from cp_inductor.mask.language import (
     SCORE,
     Step,
     canonical,
+    compare,
     is_of_pairs,
     number_of,
     substitute,
@@ -39,7 +40,7 @@ from cp_inductor.mask.language import (
 )
 from cp_inductor.mask.reader.lengths import shape_of
 from cp_inductor.mask.reader.values import DIMS, MAX_TERMS, RunTimeTables, Value, number, range_of
-from cp_inductor.mask.rule import Rule, rule_of_table
+from cp_inductor.mask.rule import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,6 @@ class Recognized:
     Attributes:
         rule: which pairs exist, and what is added to their scores.
         tables: the nodes whose tensors the rule reads, by number.
-        indices: of each table, one per dim: where the rule reads it. If a rule reads a table at
-            queries and at keys, one of the two is given.
         has_bias: the last table is a bias (B | 1, H | 1, S, T) that requires a gradient.
         is_bias_made: the rule reads one more table than these: a bias (B | 1, H | 1, S, T) which
             the capture of the attention computes.
@@ -59,59 +58,40 @@ class Recognized:
 
     rule: Rule
     tables: tuple[fx.Node, ...] = ()
-    indices: tuple[tuple[Expr, ...], ...] = ()
     has_bias: bool = False
     is_bias_made: bool = False
     computed_by: frozenset[fx.Node] = frozenset()
 
-
-def as_it_is(mask: fx.Node) -> Recognized:
-    """Return a mask whose computation was not read: the whole mask is one table."""
-    value = mask.meta["example_value"]
-    rule, where = rule_of_table(value.shape, is_bool=value.dtype == torch.bool)
-    return Recognized(rule, (mask,), (where,))
+    @property
+    def indices(self) -> list[tuple[Expr, ...]]:
+        """Where the rule reads each table; see `Rule.tables`."""
+        return [self.rule.tables[number] for number in range(len(self.tables))]
 
 
-def with_bias(recognized: Recognized, mask: fx.Node) -> Recognized:
-    """Make a tensor that requires a gradient the bias of a mask, as the last table.
-
-    It is read at every (query, key) pair, because its gradient has a value for each.
-    """
-    shape = shape_of(mask.meta["example_value"])
-    sizes = [1] * (4 - len(shape)) + list(shape)
-    where = tuple(
-        sympy.Integer(0) if size == 1 and symbol in (BATCH, HEAD) else symbol
-        for symbol, size in zip(INDICES, sizes, strict=True)
-    )
-    found = _with_bias_at(recognized, where)
-    return replace(
-        found, tables=(*found.tables, mask), indices=(*found.indices, where), has_bias=True
-    )
-
-
-def with_bias_made(
-    recognized: Recognized, *, of_batch: bool, of_head: bool, has_gradient: bool
+def with_bias(
+    recognized: Recognized,
+    mask: fx.Node | None,
+    *,
+    of_batch: bool,
+    of_head: bool,
+    has_gradient: bool = True,
 ) -> Recognized:
-    """Add a bias that is computed when the program runs, and is no node of the graph.
+    """Make a tensor the bias of a mask, as the last table; of the rest, only pairs are left.
 
-    It may differ between batch entries, or heads.
+    It is read at every (query, key) pair, because its gradient has a value for each. Without a
+    node, the capture of the attention computes it, in float32.
     """
     zero = sympy.Integer(0)
     where = (BATCH if of_batch else zero, HEAD if of_head else zero, QUERY, KEY)
-    found = _with_bias_at(recognized, where)
-    rule = replace(found.rule, is_wide=True)
-    return replace(found, rule=rule, has_bias=has_gradient, is_bias_made=True)
-
-
-def _with_bias_at(recognized: Recognized, where: tuple[Expr, ...]) -> Recognized:
-    """Let a rule say which pairs exist, and add the table behind those that this takes."""
     pairs = _used_only(Rule(recognized.rule.allowed), recognized.tables)
     entry = table(len(pairs.tables), is_integer=False)(*where)
-    return replace(pairs, rule=Rule(pairs.rule.allowed, entry))
+    rule = Rule(pairs.rule.allowed, entry, is_wide=mask is None)
+    tables = pairs.tables if mask is None else (*pairs.tables, mask)
+    return Recognized(rule, tables, has_bias=has_gradient, is_bias_made=mask is None)
 
 
 def as_rule(value: Value, tables: RunTimeTables) -> Recognized | None:
-    """Return a mask's value as a rule; None if only `as_it_is` describes it."""
+    """Return a mask's value as a rule; None if it cannot be written as one."""
     lowest = -math.inf
     if value.dtype.is_floating_point:
         lowest = torch.finfo(value.dtype).min
@@ -133,11 +113,10 @@ def as_rule_of_scores(value: Value, tables: RunTimeTables) -> Recognized | None:
 
     The value (B, H, S, T) may be computed from the score, and is -oo where there is no pair.
     """
-    rests = [_rest(e) for _, e in value.cases]
-    is_sum = all(rest is not None for rest in rests)
+    rests = tuple((c, e if e == sympy.S.NegativeInfinity else e - SCORE) for c, e in value.cases)
+    is_sum = all(SCORE not in rest.free_symbols for _, rest in rests)
     if is_sum:
-        conditions = [condition for condition, _ in value.cases]
-        value = replace(value, cases=tuple(zip(conditions, rests, strict=True)))
+        value = replace(value, cases=rests)
     recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity})
     if recognized is None or (not is_sum and recognized.rule.score == SCORE):
         # What has no score in it is no rule: it would be added to the score.
@@ -145,15 +124,6 @@ def as_rule_of_scores(value: Value, tables: RunTimeTables) -> Recognized | None:
     if not recognized.rule.bias:
         return recognized
     return replace(recognized, rule=replace(recognized.rule, is_wide=True))
-
-
-def _rest(number: Expr) -> Expr | None:
-    """Return what is added to the score; -oo stays so. None if it is more than a sum."""
-    if number == sympy.S.NegativeInfinity:
-        return number
-    parts = sympy.Add.make_args(number)
-    rest = sympy.Add(*(part for part in parts if part != SCORE))
-    return rest if SCORE in parts and SCORE not in rest.free_symbols else None
 
 
 def _as_rule(value: Value, tables: RunTimeTables, nothing: Collection[Expr]) -> Recognized | None:
@@ -181,7 +151,11 @@ def _as_rule(value: Value, tables: RunTimeTables, nothing: Collection[Expr]) -> 
     allowed = _with_runs(canonical(allowed), tables)
     if sympy.count_ops(allowed) > 40 * MAX_TERMS:
         return None
-    bias = _where_allowed(bias, allowed)
+    # Existing pairs simplify a bias by their equalities: 1 - t0 is 0 where t0 = 1.
+    equalities = (part for part in And.make_args(allowed) if isinstance(part, sympy.Eq))
+    bias = bias.xreplace(
+        {e.lhs: e.rhs for e in equalities if isinstance(e.lhs, AppliedUndef) and e.rhs.is_number}
+    )
     is_score = SCORE in bias.free_symbols
     rule = Rule(allowed, score=bias) if is_score else Rule(allowed, bias)
     recognized = _used_only(rule, tables.nodes)
@@ -191,16 +165,6 @@ def _as_rule(value: Value, tables: RunTimeTables, nothing: Collection[Expr]) -> 
     except InvalidText:
         return None
     return recognized if is_written else None
-
-
-def _where_allowed(bias: Expr, allowed: Boolean) -> Expr:
-    """Simplify a bias by equalities that hold for existing pairs: 1 - t0 is 0 where t0 = 1."""
-    equal = {
-        part.lhs: part.rhs
-        for part in And.make_args(allowed)
-        if isinstance(part, sympy.Eq) and isinstance(part.lhs, AppliedUndef) and part.rhs.is_number
-    }
-    return bias.xreplace(equal)
 
 
 def _with_runs(allowed: Boolean, tables: RunTimeTables) -> Boolean:
@@ -214,45 +178,29 @@ def _with_runs(allowed: Boolean, tables: RunTimeTables) -> Boolean:
     if not isinstance(allowed, And):
         return allowed
     parts = list(allowed.args)
-    for part in parts:
-        counted = _equal_of_both(part)
-        source = tables.runs_of.get(number_of(counted)) if counted is not None else None
-        if counted is None or source is None:
-            continue
-        at_key = source.xreplace({DIMS[d]: index for d, index in enumerate(counted.args)})
-        equal = {at_key: at_key.xreplace({KEY: QUERY}) + KEY - QUERY}
-        parts = [p if p is part else substitute(p, equal) for p in parts]
+    for part in allowed.args:
+        for counted in part.atoms(AppliedUndef):
+            source, dim = tables.runs_of.get(number_of(counted), (None, 0))
+            if source is None or [index for index in counted.args if index.has(KEY)] != [KEY]:
+                continue
+            at_query = counted.xreplace({KEY: QUERY})
+            if counted.args[dim] == KEY and part == compare("eq", counted, at_query):
+                at_key = source.xreplace({DIMS[d]: index for d, index in enumerate(counted.args)})
+                equal = {at_key: at_key.xreplace({KEY: QUERY}) + KEY - QUERY}
+                parts = [p if p is part else substitute(p, equal) for p in parts]
     return canonical(And(*parts))
-
-
-def _equal_of_both(part: Any) -> Any:
-    """Return t1(k) if a condition is Eq(t1(k), t1(q)), else None."""
-    if not isinstance(part, sympy.Eq) or part.rhs != 0:
-        return None
-    functions = part.atoms(AppliedUndef)
-    of_key = {f for f in functions if KEY in f.args}
-    of_query = {f.xreplace({QUERY: KEY}) for f in functions if QUERY in f.args}
-    if len(functions) != 2 or len(of_key) != 1 or of_key != of_query:
-        return None
-    (counted,) = of_key
-    difference = counted - counted.xreplace({KEY: QUERY})
-    return counted if part.lhs in (difference, -difference) else None
 
 
 def _used_only(rule: Rule, nodes: Sequence[fx.Node]) -> Recognized:
     """Drop tables that a rule does not read, and number the others from 0."""
-    renamed, where = {}, []
-    used = sorted(rule.tables)
-    for place, index in enumerate(used):
-        reads = [read for read in rule.reads if number_of(read) == index]
-        # A table may be read at queries and at keys; give one of the two.
-        where.append(max((read.args for read in reads), key=str))
-        for read in reads:
-            renamed[read] = table(place, is_integer=bool(read.is_integer))(*read.args)
+    used, renamed = sorted(rule.tables), dict[Expr, Expr]()
+    # A table may be read at what another one holds: that read is the shorter one.
+    for read in sorted(rule.reads, key=lambda read: len(str(read))):
+        place, args = used.index(number_of(read)), (arg.xreplace(renamed) for arg in read.args)
+        renamed[read] = table(place, is_integer=bool(read.is_integer))(*args)
     allowed = substitute(rule.allowed, renamed)
     bias, score = rule.bias.xreplace(renamed), rule.score.xreplace(renamed)
-    tables = tuple(nodes[index] for index in used)
-    return Recognized(Rule(allowed, bias, score=score), tables, tuple(where))
+    return Recognized(Rule(allowed, bias, score=score), tuple(map(nodes.__getitem__, used)))
 
 
 def misread(recognized: Recognized, shape: Sequence[int], tables: RunTimeTables) -> set[fx.Node]:

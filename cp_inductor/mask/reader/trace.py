@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sympy import Symbol
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Replicate
 from torch.fx.node import map_aggregate, map_arg
 from torch.fx.traceback import annotate
 
-from cp_inductor.mask.reader.lengths import Frozen, UnknownLength, as_number, shape_of
+from cp_inductor.mask.reader.lengths import as_number, shape_of
 from cp_inductor.mask.reader.writes import Writes, is_in_place, storages_of
 from cp_inductor.torch_private.tracing import core_decompositions, tensors_in, trace_of_shapes
 
@@ -63,59 +62,7 @@ class Trace:
 
 
 class _Cut(Exception):
-    """Some nodes cannot be traced and must be inputs of the trace."""
-
-    def __init__(self, *nodes: fx.Node) -> None:
-        super().__init__(nodes)
-        self.nodes = nodes
-
-
-@dataclass(frozen=True, slots=True)
-class Traceable:
-    """A copy of the nodes of a trace, which can be traced again at other lengths.
-
-    Attributes:
-        mask: of the copy.
-        nodes: node of the Dynamo graph => node of the copy.
-        values: of each node of the copy, frozen.
-        written: the nodes of the copy whose tensors some other node of the Dynamo graph writes to.
-    """
-
-    mask: fx.Node
-    nodes: dict[fx.Node, fx.Node]
-    values: dict[fx.Node, Any]
-    written: frozenset[fx.Node]
-
-    @staticmethod
-    def of(trace: Trace, mask: fx.Node) -> Traceable:
-        """Copy the nodes of a trace."""
-        graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node, is_input in trace.nodes.items():
-            for source in [node] if is_input else node.all_input_nodes:
-                if source not in nodes:
-                    nodes[source] = graph.placeholder(source.name)
-            if not is_input:
-                nodes[node] = graph.node_copy(node, nodes.__getitem__)
-                nodes[node].meta.clear()
-        values = {copy: Frozen.of(node.meta["example_value"]) for node, copy in nodes.items()}
-        written = frozenset(nodes[node] for node in trace.written)
-        return Traceable(nodes[mask], nodes, values, written)
-
-    def trace(self, numbers: Mapping[Symbol, int]) -> Trace | None:
-        """Trace the mask for some numbers of the symbols in its lengths.
-
-        None if a node that was traced before cannot run, or has another shape.
-        """
-        try:
-            for node, value in self.values.items():
-                node.meta["example_value"] = Frozen.thaw(value, numbers)
-            return _trace([self.mask], set(), self, None)
-        except (_Cut, UnknownLength):
-            return None
-
-    def has(self, node: fx.Node, *, besides: Collection[fx.Node]) -> bool:
-        """Whether any node but these writes to the tensors of a node; see `Writes`."""
-        return node in self.written and node not in besides
+    """Some nodes, its arguments, cannot be traced and must be inputs of the trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +84,30 @@ def trace_nodes(ends: Sequence[fx.Node], graph: fx.Graph, scores: Scores | None 
     writes, leaves = Writes(graph), set[fx.Node]()
     for _ in range(MAX_CUTS):
         try:
-            return _trace(ends, leaves, writes, scores)
+            return _trace(ends, leaves, writes.has, scores)
         except _Cut as cut:
-            leaves.update(cut.nodes)
-    return _trace(ends, set(ends), writes, scores)
+            leaves.update(cut.args)
+    return _trace(ends, set(ends), writes.has, scores)
+
+
+def trace_copy(mask: fx.Node, written: frozenset[fx.Node]) -> Trace | None:
+    """Trace a mask again, of a copy of its nodes; None if one cannot run, or has another shape.
+
+    Args:
+        mask: of the copy.
+        written: the nodes of the copy whose tensors some other node of the Dynamo graph writes to.
+    """
+    try:
+        return _trace([mask], (), lambda node, steps: node in written and node not in steps, None)
+    except _Cut:
+        return None
 
 
 def _trace(
-    ends: Sequence[fx.Node], leaves: set[fx.Node], writes: Writes | Traceable, scores: Scores | None
+    ends: Sequence[fx.Node],
+    leaves: Collection[fx.Node],
+    is_written: Callable[[fx.Node, Mapping[fx.Node, Any]], bool],
+    scores: Scores | None,
 ) -> Trace:
     nodes = _slice(ends, leaves)
     inputs = [node for node, is_leaf in nodes.items() if is_leaf]
@@ -164,7 +127,7 @@ def _trace(
         shapes.append((scores.shape, scores.dtype))
     gm = trace_of_shapes(run, shapes, core_decompositions())
     steps = _steps_of(gm, calls)
-    written = frozenset(node for node in nodes if writes.has(node, besides=steps))
+    written = frozenset(node for node in nodes if is_written(node, steps))
     if not written.issubset(inputs):
         raise _Cut(*written)
     results: Any = gm.graph.output_node().args[0]

@@ -97,9 +97,8 @@ class Value:
         """Return the cases; those of a bool tensor are 1 and 0."""
         if self.truth is None:
             return self.cases
-        if self.truth in (sympy.true, sympy.false):
-            return ((sympy.true, sympy.Integer(int(bool(self.truth)))),)
-        return ((self.truth, sympy.Integer(1)), (Not(self.truth), sympy.Integer(0)))
+        cases = (self.truth, sympy.Integer(1)), (Not(self.truth), sympy.Integer(0))
+        return that_may_hold(cases)
 
     def map(self, shape: Sequence[int], indices: Mapping[Expr, Expr]) -> Value:
         """Return a view of the tensor.
@@ -149,13 +148,13 @@ class RunTimeTables:
         dtypes: of each.
         ranges: the least and the greatest number that each may hold.
         runs_of: number of a table that counts where another table does not go up by one => the
-            other table, as an expression of the same indices.
+            other table, as an expression of the same indices, and the dim that they count along.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
     ranges: list[Range] = field(default_factory=list)
-    runs_of: dict[int, Expr] = field(default_factory=dict)
+    runs_of: dict[int, tuple[Expr, int]] = field(default_factory=dict)
 
     def add(self, node: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> Value | None:
         """Make a node a table, and return its value; None if rules cannot read such a tensor."""
@@ -215,10 +214,9 @@ def range_of(expression: Expr, sizes: Mapping[Expr, int], tables: RunTimeTables)
     anything = EXACT.make(-math.inf, math.inf)
     indices = {index: EXACT.make(0, size - 1) for index, size in sizes.items()}
     operations = interval_operations(
-        lambda number, _, __: EXACT.make(*tables.ranges[number]),
+        lambda read, _: EXACT.make(*tables.ranges[number_of(read)]),
         EXACT.make,
-        np.bool_,
-        exact_number,
+        number=exact_number,
     )
     found = evaluate(sympy.expand(expression), {SCORE: anything, **indices}, operations)
     return (found.low, found.high) if isinstance(found, Interval) else (found, found)
@@ -236,8 +234,13 @@ def _is_whole(expression: Expr) -> bool:
 # --- Dtypes -----------------------------------------------------------------------------------
 
 
-def settle(value: Value, dtype: torch.dtype, tables: RunTimeTables) -> Value:
+def settle(
+    value: Value, dtype: torch.dtype, tables: RunTimeTables, *, is_operand: bool = False
+) -> Value:
     """Return the result of an operation in its dtype, with what may wrap or be rounded marked.
+
+    Torch may round an operand that is a number of Python only after computing with it: it must not
+    overflow in the dtype, and no operand may wrap.
 
     Raises:
         Unknown: an integer may wrap in a way that is not known, or the result may be NaN.
@@ -250,50 +253,38 @@ def settle(value: Value, dtype: torch.dtype, tables: RunTimeTables) -> Value:
         if expression.has(sympy.nan, sympy.zoo):
             raise Unknown
         if expression.is_number and expression.is_finite and dtype.is_floating_point:
-            expression = number(_rounded(expression, dtype))
+            rounded = torch.tensor(float(expression), dtype=dtype).item()
+            if is_operand and math.isinf(rounded):
+                raise Unknown
+            expression = expression if is_operand else number(rounded)
         cases.append((condition, expression))
         if _fits(expression, value.shape, dtype, tables):
             continue
         if dtype.is_floating_point:
             limit = min(limit, WHOLE_UP_TO[dtype])
-        elif dtype == torch.int64 and _is_sum(expression):
+        elif dtype == torch.int64 and _is_sum(expression) and not is_operand:
             is_wrapped = True
         else:
             raise Unknown
     return Value(value.shape, dtype, None, tuple(cases), limit, is_wrapped)
 
 
-def _rounded(expression: Expr, dtype: torch.dtype) -> float:
-    return float(torch.tensor(float(expression), dtype=dtype).item())
-
-
 def promote(value: Value, dtype: torch.dtype, tables: RunTimeTables) -> Value:
-    """Return an operand in the dtype that an operation computes in.
-
-    Torch may round a Python number to that dtype only after computing with it; so a number that
-    would overflow in the dtype raises Unknown.
-    """
+    """Return an operand in the dtype that an operation computes in."""
     if dtype == torch.bool:
         return as_bool(value, tables)
     _check_native(value, tables)
     if value.dtype == dtype:
         return value
-    _check_cast(value, dtype)
-    limit = value.limit
-    for _, expression in value.numbers():
-        is_finite = bool(expression.is_number and expression.is_finite)
-        if is_finite and dtype.is_floating_point and math.isinf(_rounded(expression, dtype)):
-            raise Unknown
-        if not _fits(expression, value.shape, dtype, tables):
-            if not dtype.is_floating_point:
-                raise Unknown
-            limit = min(limit, WHOLE_UP_TO[dtype])
-    return Value(value.shape, dtype, None, value.numbers(), limit, value.is_wrapped)
+    _check_cast(value, dtype, tables)
+    return settle(value, dtype, tables, is_operand=True)
 
 
-def _check_cast(value: Value, dtype: torch.dtype) -> None:
+def _check_cast(value: Value, dtype: torch.dtype, tables: RunTimeTables) -> None:
     """Raise Unknown if a cast would pass on a wrapped or rounded number as if it were exact."""
     is_wider = _is_wider(dtype, value.dtype)
+    if is_wider:
+        _check_native(value, tables)
     if value.is_wrapped or (value.limit < math.inf and (is_wider or dtype not in WHOLE_UP_TO)):
         raise Unknown
     is_half = value.dtype in (torch.float16, torch.bfloat16)
@@ -345,9 +336,7 @@ def _is_sum(expression: Expr) -> bool:
 def cast(value: Value, dtype: torch.dtype, tables: RunTimeTables) -> Value:
     """Return a tensor in another dtype."""
     if dtype not in (value.dtype, torch.bool):
-        if _is_wider(dtype, value.dtype):
-            _check_native(value, tables)
-        _check_cast(value, dtype)
+        _check_cast(value, dtype, tables)
     return settle(value, dtype, tables)
 
 
@@ -358,21 +347,16 @@ def as_bool(value: Value, tables: RunTimeTables) -> Value:
     return relate("ne", value, constant(0), tables)
 
 
-def add_up(left: Expr, right: Expr) -> Expr:
-    """Return a sum; see `_unmerged`."""
-    return _unmerged(sympy.Add, left, right)
-
-
 def multiply(left: Expr, right: Expr) -> Expr:
-    """Return a product; see `_unmerged`. Raise Unknown for 0 times what may be infinite."""
-    product = _unmerged(sympy.Mul, left, right)
+    """Return a product; see `combine`. Raise Unknown for 0 times what may be infinite."""
+    product = combine(sympy.Mul, left, right)
     if product.is_zero and not (_is_whole(left) and _is_whole(right)):
         raise Unknown
     return product
 
 
-def _unmerged(kind: Any, left: Expr, right: Expr) -> Expr:
-    """Combine two expressions by a sum or product.
+def combine(kind: Any, left: Expr, right: Expr) -> Expr:
+    """Return a sum or product of two expressions.
 
     Floats are rounded after every operation. If sympy merged or cancelled their terms, the result
     would not show this rounding, so raise Unknown. Whole numbers and constants may be merged.
@@ -419,21 +403,6 @@ def check_terms(truth: Boolean) -> Boolean:
     if len(truth.atoms(sympy.core.relational.Relational)) > MAX_TERMS:
         raise Unknown
     return truth
-
-
-def choose(condition: Value, value: Value, other: Value, tables: RunTimeTables) -> Value:
-    """Return torch.where(condition, value, other) of two values of one dtype."""
-    _, (where, value, other) = align([as_bool(condition, tables), value, other])
-    truth = where.truth
-    assert truth is not None
-    chosen = join_pieces([(truth, value), (Not(truth), other)])
-    merged: dict[Expr, Boolean] = {}
-    for c, e in chosen.cases:
-        merged[e] = check_terms(Or(merged.get(e, sympy.false), c))
-    cases = that_may_hold((c, e) for e, c in merged.items())
-    if len(cases) > MAX_CASES:
-        raise Unknown
-    return replace(chosen, cases=cases)
 
 
 def join_pieces(pieces: Sequence[tuple[Boolean, Value]]) -> Value:

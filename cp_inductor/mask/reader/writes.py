@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,12 +38,8 @@ from cp_inductor.torch_private.tracing import (
 # add_, __iadd__, __setitem__
 _IN_PLACE = re.compile(r".*[^_]_|__i(?!nvert__).*__|__setitem__")
 # What Dynamo calls for `x += y`. Others of their module, such as `and_`, write nothing.
-_ASSIGNING = {
-    operator.setitem,
-    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
-    *(operator.imod, operator.ipow, operator.imatmul, operator.ilshift, operator.irshift),
-    *(operator.iand, operator.ior, operator.ixor),
-}
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul lshift rshift and or xor"
+_ASSIGNING = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPERATORS.split())}
 
 
 def is_in_place(node: fx.Node) -> bool:
@@ -59,29 +55,23 @@ class Writes:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.users: dict[int, list[fx.Node]] = {}
-        for node, module in _calls(graph):
-            is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
-            if is_higher_order and module is not None and bodies_of(node, module):
-                continue
+        for node in _calls(graph):
             for storage in {_storage_of(tensor) for tensor in _inputs_of(node)}:
                 self.users.setdefault(storage, []).append(node)
-        self.known: dict[fx.Node, set[int]] = {}
+        self.written_by = cache(_written_by)
 
-    def has(self, node: fx.Node, *, besides: Collection[fx.Node] = ()) -> bool:
+    def has(self, node: fx.Node, besides: Collection[fx.Node] = ()) -> bool:
         """Whether any node but these writes to the tensors of a node."""
-        for storage in storages_of(node):
-            for user in self.users.get(storage, ()):
-                if user in besides:
-                    continue
-                if user not in self.known:
-                    self.known[user] = _written_by(user)
-                if storage in self.known[user]:
-                    return True
-        return False
+        return any(
+            storage in self.written_by(user)
+            for storage in storages_of(node)
+            for user in self.users.get(storage, ())
+            if user not in besides
+        )
 
 
-def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule | None]]:
-    """Yield the calls in a graph and in all its bodies, each with the module that contains it.
+def _calls(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the calls in a graph and in all its bodies, but not those of the bodies.
 
     The functions of flex_attention are left out: they write to no tensor that they capture.
     """
@@ -96,8 +86,11 @@ def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule | None]]:
     parts = {graph: owner, **{m.graph: m for m in modules if m not in of_flex}}
     for part, module in parts.items():
         for node in part.nodes:
+            is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
+            if is_higher_order and module is not None and bodies_of(node, module):
+                continue
             if node.op in ("call_function", "call_method", "call_module"):
-                yield node, module
+                yield node
 
 
 def _written_by(node: fx.Node) -> set[int]:

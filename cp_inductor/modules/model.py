@@ -163,11 +163,11 @@ def _check_model(model: nn.Module, options: Options) -> None:
     mesh = options.mesh
     if options.weights is not None:
         options.weights.check(model)
-    kinds = {type(module).__name__ for module in model.modules()}
     for argument in ("tokenwise", "recurrent", "whole"):
         for named in getattr(options, argument):
             # Nothing would follow, and the module would mix tokens of one rank alone.
             if not any(isinstance(module, named) for module in model.modules()):
+                kinds = {type(module).__name__ for module in model.modules()}
                 refuse_argument(
                     argument,
                     "classes of modules that the model has",
@@ -237,8 +237,8 @@ def _check_nesting(model: nn.Module, options: Options) -> None:
 def adapt(model: nn.Module, options: Options) -> None:
     """Let modules compute as `parallelize` says, in a model that reads DTensors, in place."""
     register_rules()
-    for axis in range(options.mesh.ndim):
-        hold_sequences_along(options.mesh, str(options.mesh.get_group(axis).group_name))
+    for group in options.mesh.get_all_groups():
+        hold_sequences_along(options.mesh, str(group.group_name))
     for library in libraries:
         library.adapt(model)
     places = {cls: at for one in libraries for cls, at in one.find_routers(model).items()}

@@ -336,9 +336,8 @@ def _adopt(model: nn.Module) -> None:
                 remedy="add adapters and the like before parallelize(..., weights=)",
             )
     if options.gradients == "partial":
-        for axis in range(options.mesh.ndim):
-            name = str(options.mesh.get_group(axis).group_name)
-            watch_gradients(name, list(model.parameters()))
+        for group in options.mesh.get_all_groups():
+            watch_gradients(str(group.group_name), list(model.parameters()))
     for module in model.modules():
         read_as_dtensors(module, options)
         # Such as adapters, in a module that computes on a rank's own tokens.
@@ -379,7 +378,7 @@ def _take_values_of_first(model: nn.Module, mesh: DeviceMesh) -> None:
         if is_there or own.is_meta:
             continue
         sent = own.detach().contiguous()
-        for axis in range(mesh.ndim):
-            dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
+        for group in mesh.get_all_groups():
+            dist.broadcast(sent, group=group, group_src=0)
         if sent.data_ptr() != own.data_ptr():
             own.copy_(sent)

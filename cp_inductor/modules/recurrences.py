@@ -24,7 +24,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -265,8 +265,6 @@ def _refused(function: Any, expected: str, got: str, way: str) -> UnsupportedPla
     return UnsupportedPlacement(site=site, expected=expected, got=got, remedy=remedy)
 
 
-ROUTINES = (FunctionType, BuiltinFunctionType, MethodType)
-
 # By the package that defines a function, and its name; `register_package` fills it.
 _of_packages: dict[tuple[str, str], Form] = {}
 # By the function's id.
@@ -290,7 +288,7 @@ def register_recurrence(function: Callable[..., Any], form: Form) -> None:
         InvalidArgument: the function takes positional arguments without names.
     """
     _names_of(function)
-    original = _original(function)
+    original = cast("Any", function).__wrapped__ if _form_in(function) else function
     _registered[id(original)] = original, form
 
 
@@ -320,14 +318,11 @@ def share_functions(
         namespaces += [vars(module)] if is_everywhere else []
     for namespace in {id(one): one for one in namespaces if one is not None}.values():
         for name, value in list(namespace.items()):
-            original = _original(value)
+            shared_by = _form_in(value)
+            original = value.__wrapped__ if shared_by else value
             form = named.get(name) or _form_of(original)
-            if form is not None and _form_in(value) is not form:
+            if form is not None and shared_by is not form:
                 namespace[name] = _sharing(original, form)
-
-
-def _original(value: Any) -> Any:
-    return value.__wrapped__ if _form_in(value) else value
 
 
 def _form_in(value: Any) -> Form | None:
@@ -338,7 +333,7 @@ def _form_of(value: Any) -> Form | None:
     # Objects of any kind: what some of them do if they are asked for an attribute, nobody knows.
     if id(value) in _registered:
         return _registered[id(value)][1]
-    if not issubclass(type(value), ROUTINES):
+    if not issubclass(type(value), (FunctionType, BuiltinFunctionType, MethodType)):
         return None
     package = getattr(value, "__module__", None)
     if not isinstance(package, str):  # that of a builtin may be a module

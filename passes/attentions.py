@@ -29,7 +29,6 @@ from cp_inductor.torch_private.sizes import size_hint
 # As Dynamo captures the call, and as `inline_multi_head` leaves it.
 SDPA_OP = torch.ops.aten.scaled_dot_product_attention.default
 SDPA = frozenset((torch._C._nn.scaled_dot_product_attention, SDPA_OP.overloadpacket, SDPA_OP))
-
 # What becomes a site.
 CAPTURED = SDPA | {FLEX}
 

@@ -57,7 +57,6 @@ Sharing = list[tuple[list[int], list[fx.Node]]]
 
 # Where Dynamo leaves the `context_fn` of a checkpointed region (torch 2.13 to 2.15).
 CONTEXT_FN = "_checkpoint_context_fn"
-
 MUST = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
 
 

@@ -30,7 +30,6 @@ from cp_inductor.passes.nodes import is_heavy, tiles_of, walk_back
 from cp_inductor.torch_private.inductor import keep_order, sort_topologically
 
 META_KEY = "cp_inductor_order"
-
 # In the meta of what a collective reads: the number of the collective.
 READ_BY = "cp_inductor_read_by"
 

@@ -44,11 +44,9 @@ from cp_inductor.trust.graph_agreement import NOTE_TABLES
 
 # Nobody knows a link so well: each exchange is given more compute than it needs by estimate.
 MARGIN = 1.25
-
 # What generated kernels read from more buffers than these is not computed on the way to another.
 MOST_READ = 8
 MOST_USERS = 2
-
 USUAL = {"cpu": Machine.parse("cpu:tcp")}
 
 

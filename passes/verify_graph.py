@@ -35,7 +35,6 @@ from cp_inductor.torch_private.inductor import put_label
 
 # In the meta of an attention, which its expansion shares: (its place in the graph, direction).
 PLACE = "cp_inductor_place"
-
 # Attention, direction, what, its number, how many; "unknown": no forward has the attention.
 LABEL = re.compile(r"cp_attention_(\d+|unknown)_(forward|backward)_(exchange|tile)_(\d+)_of_(\d+)")
 

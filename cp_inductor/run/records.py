@@ -109,10 +109,7 @@ def lay_out_record(
 class Groups:
     """Heads of several ranks: `count` groups of `size` heads, each `step` behind the one before.
 
-    Attributes:
-        start: the first head of the first group.
-        size, step, count: see above.
-        repeat: so many ranks, one after the other, have the same group.
+    The first begins at `start`. `repeat` ranks, one after the other, have the same group.
     """
 
     start: int
@@ -183,9 +180,7 @@ def find_repetitions(
 
     a b a b a b c   =>   (slice(0, 2), 3), (slice(6, 7), 1)
 
-    Args:
-        keys: what is compared.
-        fits: whether a unit that comes so often may be taken together.
+    `fits` says whether a longer unit, or one that comes so often, may be taken together.
     """
     start = 0
     while start < len(keys):

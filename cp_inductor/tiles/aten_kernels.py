@@ -91,7 +91,7 @@ class FlashCPU(PlainKernel):
         return Partial(out, _lse_of_rows(lse, call.bias))
 
     def _differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        lse = _lse_for_backward(whole.lse, call.bias)
+        lse = whole.lse if call.bias is None else hide_blind_rows(whole.lse)
         inputs = (grad_out, *with_whole_rows(*call.tensors, whole.out), lse)
         dq, dk, dv = self.backward_op(
             *inputs, 0.0, call.is_causal, attn_mask=call.bias, scale=call.scale
@@ -129,7 +129,7 @@ class EfficientCUDA(PlainKernel):
         tensors = _pad_head_dims(grad_out, call.query, key, value, whole.out)
         grad_out, query, key, value, out = tensors
         query, key, value, out = with_whole_rows(query, key, value, out)
-        lse = _lse_for_backward(whole.lse, call.bias)
+        lse = whole.lse if call.bias is None else hide_blind_rows(whole.lse)
         # +inf makes every probability of a padding row exp(-inf) = 0.
         lse = F.pad(lse, (0, -query.shape[2] % self.LSE_ALIGNMENT), value=float("inf"))
         lse = lse.contiguous()
@@ -260,10 +260,6 @@ def _sees_nothing(bias: Tensor) -> Tensor:
 def _lse_of_rows(lse: Tensor, bias: Tensor | None) -> Tensor:
     """Return the lse, -inf of rows that see nothing, of which kernels say other things."""
     return lse if bias is None else lse.masked_fill(_sees_nothing(bias), -float("inf"))
-
-
-def _lse_for_backward(lse: Tensor, bias: Tensor | None) -> Tensor:
-    return lse if bias is None else hide_blind_rows(lse)
 
 
 def _pad_head_dims(*tensors: Tensor) -> tuple[Tensor, ...]:

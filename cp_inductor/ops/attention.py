@@ -27,7 +27,7 @@ from cp_inductor.kept import on_reset
 from cp_inductor.plan import Recipe, backward_plan, forward_plan
 from cp_inductor.run.attention import PER_BATCH, Attention
 from cp_inductor.run.executor import run_backward, run_forward
-from cp_inductor.run.own_transfers import reads_shard
+from cp_inductor.run.records import reads_shard
 from cp_inductor.tiles.combine import accumulation_dtype
 from cp_inductor.tiles.kernels import empty_like_rows
 from cp_inductor.tiles.stand_in import fold_lse_gradient

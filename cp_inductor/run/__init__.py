@@ -4,8 +4,7 @@ attention                   the description of one attention; where its plan is 
 executor                    the loop over stages, and their tiles
 views                       parts of plans known when a graph is compiled: constant slices
   merge                       results of tiles and ranks, put together
-  store, records              what is at hand; what messages are made of
+  store, records              what is at hand; what messages are made of, also to oneself
   messages                    from transfers to one all_to_all_single, and back to views
-  own_transfers               what a rank sends itself
 tables                      parts of plans that the batch decides: rows, read from numbers
 """

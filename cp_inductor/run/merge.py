@@ -128,18 +128,18 @@ class Results:
             near = [one for one in near if one.heads.whole == heads]
             near = [one for one in near if self.plan.returns or not one.has_arrived]
         count, grouped, all_heads = _write_in_groups(near, heads)
-        grouped = _join_heads(grouped, all_heads, is_grouped=count > 1)
+        grouped = _join_heads(grouped, all_heads)
         by_heads = []
         for some_heads in _cut_at_borders([one.heads.first for one in grouped], all_heads):
             row = [one for one in grouped if one.heads.first.intersect(some_heads)]
             parts = _cut_at_borders([one.span for one in row], span)
             patches = [self._merge_patch(result, part, some_heads, row, count) for part in parts]
             with_tokens = [patch for patch in patches if patch]
-            by_heads.append(_put_together(with_tokens, SEQUENCE_DIM, is_grouped=count > 1))
-        merged = _put_together(by_heads, HEADS_DIM, is_grouped=count > 1)
+            by_heads.append(_put_together(with_tokens, SEQUENCE_DIM))
+        merged = _put_together(by_heads, HEADS_DIM)
         if len(grouped) == 1 and grouped[0].has_arrived:
             # Results of ops own their memory.
-            merged = tuple(_copy(tensor, is_grouped=count > 1) for tensor in merged)
+            merged = tuple(map(_copy, merged))
         return tuple(t.flatten(1, 2) for t in merged) if count > 1 else merged
 
     def _merge_patch(
@@ -210,7 +210,7 @@ def _apart(one: Piece) -> Iterator[Piece]:
         yield one.map(methodcaller("select", 1, i), heads=Groups.single(heads))
 
 
-def _join_heads(contributions: Sequence[Piece], heads: Span, *, is_grouped: bool) -> list[Piece]:
+def _join_heads(contributions: Sequence[Piece], heads: Span) -> list[Piece]:
     """Put together what is to parts of the heads, if something else is to all of them.
 
     They are merged with it at once, and not part by part, of which the results were copied.
@@ -225,8 +225,7 @@ def _join_heads(contributions: Sequence[Piece], heads: Span, *, is_grouped: bool
         if [*(part.heads.start for part in parts), heads.stop] != edges:
             return list(contributions)
         groups = replace(parts[0].heads, size=len(heads))
-        apart = [[*part.tensors.values()] for part in parts]
-        tensors = _put_together(apart, HEADS_DIM, is_grouped=is_grouped)
+        tensors = _put_together([[*part.tensors.values()] for part in parts], HEADS_DIM)
         named = dict(zip(parts[0].tensors, tensors, strict=True))
         joined.append(replace(parts[0], heads=groups, tensors=named))
     return [*whole, *joined] if whole else list(contributions)
@@ -247,9 +246,12 @@ def concatenate_all(parts: Sequence[Sequence[Tensor]], dim: int) -> Tensors:
     return tuple(concatenate(of_one, dim) for of_one in zip(*parts, strict=True))
 
 
-def _put_together(parts: Sequence[Sequence[Tensor]], dim: int, *, is_grouped: bool) -> Tensors:
-    """Concatenate results over spans or heads; rows of groups of heads token by token."""
-    if not is_grouped or len(parts) == 1:
+def _put_together(parts: Sequence[Sequence[Tensor]], dim: int) -> Tensors:
+    """Concatenate results over spans or heads; rows of groups of heads, which come first, by token.
+
+    They have a dim more than others: (B, count, size, t, D).
+    """
+    if len(parts) < 2 or parts[0][0].ndim == 4:
         return concatenate_all(parts, dim)
     joined = []
     for of_one in zip(*parts, strict=True):
@@ -262,9 +264,9 @@ def _put_together(parts: Sequence[Sequence[Tensor]], dim: int, *, is_grouped: bo
     return tuple(joined)
 
 
-def _copy(tensor: Tensor, *, is_grouped: bool) -> Tensor:
+def _copy(tensor: Tensor) -> Tensor:
     """Return a copy, rows of groups of heads token by token."""
-    if not is_grouped or tensor.ndim == 4:
+    if tensor.ndim < 5:
         return tensor.clone(memory_format=torch.contiguous_format)
     tokens_first = tensor.movedim(SEQUENCE_DIM + 1, 1)
     copy = tokens_first.clone(memory_format=torch.contiguous_format)

@@ -129,7 +129,7 @@ class Messages:
 
         for at, count in find_repetitions(
             [(record.contents, record.span) for record in sent],
-            fits=lambda start, period: self._is_packed_together(sent[start : start + period]),
+            lambda at, count: count > 1 or self._is_packed_together(sent[at]),
         ):
             unit = sent[at]
             if count > 1:
@@ -248,18 +248,17 @@ class Messages:
         Tensors have a dim more, the first, for the ranks that sent the same groups of heads.
         """
         buffer, records = arriving.wait(), arriving.records
-        units, together, shapes = [], [], []
+        units, together = [], []
         for at, count in find_repetitions(
             [(record.contents, record.span) for record in records],
-            fits=lambda start, period: groups_of(records[start : start + period]) is not None,
-            must_fit=True,
+            lambda at, _: groups_of(records[at]) is not None,
         ):
             unit = records[at]
             units.append(unit)
-            together.append(records[at.start : at.start + count * len(unit)])
-            shapes.append((count, len(unit), self.store.length(unit[0]), self.store.like.shape[0]))
+            shape = count, len(unit), self.store.length(unit[0]), self.store.like.shape[0]
+            together.append((records[at.start : at.start + count * len(unit)], shape))
         arrived = []
-        for unit, (_, parts) in zip(units, self._take_apart(buffer, together, shapes), strict=True):
+        for unit, (_, parts) in zip(units, self._take_apart(buffer, together), strict=True):
             groups = groups_of(unit)
             assert groups is not None
             for (payload, _), part, of in zip(unit[0].contents, parts, groups, strict=True):
@@ -271,17 +270,14 @@ class Messages:
 
         Records of one contents are one tensor (B, h, t, D) for each name.
         """
-        together = [list(of) for _, of in groupby(records, lambda record: record.contents)]
-        batch = self.store.like.shape[0]
-        shapes = [(sum(self.store.length(record) for record in of), batch) for of in together]
-        taken, pieces = self._take_apart(buffer, together, shapes), []
-        for of_contents, (packed, parts) in zip(together, taken, strict=True):
-            contents = of_contents[0].contents
-            spans = in_runs(record.span for record in of_contents)
+        alike = [list(of) for _, of in groupby(records, lambda record: record.contents)]
+        batch, pieces = self.store.like.shape[0], []
+        together = [(of, (sum(map(self.store.length, of)), batch)) for of in alike]
+        for of, (packed, parts) in zip(alike, self._take_apart(buffer, together), strict=True):
+            contents, spans = of[0].contents, in_runs(record.span for record in of)
+            named: dict[str | Contents, Tensor] = {contents: packed}
             of_keys = contents[0][0].is_of_keys
-            self.store.pieces.append(
-                Piece(spans, ALL, of_keys, {contents: packed}, has_arrived=True)
-            )
+            self.store.pieces.append(Piece(spans, ALL, of_keys, named, has_arrived=True))
             for (payload, heads), tensors in zip(contents, parts, strict=True):
                 pieces.append(Piece.of(payload, spans, heads, tensors, has_arrived=True))
                 self.store.pieces.append(pieces[-1])
@@ -290,8 +286,7 @@ class Messages:
     def _take_apart(
         self,
         buffer: Tensor,
-        together: Sequence[Sequence[Record]],
-        shapes: Sequence[tuple[int | SymInt, ...]],
+        together: Sequence[tuple[Sequence[Record], tuple[int | SymInt, ...]]],
     ) -> Iterator[tuple[Tensor, list[list[Tensor]]]]:
         """Yield records (..., t, B, W), and of each of their payloads what it consists of.
 
@@ -299,20 +294,19 @@ class Messages:
 
         Args:
             buffer: that arrived.
-            together: its records, those together that make one tensor.
-            shapes: of these tensors, (..., t, B).
+            together: its records, those together that make one tensor, and its shape, (..., t, B).
         """
         like, ratio, words = self.store.like, self.store.words_per_statistic, buffer
-        if any(num_statistics(records[0].contents) for records in together):
+        if any(num_statistics(records[0].contents) for records, _ in together):
             # Bits are cast for all at once, in one dim.
             words = bitcast(buffer, accumulation_dtype(like))
         flat, flat_words = [buffer] * len(together), [words] * len(together)
         if len(together) > 1:
-            sizes = [sum(map(self.store.numel, records)) for records in together]
+            sizes = [sum(map(self.store.numel, records)) for records, _ in together]
             flat = flat_words = list(buffer.split(sizes))
             if words is not buffer:
                 flat_words = list(words.split([size // ratio for size in sizes]))
-        for at, (records, shape) in enumerate(zip(together, shapes, strict=True)):
+        for at, (records, shape) in enumerate(together):
             contents = records[0].contents
             num_heads, layout = num_rows(contents), self.store.layout(contents)
             packed = flat[at].view(*shape, layout.width)

@@ -1,4 +1,4 @@
-"""What messages are made of: records, and the heads of many ranks as one rule. No tensors here.
+"""What a rank sends: transfers, also to itself, and the records that they make. No tensors here.
 
     q[0:2] and kv[0:2] to rank 1, kv[1:2] to rank 2
       =>
@@ -16,15 +16,28 @@ Shapes: B batch, h heads, t tokens, D head dim, W elements of one token.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import groupby, product, takewhile
 
 import torch
 
 from cp_inductor.graph.record_layout import Field, RecordLayout, lay_out
 from cp_inductor.kept import lru_cache
-from cp_inductor.plan import Grid, Payload, Span, Transfer
+from cp_inductor.plan import (
+    Grid,
+    Payload,
+    Plan,
+    Span,
+    Tile,
+    Transfer,
+    backward_plan,
+    forward_plan,
+)
+from cp_inductor.plan.grid import join_spans
+from cp_inductor.plan.ir import Transfers
+from cp_inductor.run.attention import Attention
 
 # What kernels load at once. A record that ends with statistics is a multiple of it, so that the
 # heads of the next begin at one.
@@ -96,10 +109,7 @@ def lay_out_record(
 class Groups:
     """Heads of several ranks: `count` groups of `size` heads, each `step` behind the one before.
 
-    Attributes:
-        start: the first head of the first group.
-        size, step, count: see above.
-        repeat: so many ranks, one after the other, have the same group.
+    The first begins at `start`. `repeat` ranks, one after the other, have the same group.
     """
 
     start: int
@@ -164,25 +174,22 @@ def groups_of(unit: Sequence[Record]) -> list[Groups] | None:
 
 
 def find_repetitions(
-    keys: Sequence[object], *, fits: Callable[[int, int], bool], must_fit: bool = False
+    keys: Sequence[object], fits: Callable[[slice, int], bool]
 ) -> Iterator[tuple[slice, int]]:
     """Split a sequence into units, each with how often it comes, as long as can be.
 
     a b a b a b c   =>   (slice(0, 2), 3), (slice(6, 7), 1)
 
-    Args:
-        keys: what is compared.
-        fits: (start, period) -> whether these may be taken together, even once.
-        must_fit: others are not taken together even if they are repeated.
+    `fits` says whether a longer unit, or one that comes so often, may be taken together.
     """
     start = 0
     while start < len(keys):
         unit, best, stop = slice(start, start + 1), 1, start + 1
         for period in range(1, min(MAX_PERIOD, len(keys) - start) + 1):
             count = _count(keys, start, period)
-            is_longer = start + period * count > stop
-            if is_longer and (fits(start, period) or (count > 1 and not must_fit)):
-                unit, best, stop = slice(start, start + period), count, start + period * count
+            at = slice(start, start + period)
+            if start + period * count > stop and fits(at, count):
+                unit, best, stop = at, count, start + period * count
         yield unit, best
         start = stop
 
@@ -193,3 +200,121 @@ def _count(keys: Sequence[object], start: int, period: int) -> int:
     while keys[stop : stop + period] == unit:
         stop += period
     return (stop - start) // period
+
+
+# --- What a rank sends itself ---------------------------------------------------------------------
+#
+#     own keys 0:2, fetched keys 2:6, one tile over 0:6
+#       =>
+#     the rank sends itself 0:2, so that the tile reads one message and copies nothing
+#
+# This moves nothing, but what belongs together arrives together: a tile's keys, or the results of
+# all ranks that share the heads.
+
+
+def fetch_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
+    """Return a rank's transfers of a fetch, with what it sends itself.
+
+    A tile over its own and fetched chunks reads them where they arrived, if they arrive together.
+    """
+    stage, grid = plan.program(rank)[index], plan.grid
+    fetched = [transfer for transfer in stage.fetch if transfer.destination == rank]
+    own: dict[Transfer, None] = {}
+    for tile in (*stage.tiles, *stage.backward_tiles):
+        for of_keys, heads, part in _own_parts(plan, rank, [tile]):
+            spans, _ = tile.side(plan.shape, of_keys=of_keys)
+            alike = [t for t in fetched if (t.payload.is_of_keys, t.heads) == (of_keys, heads)]
+            beside = [t.payload for t in alike if any(map(t.span.intersect, spans))]
+            if beside and grid.num_tokens(part, of_keys=of_keys):
+                own[Transfer(beside[0], part, heads, rank, rank)] = None
+    return tuple(Transfers.joined((stage.fetch, own)).sorted()) if own else tuple(stage.fetch)
+
+
+def home_of(plan: Plan, rank: int, index: int) -> tuple[Transfer, ...]:
+    """Return a rank's transfers of results, with what it sends itself.
+
+    Where ranks share the heads, those of all ranks arrive together.
+    """
+    program, itself = plan.program(rank), list[Transfer]()
+    home = program[index].home
+    if plan.returns:
+        return tuple(home)
+    for payload in dict.fromkeys(t.payload for t in home if t.source == rank):
+        all_heads = plan.shape.all_heads
+        everything = plan.shape.kv_heads(all_heads) if payload.is_of_keys else all_heads
+        for heads in sorted(_heads_leaving(home, rank, payload) - {everything}):
+            computed = [
+                (number, part)
+                for number, stage in enumerate(program)
+                for *side, part in _own_parts(plan, rank, stage.tiles)
+                if side == [payload.is_of_keys, heads]
+            ]
+            last = max((number for number, _ in computed), default=0)
+            # Once, with the first results that leave when it is all there.
+            before = (_heads_leaving(stage.home, rank, payload) for stage in program[last:index])
+            if last <= index and not any(heads in of_stage for of_stage in before):
+                itself += [
+                    Transfer(payload, span, heads, rank, rank)
+                    for span in join_spans(part for _, part in computed)
+                    if plan.grid.num_tokens(span, of_keys=payload.is_of_keys)
+                ]
+    return tuple(Transfers.joined((home, itself)).sorted()) if itself else tuple(home)
+
+
+def _own_parts(plan: Plan, rank: int, tiles: Iterable[Tile]) -> Iterator[tuple[bool, Span, Span]]:
+    """Yield of what tiles read: whether it is keys, its heads, and which of a rank's own chunks."""
+    for tile, of_keys in product(tiles, (False, True)):
+        spans, heads = tile.side(plan.shape, of_keys=of_keys)
+        for part in filter(None, map(plan.grid.own(rank).intersect, spans)):
+            yield of_keys, heads, part
+
+
+def _heads_leaving(home: Iterable[Transfer], rank: int, payload: Payload) -> set[Span]:
+    return {t.heads for t in home if t.payload is payload and t.source == rank}
+
+
+def runs_leaving(leaving: Sequence[Transfer], payload: Payload) -> list[tuple[Span, Span]]:
+    """Return the (span, heads) of the transfers of a payload, those that adjoin as one.
+
+    They adjoin if the same is sent beside them: what is packed by two concatenations is stored.
+    """
+    beside: defaultdict[tuple[int, Span], list[tuple[Payload, Span]]] = defaultdict(list)
+    for transfer in leaving:
+        beside[transfer.destination, transfer.span].append((transfer.payload, transfer.heads))
+    of_payload = [transfer for transfer in leaving if transfer.payload is payload]
+    runs: list[tuple[Span, Span]] = []
+    before: list[tuple[Payload, Span]] = []
+    for transfer in sorted(of_payload, key=lambda t: (t.heads, t.span)):
+        heads, span = transfer.heads, transfer.span
+        with_it = beside[transfer.destination, span]
+        adjoins = runs and runs[-1][1] == heads and runs[-1][0].stop == span.start
+        if adjoins and before == with_it:
+            span = Span(runs.pop()[0].start, span.stop)
+        runs.append((span, heads))
+        before = with_it
+    return runs
+
+
+def reads_shard(attention: Attention) -> bool:
+    """Whether the backward of this rank reads its own shards of query, key and value.
+
+    It does not where the forward kept all that the backward's tiles read, in messages that hold the
+    rank's own part as well. Then the shards need not be saved.
+    """
+    rank, plan = attention.rank, forward_plan(attention.recipe)
+    if plan.num_kept < len(plan.stages):
+        return True  # what is fetched again is sent again
+    itself = [
+        (transfer.payload.is_of_keys, transfer.heads, transfer.span)
+        for index in range(len(plan.stages))
+        for transfer in fetch_of(plan, rank, index)
+        if transfer.source == transfer.destination
+    ]
+    return any(
+        plan.grid.num_tokens(part, of_keys=of_keys)
+        and not any(
+            one[:2] == (of_keys, heads) and part.intersect(one[2]) == part for one in itself
+        )
+        for stage in backward_plan(attention.recipe).program(rank)
+        for of_keys, heads, part in _own_parts(plan, rank, stage.tiles)
+    )

@@ -30,13 +30,20 @@ from cp_inductor.plan import Mask, Payload, Span, Tile, backward_plan, forward_p
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.merge import RESULTS, Results, Tensors
 from cp_inductor.run.messages import Arriving, Messages
-from cp_inductor.run.own_transfers import fetch_of, home_of, reads_shard, runs_leaving
-from cp_inductor.run.records import Contents, Groups, records_of
+from cp_inductor.run.records import (
+    Contents,
+    Groups,
+    fetch_of,
+    home_of,
+    reads_shard,
+    records_of,
+    runs_leaving,
+)
 from cp_inductor.run.store import Piece, Store, concatenate
+from cp_inductor.tiles.aten_kernels import Math
 from cp_inductor.tiles.dims import SEQUENCE_DIM, Tokens
 from cp_inductor.tiles.kernel_table import KERNELS, get_kernel
 from cp_inductor.tiles.kernels import Kernel, RuleKernel, TileCall
-from cp_inductor.tiles.math_tiles import Math
 from cp_inductor.tiles.stand_in import make_stand_in, make_words, store_beside
 from cp_inductor.tiles.tile_masks import MAX_SCORE_BYTES, TileMasks
 from cp_inductor.torch_private.sizes import size_hint
@@ -64,8 +71,15 @@ class Views:
         self.seed = extras[-1] if attention.dropout_p else None
         tables = extras if self.seed is None else extras[:-1]
         self.masks = TileMasks(attention.rule, tokens, self.own, tables, query)
-        self.kernels = KERNELS[attention.kernel]
-        self.plain, self.maths = get_kernel(attention.kernel), defaultdict[Tile, list[Math]](list)
+        self.maths = defaultdict[Tile, list[Math]](list)
+        self.plain, by_rule = get_kernel(attention.kernel), KERNELS[attention.kernel].under_rule
+        # What reads the rule itself, if it serves here.
+        serves = is_fake(query) or not by_rule.needs_graph
+        serves = serves and by_rule.obstacle(self.masks.rule, query.shape[-1]) is None
+        self.under_rule: type[RuleKernel] | None = by_rule if serves else None
+        # Whether tiles are what no kernel does.
+        is_changed = self.masks.rule.score != SCORE and self.under_rule is None
+        self.needs_math = attention.has_bias or attention.dropout_p > 0 or is_changed
         self.fetches = [fetch_of(plan, self.rank, index) for index in range(self.num_stages)]
         self.homes = [home_of(plan, self.rank, index) for index in range(self.num_stages)]
         self.kept: list[Tensor] = []
@@ -131,7 +145,7 @@ class Views:
 
         grad_out = tokens_first("grad_out")
         made: dict[str | Contents, Tensor] = {}
-        for name in self.kernels.plain.packed:
+        for name in self.plain.packed:
             made[name] = store_beside(tokens_first(name), grad_out)
             for piece in arrived:
                 del piece.tensors[name]
@@ -190,7 +204,7 @@ class Views:
         for name in names:
             part = tile.side(self.plan.shape, of_keys=name in Payload.KEY_VALUE.tensors)
             # What several tiles read in the order of its shape is copied once.
-            is_in_order = name == "lse" and name in self.kernels.plain.packed
+            is_in_order = name == "lse" and name in self.plain.packed
             tensors.append(self.store.take(name, *part, is_in_order=is_in_order))
         return tensors
 
@@ -200,18 +214,17 @@ class Views:
         """Yield a tile in parts of its queries, each of no more scores than are made at once."""
         attention, scale, rule = self.attention, self.attention.scale, self.masks.rule
         has_mask = tile.mask is Mask.PARTIAL or bool(rule.bias) or rule.score != SCORE
-        needs_math, under_rule = self._needs_math, self._under_rule
-        if not needs_math and (under_rule is not None or not has_mask):
+        if not self.needs_math and (self.under_rule is not None or not has_mask):
             kernel: Kernel = self.plain
-            if has_mask and under_rule is not None:
-                kernel = under_rule(rule, self.masks.indices(tile), attention.kernel_options)
+            if has_mask and self.under_rule is not None:
+                kernel = self.under_rule(rule, self.masks.indices(tile), attention.kernel_options)
             yield _ALL, kernel, TileCall(query, key, value, tile.mask is Mask.CAUSAL, scale)
             return
         for rows in self._row_slices(tile, query, key):
             keep, kernel = None, self.plain
             if self.seed is not None:
                 keep = self.masks.keep(tile, rows, self.seed, attention.dropout_p)
-            if needs_math:
+            if self.needs_math:
                 kernel = Math(keep, needs_bias_grad=attention.has_bias)
                 self.maths[tile].append(kernel)
             bias, change = self.masks.bias(tile, rows), self.masks.change(tile, rows)
@@ -219,26 +232,11 @@ class Views:
             part = query[:, :, rows] if rows != _ALL else query
             yield rows, kernel, TileCall(part, key, value, is_causal, scale, bias, change)
 
-    @property
-    def _needs_math(self) -> bool:
-        """Whether tiles are what no kernel does."""
-        is_changed = self.masks.rule.score != SCORE
-        of_scores = self.attention.has_bias or self.attention.dropout_p > 0
-        return of_scores or (is_changed and self._under_rule is None)
-
-    @property
-    def _under_rule(self) -> type[RuleKernel] | None:
-        """What reads the rule itself; None if nothing does here."""
-        like, kernel = self.store.like, self.kernels.under_rule
-        is_usable = is_fake(like) or not kernel.needs_graph
-        serves = is_usable and kernel.obstacle(self.masks.rule, like.shape[-1]) is None
-        return kernel if serves else None
-
     def _row_slices(self, tile: Tile, query: Tensor, key: Tensor) -> Iterator[slice]:
         num_queries, num_keys = (size_hint(t.shape[SEQUENCE_DIM]) for t in (query, key))
         # On CUDA, Inductor repeats a mask for each head.
         width = size_hint(query.shape[0]) * len(tile.heads)
-        row_bytes = width * num_keys * (4 if self._needs_math else query.dtype.itemsize)
+        row_bytes = width * num_keys * (4 if self.needs_math else query.dtype.itemsize)
         num_rows = max(1, MAX_SCORE_BYTES // max(1, row_bytes))
         for start in range(0, num_queries, num_rows):
             yield slice(start, start + num_rows) if num_rows < num_queries else _ALL

@@ -140,16 +140,10 @@ def block_table(
     dtype: torch.dtype,
     is_computed: Tensor | None = None,
 ) -> Tensor:
-    """Return which blocks of a tile hold pairs, on the CPU, to the pair.
+    """Return what `make_block_table` does, to the pair: the rule is evaluated in PARTIAL blocks.
 
-    The rule is evaluated in the blocks that interval arithmetic leaves open.
-
-    Args:
-        tables, rule: of the attention; the rule as text.
-        geometry: of the tile, encoded.
-        batch: its entries, or 1 if what exists does not depend on them.
-        dtype: of the attention.
-        is_computed: see `make_block_table`, as for what is returned.
+    It takes the text of the rule, the geometry encoded, and the dtype of the attention; and one
+    batch entry if what exists does not depend on them.
     """
     indices = Indices(Geometry.decode(geometry), tables, batch, dtype, torch.device("cpu"))
     parsed = Rule.parse(rule)

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from cp_inductor.errors import UnsupportedKernel
 from cp_inductor.tiles import known_wrong
-from cp_inductor.tiles.aten_kernels import EfficientCUDA, FlashCPU, FlashCUDA
-from cp_inductor.tiles.cudnn_tiles import CudnnCUDA
+from cp_inductor.tiles.aten_kernels import CudnnCUDA, EfficientCUDA, FlashCPU, FlashCUDA
 from cp_inductor.tiles.flex_tiles import FlexCUDA
 from cp_inductor.tiles.kernels import PlainKernel, RuleKernel
 from cp_inductor.tiles.masked_tiles import MaskedCPU

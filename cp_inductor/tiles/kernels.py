@@ -200,10 +200,10 @@ class PlainKernel(ScaledKernel):
     def describe(cls) -> str:
         """Say what it serves."""
         *names, last = (str(dtype).removeprefix("torch.") for dtype in cls.dtypes)
-        dtypes = f"{', '.join(names)} or {last}" if names else last
         limits = cls._describe_head_dims()
         limit = f" with head dims{limits}" if limits else ""
-        return f"{dtypes}{limit} on {cls.device} with the {cls.switch.name} kernel enabled"
+        dtypes = f"{', '.join(names)} or {last}{limit}"
+        return f"{dtypes} on {cls.device} with the {cls.switch.name} kernel enabled"
 
     @classmethod
     def _describe_head_dims(cls) -> str:

@@ -3,7 +3,7 @@
     FA4, head dim 256, two sequences, on a B200  =>  not chosen: the next kernel is
     cuDNN, a tile of one query                   =>  flash computes the tile
 
-`kernel_table` asks before it chooses, `cudnn_tiles` for each tile, and `explain` prints the rows of
+`kernel_table` asks before it chooses, `CudnnCUDA` for each tile, and `explain` prints the rows of
 the kernel that it names. A row goes when no supported torch can meet what it is about. What was
 read in the threads, and by which release each was mended, is of November 2026.
 """

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -76,16 +76,13 @@ class Strip(NamedTuple):
     """Neighbouring rows of blocks that see the same blocks of keys.
 
     Attributes:
-        entry, head: of the batch, and of the tile's; 0 if it is of all of them.
-        rows, columns: blocks of queries, and of keys, in order.
+        blocks: (rows, columns, 4), entry of the batch, head of the tile, row and column of each;
+            entry or head is 0 if they are of all of them.
         is_full: all of the blocks are FULL.
         queries, keys: their tokens.
     """
 
-    entry: int
-    head: int
-    rows: range
-    columns: tuple[int, ...]
+    blocks: np.ndarray
     is_full: bool
     queries: np.ndarray
     keys: np.ndarray
@@ -93,7 +90,7 @@ class Strip(NamedTuple):
     @property
     def num_hidden(self) -> int:
         """How many of its keys are before its blocks."""
-        return self.columns[0] * BLOCK - int(self.keys[0])
+        return int(self.blocks[0, 0, 3] * BLOCK - self.keys[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +142,10 @@ def _arrange(
         """Return which tokens of queries or keys strips hold: see `Call`."""
         parts = []
         for strip in strips:
-            part = (strip.queries, strip.keys)[side] + strip.entry * lengths[side]
+            entry, head, _, _ = strip.blocks[0, 0]
+            part = (strip.queries, strip.keys)[side] + entry * lengths[side]
             if has_heads:
-                part = part * num_heads[side] + strip.head * num_heads[side] // num_heads[0]
+                part = part * num_heads[side] + head * num_heads[side] // num_heads[0]
             parts.append(part)
         together = np.concatenate(parts)
         if (np.diff(together) == 1).all():
@@ -163,21 +161,15 @@ def _arrange(
         at_once = max(1, MAX_PAIRS // (rows * columns * (1 if has_heads else num_heads[0])))
         for start in range(0, len(strips), at_once):
             some = strips[start : start + at_once]
-            places = np.array(
-                [
-                    (strip.entry, strip.head, *block)
-                    for strip in some
-                    for block in product(strip.rows, strip.columns)
-                ]
-            )
-            is_partial = cells[tuple(places.T)] == Cell.PARTIAL
+            places = np.stack([strip.blocks for strip in some])
+            is_partial = cells[tuple(np.moveaxis(places, -1, 0))] == Cell.PARTIAL
             if not groups or sum(map(len, groups[-1][0])) + is_partial.sum() > MAX_BLOCKS:
                 groups.append(([], []))
             blocks, calls = groups[-1]
-            numbers = np.where(is_partial, sum(map(len, blocks)) + np.cumsum(is_partial), 0)
+            counted = np.cumsum(is_partial).reshape(is_partial.shape)
+            numbers = np.where(is_partial, sum(map(len, blocks)) + counted, 0)
             blocks.append(places[is_partial])
-            of_strips = torch.from_numpy(numbers.reshape(len(some), -1, len(some[0].columns)))
-            has_bias = not is_full or num_hidden > 0
+            has_bias, of_strips = not is_full or num_hidden > 0, torch.from_numpy(numbers)
             tokens = join(some, 0), join(some, 1)
             calls.append(Call(*tokens, rows, columns, num_hidden, has_bias, of_strips))
     return tuple((torch.from_numpy(np.concatenate(b)), tuple(calls)) for b, calls in groups)
@@ -201,8 +193,8 @@ def _strips(cells: np.ndarray, lengths: tuple[int, int]) -> Iterator[Strip]:
             at_once = len(rows) if is_full else max(1, MAX_BIAS // (len(columns) * BLOCK**2))
             for start in range(rows[0], rows[-1] + 1, at_once):
                 some = range(start, min(start + at_once, rows[-1] + 1))
-                queries = _tokens_of(some, lengths[0])
-                yield Strip(entry, head, some, columns, is_full, queries, keys)
+                blocks = np.array([[(entry, head, row, col) for col in columns] for row in some])
+                yield Strip(blocks, is_full, _tokens_of(some, lengths[0]), keys)
 
 
 def _tokens_of(blocks: Sequence[int], length: int) -> np.ndarray:
@@ -235,8 +227,7 @@ class _Work:
         decoded = Geometry.decode(geometry)
         self.indices = Indices(decoded, tables, self.batch, query.dtype, query.device)
         if cells is None:
-            of_batch = self.batch if BATCH in self.rule.allowed.free_symbols else 1
-            cells = cells_without_tables(rule, tuple(geometry), of_batch, query.dtype)
+            cells = cells_without_tables(rule, tuple(geometry), self.batch, query.dtype)
         self.has_heads = cells.shape[1] > 1
         is_by_entry = self.has_heads or BATCH in self.rule.bias.free_symbols
         self.has_entries = is_by_entry or cells.shape[0] > 1
@@ -352,13 +343,10 @@ def masked_tile(
     results = work.tokens_of(out.zero_(), lse.fill_(-float("inf")))
     of_queries, of_keys = work.tokens_of(query), work.tokens_of(key, value)
     for call, bias in work.with_biases():
-        (q,), (k, v) = (
-            work.read(call, call.queries, of_queries),
-            work.read(call, call.keys, of_keys),
-        )
-        for tokens, part in zip(
-            results, FlashCPU().forward(TileCall(q, k, v, False, scale, bias)), strict=True
-        ):
+        (q,) = work.read(call, call.queries, of_queries)
+        k, v = work.read(call, call.keys, of_keys)
+        of_call = FlashCPU().forward(TileCall(q, k, v, False, scale, bias))
+        for tokens, part in zip(results, of_call, strict=True):
             work.write(tokens, call.queries, part)
         counters["cp_inductor"]["blocks_computed"] += call.numbers.numel()
     return out, lse

@@ -7,7 +7,7 @@ Scores and sums are in float32 (float64 for float64), and probabilities are roun
 the inputs before they meet the values, as in the kernels. What a kernel asks of its arguments was
 read in torch 2.13, aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp, attention.cu
 and attention_backward.cu. What cuDNN asks for is said, with its sources, in
-`cp_inductor.tiles.cudnn_tiles`.
+`cp_inductor.tiles.aten_kernels.CudnnCUDA`.
 
 Shapes: B batch, H query heads, G key-value heads, S queries, T keys, D head dim.
 """

@@ -21,7 +21,7 @@ from cp_inductor.plan import Recipe, resolve
 from cp_inductor.plan.strategies import TABLE
 from cp_inductor.region.regions import SequenceRegion
 from cp_inductor.run.attention import Attention
-from cp_inductor.run.own_transfers import reads_shard
+from cp_inductor.run.records import reads_shard
 from cp_inductor.tiles.kernel_table import ROWS_OF_TILES, get_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall, with_whole_rows
 from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS

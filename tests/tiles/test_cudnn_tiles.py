@@ -28,7 +28,7 @@ from cp_inductor import (
     explain,
 )
 from cp_inductor.region.regions import SequenceRegion
-from cp_inductor.tiles.cudnn_tiles import CudnnCUDA
+from cp_inductor.tiles.aten_kernels import CudnnCUDA
 from tests.rehearsal.stand_ins import StandIns, stand_in
 from tests.support.graphs import attend_causal
 from tests.support.ranks import fake_mesh, on_ranks, world_mesh

@@ -20,11 +20,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from cp_inductor.mask.rule import Rule
 from cp_inductor.plan import Mask, Span, Tile
 from cp_inductor.plan.grid import Grid
+from cp_inductor.tiles.aten_kernels import Math
 from cp_inductor.tiles.block_tables import list_blocks
 from cp_inductor.tiles.dims import Tokens
 from cp_inductor.tiles.flex_tiles import FlexCUDA
 from cp_inductor.tiles.kernels import Partial, TileCall
-from cp_inductor.tiles.math_tiles import Math
 from cp_inductor.tiles.tile_masks import TileMasks
 from cp_inductor.torch_private.tracing import trace_fake
 from tests.support.reference import assert_within

@@ -17,8 +17,7 @@ from torch.nn.attention import SDPBackend, _fa4, sdpa_kernel
 
 from cp_inductor import UnsupportedKernel, explain
 from cp_inductor.tiles import kernel_table, known_wrong
-from cp_inductor.tiles.aten_kernels import FlashCPU, FlashCUDA
-from cp_inductor.tiles.cudnn_tiles import CudnnCUDA
+from cp_inductor.tiles.aten_kernels import CudnnCUDA, FlashCPU, FlashCUDA
 from cp_inductor.tiles.kernel_table import KERNELS, KernelRow, choose_kernel
 from cp_inductor.tiles.masked_tiles import MaskedCPU
 from tests.rehearsal.stand_ins import StandIns
@@ -41,7 +40,7 @@ def ops_of_tile(num_queries: int, num_keys: int, *, is_causal: bool = False) -> 
 
 def test_a_tail_of_keys_has_its_gradient_from_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     # The CPU is taken for an H100 with the cuDNN of torch 2.13's wheels.
-    monkeypatch.setattr("cp_inductor.tiles.cudnn_tiles.chip_of", lambda device: HOPPER)
+    monkeypatch.setattr("cp_inductor.tiles.aten_kernels.chip_of", lambda device: HOPPER)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
     assert ops_of_tile(128, 192) == [FORWARDS[0], BACKWARDS[1]]
     assert ops_of_tile(128, 128) == [FORWARDS[0], BACKWARDS[0]]

@@ -321,15 +321,13 @@ def test_a_symbol_that_became_a_number_is_guarded(attend: Any) -> None:
 
     with fake_mesh(0, 2) as mesh:
         table = distribute_tensor(torch.zeros(4, 8), mesh, [Replicate()])
-        compiled = torch.compile(
-            embed_and_attend, backend="cp_aot_eager", fullgraph=True, dynamic=False
-        )
+        run = torch.compile(embed_and_attend, backend="cp_aot_eager", fullgraph=True, dynamic=False)
         for length in (12, 15, 16):
             ids = torch.zeros(1, length, dtype=torch.int64)
             shards = distribute_tensor(ids, mesh, [Shard(1)])
             torch._dynamo.maybe_mark_dynamic(shards, 1)
             with implicit_replication():
-                assert compiled(table, shards).shape == (1, 1, length, 8)
+                assert run(table, shards).shape == (1, 1, length, 8)
 
 
 # --- What DTensor chooses is remembered within a compile ------------------------------------------
@@ -349,6 +347,4 @@ def test_numbers_that_are_equal_are_not_taken_for_each_other() -> None:
         compiled = torch.compile(_zeros, backend="cp_aot_eager", fullgraph=True)
         assert_close(compiled(states).to_local(), _zeros(local))
     propagator = DTensor._op_dispatcher.sharding_propagator
-    assert "propagate_op_sharding_non_cached" not in vars(propagator), (
-        "chosen by us after a compile"
-    )
+    assert "propagate_op_sharding_non_cached" not in vars(propagator)

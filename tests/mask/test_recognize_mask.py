@@ -222,6 +222,12 @@ END_OF_INT64 = (1 << 63) - 1
 AT_THE_END_OF_INT64 = torch.tensor([[END_OF_INT64] * 8 + [3] * 5, [-END_OF_INT64 - 1] * 13])
 LONGER = torch.rand(1, 1, S + 9, T + 9, generator=torch.Generator().manual_seed(0)) < 0.5
 
+
+def causal_in_a_column(positions: Tensor) -> Tensor:
+    ids, positions = runs(positions)[:, 5], positions[:, 5]
+    return (ids[:, None] == ids) & (positions <= positions[:, None])
+
+
 # Each row goes up by one, so that all runs are alike; the numbers of a column do not.
 ROWS_OF_ONE_RUN = queries() * 5 % S + keys()
 ONES_IN_UINT8 = PADDING.to(torch.uint8)
@@ -247,7 +253,7 @@ NEXT_TO_256: (x.to(torch.bfloat16) <= 256)[:, None, None]
 torch.ops.cp_inductor_tests.where(keys() <= queries(), torch.tensor(1.0), torch.tensor(0.0)).bool()
 POSITIONS: counts_that_wrap(x)
 DOCUMENTS: (x[1].cumsum(0)[torch.argsort(x[0]) % T] > 3)[None] & causal()
-ROWS_OF_ONE_RUN: (runs(x)[:, None, 5] == runs(x)[None, :, 5]) & (x[None, :, 5] <= x[:, None, 5])
+ROWS_OF_ONE_RUN: causal_in_a_column(x)
 """
 
 

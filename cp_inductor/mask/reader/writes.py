@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,16 +58,19 @@ class Writes:
         for node in _calls(graph):
             for storage in {_storage_of(tensor) for tensor in _inputs_of(node)}:
                 self.users.setdefault(storage, []).append(node)
-        self.written_by = cache(_written_by)
+        self.known: dict[fx.Node, set[int]] = {}
 
     def has(self, node: fx.Node, besides: Collection[fx.Node] = ()) -> bool:
         """Whether any node but these writes to the tensors of a node."""
-        return any(
-            storage in self.written_by(user)
-            for storage in storages_of(node)
-            for user in self.users.get(storage, ())
-            if user not in besides
-        )
+        for storage in storages_of(node):
+            for user in self.users.get(storage, ()):
+                if user in besides:
+                    continue
+                if user not in self.known:
+                    self.known[user] = _written_by(user)
+                if storage in self.known[user]:
+                    return True
+        return False
 
 
 def _calls(graph: fx.Graph) -> Iterator[fx.Node]:

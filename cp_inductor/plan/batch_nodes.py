@@ -17,7 +17,6 @@ takes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, partial
 
 import numpy as np
 
@@ -181,8 +180,13 @@ class _Imports:
         self.crossing = self.enters + np.bincount(
             keys.rank[crosses], self.cost_home[1][crosses], world_size
         )
-        # What a node may give away.
-        self.source = cache(partial(_Source, self))
+        self.sources: dict[int, _Source] = {}
+
+    def source(self, node: int) -> _Source:
+        """Return what a node may give away."""
+        if node not in self.sources:
+            self.sources[node] = _Source(self, node)
+        return self.sources[node]
 
     def with_crossing(self, taken: _Taken) -> np.ndarray:
         """Return the rank of each cell that was taken, or has keys of another node.

@@ -14,7 +14,7 @@ import numpy as np
 
 from cp_inductor.mask.rule import Cell
 from cp_inductor.plan.assign_cells import causal_cells, cells_of
-from cp_inductor.plan.grid import lengths_of, spread
+from cp_inductor.plan.grid import lengths_of
 from cp_inductor.plan.ir import (
     DESTINATION,
     FIRST_HEAD,
@@ -27,12 +27,12 @@ from cp_inductor.plan.ir import (
     Direction,
     Mask,
     PlanData,
+    Stage,
     Tile,
     Transfers,
 )
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.timeline import Timeline, loads_of
-from cp_inductor.plan.transfers import TileColumns
 
 
 class InvalidPlan(AssertionError):
@@ -132,74 +132,72 @@ def _check_exchanges(plan: PlanData) -> None:
 
 
 class _Places:
-    """Places in which ranks hold queries, or keys: (rank, part of the heads, chunk), as integers.
+    """Places in which ranks hold queries, or keys: (P, parts of the heads, chunks).
 
-    No tile or transfer has a part of the heads but in whole. Chunks without tokens have no places.
+    No tile or transfer has a part of the heads but in whole.
     """
 
     def __init__(self, plan: PlanData, *, of_keys: bool) -> None:
-        self.of_keys, world_size = of_keys, plan.grid.world_size
-        self.has_tokens = lengths_of(plan.grid, of_keys=of_keys) > 0
+        self.of_keys, self.grid, self.shape = of_keys, plan.grid, plan.shape
         num_heads = plan.shape.num_kv_heads if of_keys else plan.shape.num_heads
         moved = [plan.kept_fetches, *(m for s in plan.stages for m in (s.fetch, s.home))]
-        tiles = TileColumns.of(stage.tiles for stage in plan.stages)
-        (of_tile, start, stop), heads = tiles.reads(plan.shape, of_keys=of_keys)
-        read = np.stack([tiles.rank[of_tile], start, stop, *(of[of_tile] for of in heads)], axis=1)
-        boxes = [read, *(self._boxes(transfers, SOURCE) for transfers in moved)]
+        boxes = [self._boxes(transfers, SOURCE) for transfers in moved]
+        boxes += [self._boxes_of_tiles(stage) for stage in plan.stages]
         self.edges = np.unique([0, num_heads, *np.concatenate(boxes)[:, 3:].ravel()])
-        self.shape = world_size, len(self.edges) - 1, plan.grid.num_chunks
-        # What the tiles of each stage read; what ranks store.
-        stages = range(len(plan.stages))
-        self.read = [self._in(read[tiles.stage[of_tile] == stage]) for stage in stages]
-        own = [(rank, plan.grid.own(rank)) for rank in range(world_size)]
-        self.own = self._in(np.array([(r, s.start, s.stop, 0, num_heads) for r, s in own]))
+        own = [(rank, plan.grid.own(rank)) for rank in range(plan.grid.world_size)]
+        self.own = self._count(np.array([(r, s.start, s.stop, 0, num_heads) for r, s in own])) > 0
 
     def of_transfers(self, transfers: Transfers, end: int) -> np.ndarray:
-        """Return the places that transfers of this kind leave, or reach."""
-        return self._in(self._boxes(transfers, end))
+        """Return how many of the transfers of this kind have each place at one end."""
+        return self._count(self._boxes(transfers, end))
 
-    def require(self, needed: np.ndarray, held: np.ndarray, *what: object) -> None:
-        """Require that what is needed is held. What is not is named."""
-        lacking = np.setdiff1d(needed, held)[:3]
-        require(not len(lacking), *what, np.transpose(np.unravel_index(lacking, self.shape)))
+    def of_tiles(self, stage: Stage) -> np.ndarray:
+        """Return how many tiles of a stage read each place."""
+        return self._count(self._boxes_of_tiles(stage))
 
     def _boxes(self, transfers: Transfers, end: int) -> np.ndarray:
         """Return (n, 5), of each transfer a rank, the first and last chunk, and those of heads."""
         columns = transfers.columns[IS_OF_KEYS[transfers.columns[:, PAYLOAD]] == self.of_keys]
         return columns[:, [end, START, STOP, FIRST_HEAD, LAST_HEAD]]
 
-    def _in(self, boxes: np.ndarray) -> np.ndarray:
-        """Return the places in each box."""
-        rank, start, stop, *heads = boxes.T
-        first, last = np.searchsorted(self.edges, heads)
-        box, part = spread(last - first)
-        part, (row, chunk) = part + first[box], spread((stop - start)[box])
-        box, part = box[row], part[row]
-        chunk += start[box]
-        places = np.ravel_multi_index((rank[box], part, chunk), self.shape)
-        return places[self.has_tokens[chunk]]
+    def _boxes_of_tiles(self, stage: Stage) -> np.ndarray:
+        rows = [
+            (tile.rank, span.start, span.stop, heads.start, heads.stop)
+            for tile in stage.tiles
+            for spans, heads in [tile.side(self.shape, of_keys=self.of_keys)]
+            for span in spans
+        ]
+        return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
-
-def _are_different(*places: np.ndarray) -> bool:
-    together = np.concatenate(places)
-    return len(np.unique(together)) == len(together)
+    def _count(self, boxes: np.ndarray) -> np.ndarray:
+        size = self.grid.world_size, len(self.edges) - 1, self.grid.num_chunks
+        counts, heads = np.zeros(size, np.int16), np.searchsorted(self.edges, boxes[:, 3:])
+        for rank, start, stop, first, last in np.hstack([boxes[:, :3], heads]).tolist():
+            counts[rank, first:last, start:stop] += 1
+        return counts * (lengths_of(self.grid, of_keys=self.of_keys) > 0)
 
 
 def _check_data(plan: PlanData, places: _Places) -> None:
     """Run the exchanges: check that what is sent, and what a tile reads, is there."""
-    held = places.own
+    held = places.own.astype(np.int16)
     if plan.direction is Direction.BACKWARD and places.of_keys:
-        held = np.concatenate([held, places.of_transfers(plan.kept_fetches, DESTINATION)])
-        require(_are_different(held), "what was kept is there already")
+        held += places.of_transfers(plan.kept_fetches, DESTINATION)
+        require(held.max() <= 1, "what was kept is there already")
     for index, stage in enumerate(plan.stages):
         # The fetch of a stage starts before the tiles of the one before: what it sends must have
         # been there then, so that nothing that arrives with this exchange is sent by it.
         sent = places.of_transfers(stage.fetch, SOURCE)
-        places.require(sent, held, f"stage {index}: a rank sends what is not there:")
-        held = np.concatenate([held, places.of_transfers(stage.fetch, DESTINATION)])
-        require(_are_different(held), f"stage {index}: a fetch brings what is there already")
+        _require_held(sent, held, f"stage {index}: a rank sends what is not there:")
+        held += places.of_transfers(stage.fetch, DESTINATION)
+        require(held.max() <= 1, f"stage {index}: a fetch brings what is there already")
         what = "keys" if places.of_keys else "queries"
-        places.require(places.read[index], held, f"stage {index}: a tile misses {what}:")
+        _require_held(places.of_tiles(stage), held, f"stage {index}: a tile misses {what}:")
+
+
+def _require_held(needed: np.ndarray, held: np.ndarray, *what: object) -> None:
+    """Require that what is needed is held. What is not is named: rank, part of heads, chunk."""
+    lacking = np.argwhere((needed > 0) & (held == 0))
+    require(not len(lacking), *what, lacking[:3].tolist())
 
 
 def _check_homes(plan: PlanData, places: _Places) -> None:
@@ -212,13 +210,14 @@ def _check_homes(plan: PlanData, places: _Places) -> None:
     what = "results of keys" if places.of_keys else "results of queries"
     # From behind the last stage on: what is added to or arrives later, and what was sent later. A
     # tile adds to what leaves with its stage or later; what arrives with a stage leaves after it.
-    added, home = places.own, places.own
+    added, sent = places.own, np.zeros_like(places.own)
     for index, stage in reversed([*enumerate(plan.stages)]):
         leaving = places.of_transfers(stage.home, SOURCE)
-        added = np.union1d(added, places.of_transfers(stage.home, DESTINATION))
-        is_right = _are_different(leaving, np.union1d(added, home))
+        added = added | (places.of_transfers(stage.home, DESTINATION) > 0)
+        is_right = (leaving + (added | sent)).max() <= 1
         require(is_right, f"stage {index}: {what} are early or twice")
-        home = np.union1d(home, leaving)
-        added = np.union1d(added, places.read[index])
-    places.require(home, added, f"{what} that nobody has computed are sent:")
-    places.require(added, home, f"{what} stay away from home:")
+        sent = sent | (leaving > 0)
+        added = added | (places.of_tiles(stage) > 0)
+    home = sent | places.own
+    require(not (home & ~added).any(), f"{what} that nobody has computed are sent")
+    require(not (added & ~home).any(), what, "stay away from home")

@@ -53,10 +53,7 @@ pre { max-height: 30rem; overflow: auto } pre b { color: #56b4e9 } pre b.wait { 
 
 
 def page_of(
-    title: str,
-    facts: Mapping[str, str],
-    attentions: Sequence[Any],
-    compiled: CrossCompiled | None,
+    title: str, facts: Mapping[str, str], attentions: Sequence[Any], compiled: CrossCompiled | None
 ) -> str:
     """Return the page of a report about some facts, with the `AttentionReport` of each attention.
 

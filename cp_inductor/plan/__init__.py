@@ -8,13 +8,7 @@ from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span
 from cp_inductor.plan.ir import Mask, Payload, Stage, Tile, Transfer
 from cp_inductor.plan.machine import Device, Level, Machine
-from cp_inductor.plan.planner import (
-    Recipe,
-    backward_plan,
-    forward_plan,
-    plan_attention,
-    resolve,
-)
+from cp_inductor.plan.planner import Recipe, backward_plan, forward_plan, plan_attention, resolve
 from cp_inductor.plan.simulate import InvalidPlan
 from cp_inductor.plan.strategies import STRATEGIES
 

@@ -269,11 +269,7 @@ def _size_of(tokens: int, world_size: int, factor: int) -> int:
 
 
 def assign_stages(
-    cells: Cells,
-    rank: np.ndarray,
-    world_size: int,
-    stages: int,
-    prices: Prices,
+    cells: Cells, rank: np.ndarray, world_size: int, stages: int, prices: Prices
 ) -> np.ndarray:
     """Return the stage of each cell, given its rank; what is fetched comes in so many stages.
 

@@ -87,12 +87,7 @@ class LineMoves:
     """Who computes each cell, and the moves that improve it."""
 
     def __init__(
-        self,
-        lines: Lines,
-        weight: np.ndarray,
-        rank: np.ndarray,
-        max_load: float,
-        fixed: np.ndarray,
+        self, lines: Lines, weight: np.ndarray, rank: np.ndarray, max_load: float, fixed: np.ndarray
     ) -> None:
         """Begin with an assignment.
 

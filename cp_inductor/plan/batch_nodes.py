@@ -23,14 +23,7 @@ import numpy as np
 from cp_inductor.plan.batch_assign import assign_ranks
 from cp_inductor.plan.batch_cells import BLOCK, Cells, Chunks
 from cp_inductor.plan.batch_improve import NOBODY
-from cp_inductor.plan.ir import (
-    Direction,
-    Payload,
-    Prices,
-    Shape,
-    bytes_per_row,
-    flops_per_pair,
-)
+from cp_inductor.plan.ir import Direction, Payload, Prices, Shape, bytes_per_row, flops_per_pair
 from cp_inductor.plan.machine import Machine
 
 # The numbers below follow from no theory; `benchmarks/nodes_documents.py` judges them.

@@ -301,13 +301,7 @@ DEVICES: Mapping[str, Device] = {
         _device("b200", "cuDNN", 2250e12, 8.0e12, _B200),
         # One core; torch's kernel takes 512 keys at a time, of which the mask hides some. The rest
         # was measured, benchmarks/results/calibrated-plans-2026-11-25.md.
-        Device(
-            flops_per_s=8.5e10,
-            launch_s=5e-5,
-            causal_keys=512,
-            bytes_per_s=3.5e10,
-            name="cpu",
-        ),
+        Device(flops_per_s=8.5e10, launch_s=5e-5, causal_keys=512, bytes_per_s=3.5e10, name="cpu"),
     )
 }
 

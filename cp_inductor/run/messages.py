@@ -284,9 +284,7 @@ class Messages:
         return pieces
 
     def _take_apart(
-        self,
-        buffer: Tensor,
-        together: Sequence[tuple[Sequence[Record], tuple[int | SymInt, ...]]],
+        self, buffer: Tensor, together: Sequence[tuple[Sequence[Record], tuple[int | SymInt, ...]]]
     ) -> Iterator[tuple[Tensor, list[list[Tensor]]]]:
         """Yield records (..., t, B, W), and of each of their payloads what it consists of.
 

@@ -25,16 +25,7 @@ import torch
 
 from cp_inductor.graph.record_layout import Field, RecordLayout, lay_out
 from cp_inductor.kept import lru_cache
-from cp_inductor.plan import (
-    Grid,
-    Payload,
-    Plan,
-    Span,
-    Tile,
-    Transfer,
-    backward_plan,
-    forward_plan,
-)
+from cp_inductor.plan import Grid, Payload, Plan, Span, Tile, Transfer, backward_plan, forward_plan
 from cp_inductor.plan.grid import join_spans
 from cp_inductor.plan.ir import Transfers
 from cp_inductor.run.attention import Attention

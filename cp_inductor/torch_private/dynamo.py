@@ -17,11 +17,7 @@ import torch._inductor.config
 import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.exc import (
-    ShortenTraceback,
-    TorchDynamoException,
-    TorchRuntimeError,
-)
+from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, TorchRuntimeError
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource, GetItemSource
 from torch._dynamo.symbolic_convert import InstructionTranslator

@@ -74,10 +74,7 @@ def batch(length: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "is_tied", "dtype"),
-    [
-        (3, True, torch.float32),
-        pytest.param(2, False, torch.bfloat16, marks=pytest.mark.long),
-    ],
+    [(3, True, torch.float32), pytest.param(2, False, torch.bfloat16, marks=pytest.mark.long)],
 )
 @on_ranks("ranks")
 def test_packed_and_shifted_over_uneven_shards(

@@ -36,11 +36,7 @@ KEY_OR_VALUE = f"({DIM}, {KV_HEADS * HEAD_DIM})"
 
 @cache
 def code_of(
-    rank: int,
-    target: str,
-    schedule: str,
-    *,
-    inductor: tuple[tuple[str, object], ...] = (),
+    rank: int, target: str, schedule: str, *, inductor: tuple[tuple[str, object], ...] = ()
 ) -> CrossCompiled:
     with torch.device("meta"):
         sizes = (DIM, HEADS, KV_HEADS, HEAD_DIM, 5 * DIM)

@@ -153,11 +153,7 @@ def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
 
-    def find(
-        device: str,
-        capability: tuple[int, int] | None,
-        backend: str = "fake",
-    ) -> str:
+    def find(device: str, capability: tuple[int, int] | None, backend: str = "fake") -> str:
         seems = mock.patch.object(dist, "get_backend", return_value=backend)
         with fake_rank(3, 16), seems:
             axis = SequenceAxis("axis 0", dist.group.WORLD.group_name, 3, 16)

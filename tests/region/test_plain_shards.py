@@ -20,15 +20,7 @@ from cp_inductor.backend.failed_trace import errors_unwrapped
 from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.settings import read_settings
 from cp_inductor.torch_private.dynamo import as_backend_error
-from tests.support.hunt import (
-    SEQ_DIMS,
-    Program,
-    expand,
-    judge_many,
-    make_batch,
-    make_model,
-    piece,
-)
+from tests.support.hunt import SEQ_DIMS, Program, expand, judge_many, make_batch, make_model, piece
 from tests.support.idioms import TABLES, rows
 
 # Right as well, but Dynamo has no graph for it.

@@ -37,11 +37,7 @@ def test_what_is_listed_exists(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize(
     ("target", "expected"),
-    [
-        ("check", [""]),
-        ("test", ["", "slow"]),
-        ("test-all", ["", "slow", "long", "slow long"]),
-    ],
+    [("check", [""]), ("test", ["", "slow"]), ("test-all", ["", "slow", "long", "slow long"])],
 )
 def test_what_make_runs(target: str, expected: list[str]) -> None:
     """Of cases with these marks, by what `make` gives to pytest behind -m, if anything."""

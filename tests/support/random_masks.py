@@ -512,8 +512,7 @@ def exactly(
         return np.atleast_1d(np.asarray(table[tuple(inside)], dtype=object))
 
     operations = Operations(
-        read=look_up,
-        as_integer=lambda condition: np.asarray(condition).astype(int).astype(object),
+        read=look_up, as_integer=lambda condition: np.asarray(condition).astype(int).astype(object)
     )
     if expression.is_infinite:
         return np.full(value.shape, float(expression), dtype=object)

@@ -49,9 +49,6 @@ def state_of_torch() -> dict[str, Any]:
             compile_fx.fx_codegen_and_compile,
             codecache.FxGraphCache.__dict__["load_with_key"],
         ],
-        "callbacks": (
-            list(callback_handler.start_callbacks),
-            list(callback_handler.end_callbacks),
-        ),
+        "callbacks": (list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)),
         "whether Dynamo traces for us": traces.is_ours,
     }

@@ -152,10 +152,7 @@ def test_fsdp2(row: str, form: str) -> None:
 FSDP1 = {
     "FSDP1 over (dp, cp), use_orig_params": cases.Row(),
     "FSDP1, SHARD_GRAD_OP, sync_module_states": cases.Row(
-        settings={
-            "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
-            "sync_module_states": True,
-        }
+        settings={"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "sync_module_states": True}
     ),
     # Dynamo refuses the form that it is about.
     "FSDP1, flat parameters (use_orig_params=False)": cases.Row(

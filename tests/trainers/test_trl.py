@@ -17,14 +17,7 @@ from cp_inductor.passes.lower_attention import EXPANSIONS
 from tests.support.examples import EXAMPLES, number_in, run_example
 from tests.support.ranks import on_ranks
 from tests.support.traced_step import assert_sums, count, trace_step
-from tests.support.trainers import (
-    COMPILED,
-    check_same,
-    launched,
-    letters,
-    train_on,
-    train_sft,
-)
+from tests.support.trainers import COMPILED, check_same, launched, letters, train_on, train_sft
 
 pytest.importorskip("trl", reason="trl is not installed")
 

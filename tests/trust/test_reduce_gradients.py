@@ -17,13 +17,7 @@ from torch.optim import optimizer as optimizers
 
 import cp_inductor
 from cp_inductor import RanksDisagree, UnsupportedPlacement, reduce_gradients, shard
-from tests.support.combinations import (
-    Decoder,
-    make_batch,
-    mean_loss,
-    shards_of,
-    warnings_of,
-)
+from tests.support.combinations import Decoder, make_batch, mean_loss, shards_of, warnings_of
 from tests.support.ranks import on_ranks, world_mesh
 
 

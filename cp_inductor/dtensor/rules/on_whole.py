@@ -41,11 +41,7 @@ from cp_inductor.errors import CPError, UnsupportedPlacement
 from cp_inductor.kept import cache
 from cp_inductor.source import user_line
 from cp_inductor.torch_private.arguments import bind_arguments, tensors_written_by
-from cp_inductor.torch_private.dispatch import (
-    as_view,
-    become,
-    is_composite,
-)
+from cp_inductor.torch_private.dispatch import as_view, become, is_composite
 from cp_inductor.torch_private.dtensor import replicated
 
 log = logging.getLogger("cp_inductor")

@@ -214,9 +214,7 @@ def range_of(expression: Expr, sizes: Mapping[Expr, int], tables: RunTimeTables)
     anything = EXACT.make(-math.inf, math.inf)
     indices = {index: EXACT.make(0, size - 1) for index, size in sizes.items()}
     operations = interval_operations(
-        lambda read, _: EXACT.make(*tables.ranges[number_of(read)]),
-        EXACT.make,
-        number=exact_number,
+        lambda read, _: EXACT.make(*tables.ranges[number_of(read)]), EXACT.make, number=exact_number
     )
     found = evaluate(sympy.expand(expression), {SCORE: anything, **indices}, operations)
     return (found.low, found.high) if isinstance(found, Interval) else (found, found)

@@ -173,7 +173,7 @@ _NAMES = {
     "torch.distributed.tensor.parallel.loss": "customized_loss_ops",
     "torch.fx.experimental.proxy_tensor": """
         _SympyExprTrackerValue get_proxy_mode make_fx(f,tracing_mode,pre_dispatch) py_sym_types
-        set_proxy_slot(obj,tracer,proxy)""",
+        _sympy_handlers set_proxy_slot(obj,tracer,proxy)""",
     "torch.fx.experimental.symbolic_shapes": """
         ShapeEnv(tracked_fakes) ShapeEnv.ignore_fresh_unbacked_symbols
         TrackedFake(fake,source,symbolic_context) statically_known_true(x)""",

@@ -26,7 +26,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -121,6 +122,46 @@ class Tile:
     def side(self, shape: Shape, *, of_keys: bool) -> tuple[tuple[Span, ...], Span]:
         """Return the spans and the heads of its queries, or of its keys."""
         return (self.keys, shape.kv_heads(self.heads)) if of_keys else (self.queries, self.heads)
+
+
+class TileColumns(NamedTuple):
+    """The tiles of all ranks and stages, as integers.
+
+    Attributes:
+        stage, rank, first_head, last_head, is_causal: (tiles,).
+        queries, keys: (3, spans), of each span its tile, its first chunk and that behind it.
+    """
+
+    stage: np.ndarray
+    rank: np.ndarray
+    first_head: np.ndarray
+    last_head: np.ndarray
+    is_causal: np.ndarray
+    queries: np.ndarray
+    keys: np.ndarray
+
+    @staticmethod
+    def of(stages: Iterable[Sequence[Tile]]) -> TileColumns:
+        """Return the tiles of each stage as columns."""
+        stages = [*stages]
+        tiles = [tile for own in stages for tile in own]
+        stage = [stage for stage, own in enumerate(stages) for _ in own]
+        rows = ((t.rank, t.heads.start, t.heads.stop, t.mask is Mask.CAUSAL) for t in tiles)
+        of_spans = (
+            [number for at, of in enumerate(side) for s in of for number in (at, s.start, s.stop)]
+            for side in ([tile.queries for tile in tiles], [tile.keys for tile in tiles])
+        )
+        of_tiles, *of_sides = (
+            np.fromiter(numbers, np.int64).reshape(-1, width).T
+            for numbers, width in zip(([*chain(*rows)], *of_spans), (4, 3, 3), strict=True)
+        )
+        return TileColumns(np.array(stage, np.int64), *of_tiles, *of_sides)
+
+    def tokens(self, grid: Grid, *, of_keys: bool) -> np.ndarray:
+        """Return (tiles,), how many queries, or keys, each tile has."""
+        of_tile, start, stop = self.keys if of_keys else self.queries
+        before = np.array(tokens_before(grid, of_keys=of_keys))
+        return np.bincount(of_tile, before[stop] - before[start], len(self.rank)).astype(int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,12 +400,12 @@ class PlanData:
     @cached_property
     def head_pairs(self) -> list[int]:
         """The (query, key, head) triples that each rank computes."""
-        pairs = [0] * self.grid.world_size
-        for tile in self.tiles:
-            queries, keys = tile.num_tokens(self.grid)
-            is_causal = tile.mask is Mask.CAUSAL
-            of_head = queries * (queries + 1) // 2 if is_causal else queries * keys
-            pairs[tile.rank] += of_head * len(tile.heads)
+        pairs, tiles = [0] * self.grid.world_size, TileColumns.of(s.tiles for s in self.stages)
+        queries, keys = (tiles.tokens(self.grid, of_keys=of_keys) for of_keys in (False, True))
+        of_head = np.where(tiles.is_causal, queries * (queries + 1) // 2, queries * keys)
+        columns = tiles.rank, of_head, tiles.last_head - tiles.first_head
+        for rank, num_pairs, num_heads in np.stack(columns, axis=1).tolist():
+            pairs[rank] += num_pairs * num_heads
         return pairs
 
     def flops(self, rank: int) -> int:

@@ -23,7 +23,7 @@ from cp_inductor.mask.rule import Rule
 from cp_inductor.plan.assign_cells import Strategy, Tiles, work_of
 from cp_inductor.plan.checks import LIMITS, MAX_LENGTH, check_count, check_type
 from cp_inductor.plan.facade import Plan
-from cp_inductor.plan.grid import Grid, Span
+from cp_inductor.plan.grid import Grid, Span, lengths_of
 from cp_inductor.plan.ir import Direction, Mask, Payload, Shape
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.strategies import TABLE, parse_strategy
@@ -475,8 +475,9 @@ def plan_tiles(recipe: Recipe, assigned: Assigned) -> Plan:
     # A rank without tokens may still hand on what passes it.
     fetch = strategy.fetch or partial(fetches_of, num_nodes=strategy.num_nodes)
     fetches = fetch(grid, shape, [now + then for now, then in zip(*assigned, strict=True)])
+    is_short = any(0 in lengths_of(grid, of_keys=of_keys) for of_keys in (False, True))
     with_tokens = (
-        [[tile for tile in stage if all(tile.num_tokens(grid))] for stage in tiles]
+        [[tile for tile in stage if not is_short or all(tile.num_tokens(grid))] for stage in tiles]
         for tiles in assigned
     )
     stages = enumerate(zip(fetches, *with_tokens, strict=True))

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_inductor.plan.ir import PlanData, flops_per_pair
+from cp_inductor.plan.ir import PlanData, TileColumns, flops_per_pair
 from cp_inductor.plan.machine import Level, Machine
-from cp_inductor.plan.transfers import TileColumns
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ it is passed on, so that no stage passes on what it brings. Results go back the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -39,12 +39,12 @@ from cp_inductor.plan.ir import (
     START,
     STOP,
     Direction,
-    Mask,
     Payload,
     PlanData,
     Shape,
     Stage,
     Tile,
+    TileColumns,
     Transfers,
     message_order,
 )
@@ -109,7 +109,7 @@ def fetches_of(
     columns, found = TileColumns.of(tiles), []
     for payload in (Payload.QUERY, Payload.KEY_VALUE):
         uses = _with_entries(grid, _uses_of(grid, shape, columns, payload), num_nodes, later=-1)
-        uses = _joined(_once(uses))
+        uses = _joined(uses)
         uses[:, SOURCE] = _neighbors(grid, uses, num_nodes)
         found.append(uses)
     return by_stage(found, len(tiles))
@@ -130,7 +130,7 @@ def homes_of(
     columns, found = TileColumns.of(tiles), []
     for payload in payloads:
         uses = _uses_of(grid, shape, columns, payload, by_chunk=num_nodes > 1)
-        uses = _once(_with_entries(grid, uses, num_nodes, later=1), is_last=True)
+        uses = _with_entries(grid, uses, num_nodes, later=1)
         if num_nodes > 1 and len(uses):
             _spread_last_hops(grid, uses, num_nodes, of_keys=payload.is_of_keys)
         uses = _joined(uses)
@@ -150,13 +150,18 @@ def _neighbors(grid: Grid, uses: np.ndarray, num_nodes: int) -> np.ndarray:
 
 
 def _with_entries(grid: Grid, uses: np.ndarray, num_nodes: int, *, later: int) -> np.ndarray:
-    """Return uses, and those of the ranks that pass something on, so many stages later."""
+    """Return uses, and those of the ranks that pass something on, so many stages later; sorted."""
+    if num_nodes == 1:
+        return uses
     neighbor = _neighbors(grid, uses, num_nodes)
     is_passed = neighbor != uses[:, SOURCE]
     passed = uses[is_passed]
     passed[:, DESTINATION] = neighbor[is_passed]
     passed[:, STAGE] += later
-    return np.concatenate([uses, passed])
+    uses = np.concatenate([uses, passed])
+    uses = uses[np.lexsort(uses[:, [STAGE, START, LAST_HEAD, FIRST_HEAD, DESTINATION]].T)]
+    is_chosen = begins(uses, [DESTINATION, FIRST_HEAD, LAST_HEAD, START])
+    return uses[np.roll(is_chosen, -1) if later > 0 else is_chosen]
 
 
 def _spread_last_hops(grid: Grid, uses: np.ndarray, num_nodes: int, *, of_keys: bool) -> None:
@@ -188,45 +193,42 @@ def _spread_last_hops(grid: Grid, uses: np.ndarray, num_nodes: int, *, of_keys: 
     uses[at, STAGE] = stage
 
 
-# --- Uses -----------------------------------------------------------------------------------------
-
-
 def _uses_of(
     grid: Grid, shape: Shape, tiles: TileColumns, payload: Payload, *, by_chunk: bool = False
 ) -> np.ndarray:
-    """Return (n, 8), what tiles read that their ranks do not store, as transfers and stages.
+    """Return (n, 8), what ranks read and do not store, as transfers; sorted by rank and span.
 
-    Spans are parts of the sequence that tiles read as a whole, or with `by_chunk` single chunks.
+    The stage is the first that reads it, or of results the last. Spans are parts of the sequence
+    that tiles read as a whole, or with `by_chunk` single chunks.
     """
-    of_keys = payload.is_of_keys
-    (of_tile, start, stop), heads = tiles.reads(shape, of_keys=of_keys)
+    of_keys, num_stages = payload.is_of_keys, int(tiles.stage.max(initial=0)) + 1
+    group = shape.num_heads // shape.num_kv_heads if of_keys else 1
+    heads = tiles.first_head // group, (tiles.last_head - 1) // group + 1
+    tile, start, stop = tiles.keys if of_keys else tiles.queries
     is_edge = np.full(grid.num_chunks + 1, by_chunk)
     is_edge[:: grid.chunks_per_rank] = is_edge[start] = is_edge[stop] = True
     edges, part_of = np.flatnonzero(is_edge), np.cumsum(is_edge) - 1
-    of_span, place = spread(part_of[stop] - part_of[start])
-    tile, part = of_tile[of_span], part_of[start][of_span] + place
-    has_tokens = np.diff(np.array(tokens_before(grid, of_keys=of_keys))[edges]) > 0
-    meets_any = tiles.tokens(grid, of_keys=not of_keys) > 0
-    owners = edges[:-1] // grid.chunks_per_rank
-    is_used = (owners[part] != tiles.rank[tile]) & has_tokens[part] & meets_any[tile]
-    tile, part = tile[is_used], part[is_used]
-    kind = np.full_like(part, payload.order)
-    moved = owners[part], tiles.rank[tile], edges[part], edges[part + 1], kind
-    return np.stack([*moved, *(of[tile] for of in heads), tiles.stage[tile]], axis=1)
+    # A rank with heads, a part and a stage are one number: few of many uses are the first.
+    lines = (tiles.rank << 34) + (heads[0] << 17) + heads[1]
+    _, first_tile, line = np.unique(lines, return_index=True, return_inverse=True)
+    is_used = tiles.tokens(grid, of_keys=not of_keys)[tile] > 0
+    of_span, place = spread((part_of[stop] - part_of[start]) * is_used)
+    numbers = (line[tile] * len(edges) + part_of[start]) * num_stages + tiles.stage[tile]
+    numbers, stage = np.divmod(np.sort(numbers[of_span] + place * num_stages), num_stages)
+    is_first = payload in (Payload.QUERY, Payload.KEY_VALUE)
+    is_new = np.diff(numbers, **{"prepend" if is_first else "append": -1})
+    line, part = np.divmod(numbers[is_new != 0], len(edges))
+    tile, owner = first_tile[line], edges[part] // grid.chunks_per_rank
+    kind, rank, edges = np.full_like(part, payload.order), tiles.rank[tile], edges[[part, part + 1]]
+    stage = stage[is_new != 0]
+    uses = np.stack([owner, rank, *edges, kind, *(of[tile] for of in heads), stage], axis=1)
+    before = np.array(tokens_before(grid, of_keys=of_keys))[edges]
+    return uses[(owner != rank) & (before[0] < before[1])]
 
 
 def begins(uses: np.ndarray, columns: Sequence[int]) -> np.ndarray:
     """Return (n,), which uses differ in some columns from the one before."""
-    found = np.ones(len(uses), bool)
-    found[1:] = (np.diff(uses[:, columns], axis=0) != 0).any(1)
-    return found
-
-
-def _once(uses: np.ndarray, *, is_last: bool = False) -> np.ndarray:
-    """Return the first, or the last, use of each span by each rank; sorted by rank and span."""
-    uses = uses[np.lexsort(uses[:, [STAGE, START, LAST_HEAD, FIRST_HEAD, DESTINATION]].T)]
-    is_chosen = begins(uses, [DESTINATION, FIRST_HEAD, LAST_HEAD, START])
-    return uses[np.roll(is_chosen, -1) if is_last else is_chosen]
+    return np.asarray(np.diff(uses[:, columns], axis=0, prepend=-1).any(1))
 
 
 def _joined(uses: np.ndarray) -> np.ndarray:
@@ -244,50 +246,3 @@ def by_stage(uses: Sequence[np.ndarray], num_stages: int) -> list[Transfers]:
     rows = rows[message_order(rows, rows[:, STAGE])]
     edges = np.searchsorted(rows[:, STAGE], np.arange(1, num_stages))
     return [Transfers(part[:, :STAGE]) for part in np.split(rows, edges)]
-
-
-class TileColumns(NamedTuple):
-    """The tiles of all ranks and stages, as integers.
-
-    Attributes:
-        stage, rank, first_head, last_head, is_causal: (tiles,).
-        queries, keys: (3, spans), of each span its tile, its first chunk and that behind it.
-    """
-
-    stage: np.ndarray
-    rank: np.ndarray
-    first_head: np.ndarray
-    last_head: np.ndarray
-    is_causal: np.ndarray
-    queries: np.ndarray
-    keys: np.ndarray
-
-    @staticmethod
-    def of(stages: Iterable[Sequence[Tile]]) -> TileColumns:
-        """Return the tiles of each stage as columns."""
-        rows, queries, keys = [], [], []
-        flat = ((stage, tile) for stage, tiles in enumerate(stages) for tile in tiles)
-        for at, (stage, tile) in enumerate(flat):
-            is_causal = tile.mask is Mask.CAUSAL
-            rows.append((stage, tile.rank, tile.heads.start, tile.heads.stop, is_causal))
-            queries += [(at, span.start, span.stop) for span in tile.queries]
-            keys += [(at, span.start, span.stop) for span in tile.keys]
-        of_tiles, *of_spans = (
-            np.array(found, np.int64).reshape(-1, width).T
-            for found, width in ((rows, 5), (queries, 3), (keys, 3))
-        )
-        return TileColumns(*of_tiles, *of_spans)
-
-    def tokens(self, grid: Grid, *, of_keys: bool) -> np.ndarray:
-        """Return (tiles,), how many queries, or keys, each tile has."""
-        of_tile, start, stop = self.keys if of_keys else self.queries
-        before = np.array(tokens_before(grid, of_keys=of_keys))
-        return np.bincount(of_tile, before[stop] - before[start], len(self.rank))
-
-    def reads(
-        self, shape: Shape, *, of_keys: bool
-    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-        """Return the spans of queries, or of keys, and the heads of these, of each tile."""
-        group = shape.num_heads // shape.num_kv_heads if of_keys else 1
-        heads = self.first_head // group, (self.last_head - 1) // group + 1
-        return self.keys if of_keys else self.queries, heads

@@ -273,4 +273,13 @@ def _wrapped(op: Any, results: Any, args: Any, kwargs: Any, given: Sequence[DTen
                 return made.redistribute(placements=places)
         return made
 
-    return as_view(op, args, kwargs, pytree.tree_map_only(Tensor, wrap, results))
+    made = pytree.tree_map_only(Tensor, wrap, results)
+    if is_view:
+        return as_view(op, args, kwargs, made)
+    # Not so for others: torch refuses what is written to beside what is not, and misses lists.
+    outs, bound = [*made] if isinstance(made, tuple) else [made], bind_arguments(op, args, kwargs)
+    aliases = [(it.alias_info, bound[it.name]) for it in op._schema.arguments if it.alias_info]
+    for place, alias in enumerate(returned.alias_info for returned in op._schema.returns):
+        if alias is not None and alias.is_write:
+            outs[place] = next(it for of, it in aliases if of.before_set == alias.before_set)
+    return tuple(outs) if isinstance(made, tuple) else outs[0]

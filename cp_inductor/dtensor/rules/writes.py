@@ -9,9 +9,8 @@
 
 In compiled graphs the first two are right, because `passes/replay_writes.py` rewrites them. Before
 that, Dynamo runs them on fake tensors, which have no values. DTensor cannot do some of these writes
-at all. A write changes no shape, so on fake tensors it may be left out.
-
-The same handlers refuse views of empty DTensors, for which torch would loop for ever.
+at all. A write changes no shape, so on fake tensors it may be left out. Views of empty DTensors
+are refused, as torch would loop for ever.
 """
 
 from __future__ import annotations
@@ -47,16 +46,12 @@ from cp_inductor.torch_private.traces import traces
 from cp_inductor.torch_private.tracing import is_compiled, is_fake, memory_of, tensors_in
 
 aten = torch.ops.aten
-# Views for which DTensor gathers a dim that is sharded.
 VIEWS = (
     *(aten.slice.Tensor, aten.select.int, aten.diagonal.default, aten.unbind.int),
-    *(aten.split.Tensor, aten.split_with_sizes.default, aten.view.default),
-)
-# Views for which it does not.
-OTHERS = (
-    *(aten.alias.default, aten.detach.default, aten.t.default, aten.transpose.int),
-    *(aten.permute.default, aten.unsqueeze.default, aten.expand.default, aten.unfold.default),
-    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+    *(aten.split.Tensor, aten.split_with_sizes.default, aten.alias.default, aten.detach.default),
+    *(aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default),
+    *(aten.expand.default, aten.unfold.default, aten.squeeze.default),
+    *(aten.squeeze.dim, aten.squeeze.dims),
 )
 # The second is no view to autograd, but as the first is to DTensor.
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
@@ -68,7 +63,7 @@ SCALED = {
 ADDED = {aten.add_, aten.sub_, aten._foreach_add_, aten._foreach_sub_, aten.copy_}
 # From a tensor to the copies that DTensor made of it instead of views.
 _copies: Any = WeakTensorKeyDictionary()
-# Under inference_mode: from such a copy, or a view of it, to the tensor.
+# Under inference_mode: from such a copy, or what is made of it, to the tensor.
 _copied: Any = WeakTensorKeyDictionary()
 _is_strict: ContextVar[bool] = ContextVar("is_strict", default=False)
 
@@ -79,7 +74,7 @@ def handled() -> dict[Any, Iterable[torch._ops.OpOverload]]:
     packets = [packet for packet in names if isinstance(packet, torch._ops.OpOverloadPacket)]
     ops = (getattr(packet, name) for packet in packets for name in packet.overloads())
     that_write = [op for op in ops if op._schema.is_mutable]
-    return {_view: (*VIEWS, *OTHERS, *RESHAPES), _write: that_write}
+    return {_view: (*VIEWS, *RESHAPES), _write: that_write}
 
 
 @contextmanager
@@ -111,17 +106,18 @@ def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         except (RuntimeError, ValueError):
             if op not in RESHAPES:
                 raise
-            # The part lies otherwise than the whole. DTensor has other strides than its part then,
-            # of which this is no view.
+            # DTensor has other strides than its part, if that lies otherwise than the whole.
             copied = aten.clone.default(of, memory_format=torch.contiguous_format)
             views = run(op, (copied, *args[1:]), kwargs)
-    if op in VIEWS and not is_fake(local_of(of)) and not is_compiled(local_of(of)):
+    is_view = op is not aten._unsafe_view.default
+    if is_view and not is_fake(local_of(of)) and not is_compiled(local_of(of)):
         for made in views if isinstance(views, (tuple, list)) else (views,):
             is_copy = memory_of(local_of(made)) != memory_of(local_of(of))
-            if is_copy:
-                _copies.setdefault(_root(of), []).append(weakref.ref(made))
-            if torch.is_inference_mode_enabled() and (is_copy or of in _copied):
-                _copied[made] = of if is_copy else _copied[of]
+            source = _copied.get(of, of if is_copy else None)
+            if source is not None:
+                _copies.setdefault(_root(source), []).append(weakref.ref(made))
+                if torch.is_inference_mode_enabled():
+                    _copied[made] = source
     return views
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # What a room may have, and what it has if that is more.
 BUDGETS = {
-    "plan": (4600, 5380),
+    "plan": (4600, 5376),
     "run tiles batches": (4800, 5040),
     "passes": (4400, 0),
     "mask": (3500, 3676),
     "torch_private": (3000, 0),
-    "dtensor modules": (5000, 5764),
+    "dtensor modules": (5000, 5769),
     "trust": (1400, 1988),
     "inspect": (3200, 0),
     "integrations": (1900, 0),

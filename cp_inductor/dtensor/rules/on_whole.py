@@ -14,8 +14,8 @@ whole.
 
 An op that writes to its input writes to a whole copy, and every rank takes its part of that copy.
 An op that draws random numbers takes those of the first rank. If a size depends on values, as that
-of x[mask] does, every rank gets the size of the whole.
-Rules of torch (read in 2.13) that are wrong are not used: `is_misjudged` and `HANDLED` know them.
+of x[mask] does, every rank gets the size of the whole. Rules of torch (read in 2.13) that are wrong
+are not used: `is_misjudged` and `HANDLED` know them.
 """
 
 from __future__ import annotations

@@ -292,7 +292,15 @@ def compiled_with(dtype: torch.dtype = torch.bfloat16, **how: Any) -> Any:
     return cross_compile(attend_causal, (heads(dtype),) * 3, **{"world_size": 2, **how})
 
 
+def with_a_branch() -> Any:
+    def model(x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (attend_causal(x, x, x),))
+
+    return cross_compile(model, (heads(),), world_size=1)
+
+
 REFUSALS = """
+with_a_branch() -> UnsupportedTarget: no subgraphs but of nested_compile_region | traced again
 compiled_with(target="cuda:sm_70") -> UnsupportedTarget: one of cpu, cuda:sm_80 | 'cuda:sm_70'
 compiled_with(options={"max_autotune_gemm": True}) -> UnsupportedTarget: max_autotune
 compiled_with(mode="max-autotune") -> UnsupportedTarget: max-autotune

@@ -85,7 +85,7 @@ READS = {
     # The numbers of a plan, on their way to the device.
     "cp_inductor.batches.plans.copy_numbers",
     # Tiles of the CPU, which computes with scores.
-    "cp_inductor.tiles.masked_tiles.__init__",
+    "cp_inductor.tiles.masked_tiles._strips",
 }
 READERS = ("tolist", "item", "numpy", "cpu", "to")
 READERS += ("__bool__", "__int__", "__float__", "__index__")

@@ -510,16 +510,13 @@ def table_of(table: Tensor, case: Attention, rank: int) -> Tensor:
 @contextmanager
 def blocks_of(size: int) -> Iterator[None]:
     """Cut tiles under a mask into blocks of so few queries and keys."""
-    caches = (masked_tiles._arrange, block_tables.cells_without_tables)
     with (
         mock.patch.object(block_tables, "BLOCK", size),
         mock.patch.object(masked_tiles, "BLOCK", size),
     ):
-        for cache in caches:
-            cache.cache_clear()
+        block_tables.cells_without_tables.cache_clear()
         yield
-    for cache in caches:
-        cache.cache_clear()
+    block_tables.cells_without_tables.cache_clear()
 
 
 # --- NaN --------------------------------------------------------------------------------------

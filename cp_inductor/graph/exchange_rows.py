@@ -11,6 +11,7 @@ So one graph serves all ranks, and a graph of many ranks is no longer than one o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_inductor.graph.record_layout import Field, RecordLayout, lay_out
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.sizes import new_size
 
@@ -43,7 +43,7 @@ def exchange_rows(
 
     Args:
         tensors: (n, ...) each, contiguous within a row. The dtype of the last is that of the
-            message; others may be wider, and are moved as bits.
+            message; those before it may be wider, and are moved as bits, in several elements each.
         numbers: of a plan. A part of them says which rows are sent: those for each rank together,
             in rank order.
         sizes: int64, on the CPU.
@@ -84,21 +84,22 @@ def read_part(numbers: Tensor, sizes: Tensor, place: int) -> Tensor:
 
 def message_width(tensors: Sequence[Tensor]) -> int:
     """Return the elements of a row of a message."""
-    return _layout(tensors).width
+    return -(-_edges(tensors)[-1] // WORDS) * WORDS
 
 
-def _layout(tensors: Sequence[Tensor]) -> RecordLayout:
-    fields = [Field(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors]
-    return lay_out(fields, tensors[-1].dtype, WORDS)
+def _edges(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where the row of each tensor begins in one of a message, and where the last ends."""
+    itemsizes = [tensor.dtype.itemsize for tensor in tensors]
+    assert itemsizes == sorted(itemsizes, reverse=True), "wide numbers begin at multiples of theirs"
+    sizes = (prod(tensor.shape[1:]) * tensor.dtype.itemsize for tensor in tensors)
+    return [size // itemsizes[-1] for size in accumulate(sizes, initial=0)]
 
 
 def _pack(tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
-    dtype, layout = tensors[-1].dtype, _layout(tensors)
-    message = tensors[-1].new_empty((len(rows), layout.width))
-    for tensor, start in zip(tensors, layout.starts, strict=True):
-        part = tensor.flatten(1).index_select(0, rows).view(dtype)
-        message[:, start : start + part.shape[1]] = part
-    message[:, layout.stop :] = 0
+    message, edges = tensors[-1].new_empty((len(rows), message_width(tensors))), _edges(tensors)
+    for tensor, part in zip(tensors, pairwise(edges), strict=True):
+        message[:, slice(*part)] = tensor.flatten(1).index_select(0, rows).view(message.dtype)
+    message[:, edges[-1] :] = 0
     return message
 
 
@@ -110,7 +111,7 @@ def unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         like: what was sent: (n, ...) each. Those of a wider dtype come first.
     """
     parts = []
-    for tensor, start in zip(like, _layout(like).starts, strict=True):
+    for tensor, start in zip(like, _edges(like), strict=False):
         ratio = tensor.dtype.itemsize // message.dtype.itemsize
         source = message.view(tensor.dtype) if ratio > 1 else message
         part = source.narrow(1, start // ratio, prod(tensor.shape[1:]))

@@ -36,21 +36,20 @@ from cp_inductor.torch_private.tracing import tensors_in
 from cp_inductor.trust.agreement import agreed
 from cp_inductor.trust.exchanges import named_steps
 
+# The arguments behind the tensors, of which `Attention.of` makes an attention.
+_ARGUMENTS = (
+    "str source, SymInt rank, float? scale, str kernel, str group_name, float dropout_p,"
+    ' bool has_bias, str kernel_options=""'
+)
 
-@torch.library.custom_op("cp_inductor::attention", mutates_args=())
+
+@torch.library.custom_op(
+    "cp_inductor::attention",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, Tensor[] extras, {_ARGUMENTS}) -> Tensor[]",
+)
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    extras: list[Tensor],
-    source: str,
-    rank: int,
-    scale: float | None,
-    kernel: str,
-    group_name: str,
-    dropout_p: float,
-    has_bias: bool,
-    kernel_options: str = "",
+    query: Tensor, key: Tensor, value: Tensor, extras: list[Tensor], *arguments: Any
 ) -> list[Tensor]:
     """Attend from this rank's queries to the keys of all ranks of a process group.
 
@@ -58,64 +57,41 @@ def attention(
         query: (B, H, S, D), this rank's shard.
         key, value: (B, G, T, D), this rank's shards, G dividing H; causal needs S == T.
         extras: what the mask reads; then the seed of dropout, or sizes and numbers of `plan_batch`.
-        source: text of a resolved `cp_inductor.plan.Recipe`, the same on all ranks; or of a
-            `cp_inductor.run.attention.PerBatch`.
-        rank: this process's position among the ranks of the recipe; `ANY_RANK` per batch.
-        scale: of the scores; None is 1 / sqrt(D).
-        kernel: see `cp_inductor.tiles.kernel_table`.
-        group_name: c10d name of the process group, the same on all its ranks.
-        dropout_p: probability with which a probability is dropped; then the last extra is a seed.
-        has_bias: the last table is a bias that gets a gradient.
-        kernel_options: for the templates of tiles under a mask on CUDA; see `FlexCUDA`.
+        arguments: see `cp_inductor.run.attention.Attention`. All but the rank are the same on all
+            ranks.
 
     Returns:
         out: (B, H, S, D) in the dtype of query.
         lse: (B, H, S), log of the sum of exponentials over all keys.
         kept: flat buffers of what was fetched, as many as the recipe keeps; not differentiable.
     """
-    this = Attention.of(
-        source, rank, scale, kernel, group_name, dropout_p, has_bias, kernel_options
-    )
-    name = "cp_inductor::attention"
+    this, name = Attention.of(*arguments), "cp_inductor::attention"
     with agreed(this, query, key, extras, site=name), named_steps(this, "forward", name):
         return run_forward(this, query, key, value, *extras)
 
 
-@torch.library.custom_op("cp_inductor::attention_backward", mutates_args=())
-def attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extras: list[Tensor],
-    kept: list[Tensor],
-    source: str,
-    rank: int,
-    scale: float | None,
-    kernel: str,
-    group_name: str,
-    dropout_p: float,
-    has_bias: bool,
-    kernel_options: str = "",
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "cp_inductor::attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,"
+    f" Tensor[] extras, Tensor[] kept, {_ARGUMENTS}) -> Tensor[]",
+)
+def attention_backward(grad_out: Tensor, *rest: Any) -> list[Tensor]:
     """Differentiate `attention`: [dq, dk, dv], and dbias if there is one, shaped as they are."""
-    this = Attention.of(
-        source, rank, scale, kernel, group_name, dropout_p, has_bias, kernel_options
-    )
+    *tensors, extras, kept = rest[: NUM_TENSORS[BACKWARD] - 1]
+    this = Attention.of(*rest[NUM_TENSORS[BACKWARD] - 1 :])
     with named_steps(this, "backward", "cp_inductor::attention"):
-        return run_backward(this, grad_out, query, key, value, out, lse, *extras, *kept)
+        return run_backward(this, grad_out, *tensors, *extras, *kept)
 
 
 # Fakes of a recipe's attention run the same functions: what strides results have depends on the
 # rank's part of the plan. What the batch decides is laid out alike on all ranks.
 @attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, extras: list[Tensor], *how: Any) -> list[Tensor]:
-    if Attention.of(*how).is_per_batch:
+def _(query: Tensor, *rest: Any) -> list[Tensor]:
+    if Attention.of(*rest[NUM_TENSORS[FORWARD] - 1 :]).is_per_batch:
         of_lse = accumulation_dtype(query)
         return [empty_like_rows(query), empty_like_rows(query[..., 0], of_lse)]
-    return _run_once(attention._init_fn, query, key, value, extras, *how)
+    return _run_once(attention._init_fn, query, *rest)
 
 
 @attention_backward.register_fake

@@ -186,7 +186,7 @@ class Messages:
         Then contents are the first rank's, and groups have, for each part of these, the heads of
         all. Records with statistics are words, if the dtype is half as wide as a statistic.
         """
-        rows, statistics, layout = [], [], self.store.layout(contents)
+        rows, statistics = [], []
         for index, (payload, heads) in enumerate(contents):
             of = groups[index] if groups else None
             for name in payload.tensors:
@@ -200,12 +200,12 @@ class Messages:
             if self.store.words_per_statistic > 1:
                 rows = [row.view(WORD) for row in rows]
             parts = [row.flatten(-2) for row in rows]
-            parts += self._zeros(parts, up_to=layout.starts[-1])
+            parts += self._zeros(parts, up_to=self.store.first_word(contents))
             parts += map(self._as_words, statistics)
         else:
             is_single, dim = len(rows) == 1, 3 if groups else 2
             parts = [(rows[0].contiguous() if is_single else torch.cat(rows, dim)).flatten(-2)]
-        parts += self._zeros(parts, up_to=layout.width)
+        parts += self._zeros(parts, up_to=self.store.width(contents))
         return concatenate(parts, -1)
 
     def _of_groups(
@@ -306,14 +306,14 @@ class Messages:
                 flat_words = list(words.split([size // ratio for size in sizes]))
         for at, (records, shape) in enumerate(together):
             contents = records[0].contents
-            num_heads, layout = num_rows(contents), self.store.layout(contents)
-            packed = flat[at].view(*shape, layout.width)
+            num_heads, width = num_rows(contents), self.store.width(contents)
+            packed = flat[at].view(*shape, width)
             rows = narrow(packed, -1, 0, num_heads * like.shape[-1])
             rows = rows.unflatten(-1, (num_heads, like.shape[-1])).movedim(-4, -2)
             statistics = rows  # read only where there are some
             if num_statistics(contents):
-                statistics = flat_words[at].view(*shape, layout.width // ratio)
-            row, statistic, parts = 0, layout.starts[-1] // ratio, []
+                statistics = flat_words[at].view(*shape, width // ratio)
+            row, statistic, parts = 0, self.store.first_word(contents) // ratio, []
             for payload, heads in contents:
                 part = []
                 for _ in payload.tensors:

@@ -4,10 +4,14 @@
       =>
     record(q, k, v of chunks 0:2)  record(k, v of chunk 1)
 
-What two ranks send each other of one span of tokens is one record (t, B, W). It has of each token
-the heads of all that is sent, side by side, and then its statistics; see
-`cp_inductor.graph.record_layout`. Where ranks share the heads, many ranks are sent, or send, the
-same span, each other heads: `Groups` writes these as one rule.
+What two ranks send each other of one span of tokens is one record (t, B, W):
+
+    | query 128 | grad_out 128 | lse 4 | delta 4 |      264 elements of bfloat16, 528 bytes
+
+It has of each token the heads of all that is sent, side by side, and then its statistics: float32
+bit by bit, in several elements each, from where they can be read as what they are. Where ranks
+share the heads, many ranks are sent, or send, the same span, each other heads: `Groups` writes
+these as one rule.
 
 Tensors of a payload are (B, h, t, D), and statistics (B, h, t).
 
@@ -21,18 +25,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product, takewhile
 
-import torch
-
-from cp_inductor.graph.record_layout import Field, RecordLayout, lay_out
-from cp_inductor.kept import lru_cache
 from cp_inductor.plan import Grid, Payload, Plan, Span, Tile, Transfer, backward_plan, forward_plan
 from cp_inductor.plan.grid import join_spans
 from cp_inductor.plan.ir import Transfers
 from cp_inductor.run.attention import Attention
-
-# What kernels load at once. A record that ends with statistics is a multiple of it, so that the
-# heads of the next begin at one.
-ALIGNMENT_BYTES = 16
 
 # Longer periods are not looked for: a plan repeats over the ranks that share the heads.
 MAX_PERIOD = 64
@@ -81,19 +77,6 @@ def num_rows(contents: Contents) -> int:
 def num_statistics(contents: Contents) -> int:
     """Return how many statistics one token has."""
     return sum(len(payload.statistics) * len(heads) for payload, heads in contents)
-
-
-@lru_cache(maxsize=4096)
-def lay_out_record(
-    contents: Contents, head_dim: int, dtype: torch.dtype, of_statistics: torch.dtype
-) -> RecordLayout:
-    """Return where the rows of D numbers of a token stand, and behind them its statistics."""
-    rows = Field((num_rows(contents), head_dim), dtype)
-    if not num_statistics(contents):
-        return lay_out([rows], dtype)
-    statistics = Field((num_statistics(contents),), of_statistics)
-    alignment = ALIGNMENT_BYTES // dtype.itemsize
-    return lay_out([rows, statistics], dtype, alignment)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 
-from cp_inductor.graph.record_layout import RecordLayout
 from cp_inductor.plan import Payload, Span
 from cp_inductor.plan.grid import join_spans
-from cp_inductor.run.records import Contents, Groups, Record, lay_out_record, num_rows
+from cp_inductor.run.records import Contents, Groups, Record, num_rows, num_statistics
 from cp_inductor.tiles.combine import accumulation_dtype
 from cp_inductor.tiles.dims import HEADS_DIM, SEQUENCE_DIM, Tokens
 from cp_inductor.torch_private.sizes import is_known
@@ -82,6 +81,10 @@ class Piece:
         """Return the span that holds a chunk."""
         return next((span for span in self.spans if span.start <= chunk < span.stop), None)
 
+
+# What kernels load at once. A record that ends with statistics is a multiple of it, so that the
+# heads of the next begin at one.
+ALIGNMENT_BYTES = 16
 
 # Of what holds all heads of its contents.
 ALL = Groups.single(Span(0, 0))
@@ -215,10 +218,15 @@ class Store:
 
     # --- What a record is here --------------------------------------------------------------
 
-    def layout(self, contents: Contents) -> RecordLayout:
-        """Return where the numbers of a token stand; see `records.lay_out_record`."""
-        like = self.like
-        return lay_out_record(contents, int(like.shape[-1]), like.dtype, accumulation_dtype(like))
+    def first_word(self, contents: Contents) -> int:
+        """Return where in a record the statistics of a token begin."""
+        return _round_up(num_rows(contents) * self.like.shape[-1], self.words_per_statistic)
+
+    def width(self, contents: Contents) -> int:
+        """Return how many elements a record has of a token; the last may be zeros."""
+        count = num_statistics(contents)
+        stop = self.first_word(contents) + count * self.words_per_statistic
+        return _round_up(stop, ALIGNMENT_BYTES // self.like.dtype.itemsize) if count else stop
 
     def length(self, record: Record) -> int | SymInt:
         """Return how many tokens a record has."""
@@ -226,7 +234,7 @@ class Store:
 
     def numel(self, record: Record) -> int | SymInt:
         """Return how many elements a record has."""
-        return self.length(record) * self.like.shape[0] * self.layout(record.contents).width
+        return self.length(record) * self.like.shape[0] * self.width(record.contents)
 
     @property
     def words_per_statistic(self) -> int:
@@ -257,6 +265,10 @@ def _hold(pieces: Sequence[Piece], spans: Sequence[Span]) -> bool:
     """Whether pieces hold all chunks of spans."""
     chunks = (chunk for span in spans for chunk in range(span.start, span.stop))
     return all(any(piece.span_at(chunk) for piece in pieces) for chunk in chunks)
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
 
 
 def narrow(tensor: Tensor, dim: int, start: int | SymInt, length: int | SymInt) -> Tensor:

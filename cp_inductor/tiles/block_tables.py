@@ -9,10 +9,10 @@
 
 An index or a table becomes its least and its greatest value in each block of rows or columns. The
 rule is then evaluated on these bounds by the same `evaluate`: by the same operations, in the same
-order, as on single values. So bounds hold for what is computed, and not only for what is meant:
-rounding is monotonic, and a bound of float32 is rounded as values are. Integers stay integers. What
-may leave the range of int64, or may be NaN, is unbounded. How operations map intervals is said in
-`cp_inductor.mask.intervals`; here is how their ends are computed in tensors.
+order, as on single values. So bounds hold for what is computed, and not only for what is meant.
+What may leave the range of int64 is unbounded, and so are floats, which are rounded, and may be
+infinite or NaN. How operations map intervals is said in `cp_inductor.mask.intervals`; here is how
+their ends are computed in tensors.
 
 No value is read on the host and no shape depends on one. In a graph it would be two hundred nodes
 per tile, half a minute to compile. So an op computes it, which layers that read the same tables
@@ -150,8 +150,8 @@ def block_table(
     cells = make_block_table(parsed, indices, is_computed).contiguous()
     of_blocks = (cells == Cell.PARTIAL).nonzero()
     for some in of_blocks.split(MAX_BLOCKS):
-        place = at_blocks(indices.geometry, some, has_heads=cells.shape[1] > 1)
-        allowed = indices.evaluate(parsed.allowed, place).expand(len(some), -1, -1, -1).flatten(1)
+        allowed = indices.evaluate(parsed.allowed, _at_blocks(indices.geometry, some))
+        allowed = allowed.expand(len(some), -1, -1, -1).flatten(1)
         kinds = torch.full((len(some),), Cell.PARTIAL, dtype=cells.dtype)
         if not parsed.bias:
             kinds[allowed.all(1)] = Cell.FULL
@@ -175,19 +175,17 @@ def cells_without_tables(
     return cells
 
 
-def at_blocks(geometry: Geometry, of_blocks: Tensor, *, has_heads: bool) -> Place:
-    """Return what takes (B | 1, H | 1, S | 1, T | 1) to blocks of it, (n, H | 1, 128, 128).
+def _at_blocks(geometry: Geometry, of_blocks: Tensor) -> Place:
+    """Return what takes (B | 1, H | 1, S | 1, T | 1) to blocks of it, (n, 1, 128, 128).
 
-    Of each block there is its batch entry, head, row and column, (n, 4). If it `has_heads`, a block
-    is of one head, and not of all.
+    Of each block there is its batch entry, head, row and column, (n, 4).
     """
     entry, head, row, column = (index.view(-1, 1, 1, 1) for index in of_blocks.unbind(1))
     inside, nowhere = torch.arange(BLOCK), torch.zeros(1, 1, 1, 1).long()
     # The last block repeats its last token, of which its kind is that of the others.
     rows = (row * BLOCK + inside.view(1, 1, BLOCK, 1)).clamp(max=geometry.num_queries - 1)
     columns = (column * BLOCK + inside).clamp(max=geometry.num_keys - 1)
-    all_heads = torch.arange(geometry.heads[1] - geometry.heads[0]).view(1, -1, 1, 1)
-    places = entry, head if has_heads else all_heads, rows, columns
+    places = entry, head, rows, columns
 
     def take(tensor: Tensor) -> Tensor:
         sizes = zip(tensor.shape, places, strict=True)
@@ -250,72 +248,47 @@ _INT64 = torch.iinfo(torch.int64)
 # far less than what is left to the end of int64.
 _LARGE = float(1 << 62)
 
-# A sum of narrower floats is not rounded as its parts are; see `_Floats.made`.
-_FLOAT32_BYTES = 4
-
 
 def _interval(low: Tensor, high: Tensor) -> Interval:
-    """Make an interval of the least and the greatest of some values, which are NaN if any is."""
-    if not low.is_floating_point():
-        return Interval(low.to(torch.int64), high.to(torch.int64), _INTEGERS)
-    return _open_where(low.isnan() | high.isnan(), low, high)
+    """Make an interval of the least and the greatest of some values."""
+    if low.is_floating_point():
+        return Interval(low, high, _FLOATS)
+    return Interval(low.to(torch.int64), high.to(torch.int64), _INTEGERS)
 
 
-def _open_where(may_be_nan: Tensor, low: Tensor, high: Tensor) -> Interval:
-    """Make an interval of floats, without bounds where they may be NaN."""
-    low, high = low.masked_fill(may_be_nan, -torch.inf), high.masked_fill(may_be_nan, torch.inf)
-    return Interval(low, high, _FLOATS, may_be_nan)
+class _Floats(Numbers):
+    """Tensors of floats, and what is computed with them. They have no bounds, and ends no meaning.
 
-
-class _Tensors(Numbers):
-    """What both kinds of tensors have in common."""
+    A bound would have to be rounded as values are, and to know whether these may be NaN.
+    """
 
     minimum, maximum = staticmethod(torch.minimum), staticmethod(torch.maximum)
     where: Any = staticmethod(torch.where)
+    times = staticmethod(mul)
+    is_rounded = True
 
     def match(self, a: Interval, b: Any) -> tuple[Interval, Interval, Numbers]:
-        """Bring two operands to the dtype in which torch computes with them."""
-        b = b if isinstance(b, Interval) else _beside(b, a)
-        dtype = torch.result_type(a.low, b.low)
-        a = _converted(a, dtype)
-        return a, _converted(b, dtype), a.numbers
+        if not isinstance(b, Interval):
+            is_integer = isinstance(b, int)
+            b = min(max(b, _INT64.min), _INT64.max) if is_integer else b
+            number = a.low.new_full((), b, dtype=torch.int64 if is_integer else torch.float64)
+            b = _interval(number, number)
+        return a, b, _FLOATS if _FLOATS in (a.numbers, b.numbers) else self
 
     def unbounded(self, a: Interval, b: Interval) -> Interval:
-        either = a.low.double() + b.low.double()
-        nothing = torch.zeros_like(either)
-        is_nan = torch.ones_like(either, dtype=torch.bool)
-        return Interval(nothing - torch.inf, nothing + torch.inf, _FLOATS, is_nan)
+        either = a.low + b.low
+        return Interval(either, either, _FLOATS)
+
+    def decide(
+        self, a: Interval, b: Interval, must: Tensor, may: Tensor, *, is_equality: bool = False
+    ) -> Decision:
+        return Decision(torch.zeros_like(must), torch.ones_like(may))
 
 
-def _beside(value: float, other: Interval) -> Interval:
-    """Make an interval of a number of a rule that is computed with values.
-
-    Beside a float tensor, a number is of the tensor's dtype; a float beside integers is of torch's
-    default one.
-    """
-    like: Tensor = other.low
-    if isinstance(value, int):
-        number = like.new_full((), min(max(value, _INT64.min), _INT64.max), dtype=torch.int64)
-    else:
-        number = like.new_full((), value, dtype=torch.result_type(like, value))
-    return _interval(number, number)
-
-
-def _converted(value: Interval, dtype: torch.dtype) -> Interval:
-    """Round bounds, as torch rounds values; what has no bound has none."""
-    if value.low.dtype == dtype:
-        return value
-    low, high = value.low.to(dtype), value.high.to(dtype)
-    if value.may_be_nan is not None:
-        return Interval(low, high, _FLOATS, value.may_be_nan)
-    low = low.masked_fill(value.low == _INT64.min, -torch.inf)
-    high = high.masked_fill(value.high == _INT64.max, torch.inf)
-    return Interval(low, high, _FLOATS, torch.zeros_like(low, dtype=torch.bool))
-
-
-class _Integers(_Tensors):
+class _Integers(_Floats):
     """Tensors of int64. Its ends, as bounds, mean that there is none: sums may wrap there."""
 
+    is_rounded = False
     least, most = _INT64.min, _INT64.max
 
     def add(self, a: Tensor, b: Tensor, missing: int) -> Tensor:
@@ -356,31 +329,6 @@ class _Integers(_Tensors):
 
     def _leaves_room(self, low: Tensor, high: Tensor) -> Tensor:
         return (low <= high) | (low == self.least) | (high == self.most)
-
-
-class _Floats(_Tensors):
-    """Tensors of floats, which may be NaN: then their bounds are infinite."""
-
-    is_rounded = True
-    times = staticmethod(mul)
-
-    def made(
-        self, a: Interval, b: Interval, low: Tensor, high: Tensor, *, is_computed: bool = True
-    ) -> Interval:
-        may_be_nan = a.may_be_nan | b.may_be_nan
-        if is_computed:
-            # Infinite operands may give NaN anywhere between.
-            is_finite = a.low.isfinite() & a.high.isfinite() & b.low.isfinite() & b.high.isfinite()
-            may_be_nan = may_be_nan | ~is_finite
-        if is_computed and low.dtype.itemsize < _FLOAT32_BYTES:
-            # A number of the rule is not rounded before it is added to half precision.
-            may_be_nan = torch.ones_like(may_be_nan)
-        return _open_where(may_be_nan, low, high)
-
-    def decide(
-        self, a: Interval, b: Interval, must: Tensor, may: Tensor, *, is_equality: bool = False
-    ) -> Decision:
-        return Decision(must & ~(a.may_be_nan | b.may_be_nan), may)
 
 
 _INTEGERS, _FLOATS = _Integers(), _Floats()

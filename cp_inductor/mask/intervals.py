@@ -8,7 +8,7 @@ how the ends are computed, and there are three kinds of them:
 
     FLOATS          float64 in numpy, an entry per box      the cells of a plan
     EXACT           integers and fractions of Python        what the reader of masks may claim
-    block tables    int64 and floats in tensors             the blocks of a tile, within a graph
+    block tables    int64 in tensors                        the blocks of a tile, within a graph
 
 The kinds of tensors are in `cp_inductor.tiles.block_tables`, because this module imports no torch.
 
@@ -18,7 +18,6 @@ Bounds hold, but may not be tight: every occurrence of an index varies by itself
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -62,24 +61,22 @@ class Interval:
     Attributes:
         low, high: the ends.
         numbers: how they are computed.
-        may_be_nan: whether the values may be NaN; then they have no bounds. None: never.
     """
 
     low: Any
     high: Any
     numbers: Numbers
-    may_be_nan: Any = None
 
     def __add__(self, other: Any) -> Interval:
         a, b, numbers = self.numbers.match(self, other)
         low = numbers.add(a.low, b.low, numbers.least)
-        return numbers.made(a, b, low, numbers.add(a.high, b.high, numbers.most))
+        return Interval(low, numbers.add(a.high, b.high, numbers.most), numbers)
 
     __radd__ = __add__
 
     def __neg__(self) -> Interval:
         negate = self.numbers.negate
-        return Interval(negate(self.high), negate(self.low), self.numbers, self.may_be_nan)
+        return Interval(negate(self.high), negate(self.low), self.numbers)
 
     def __sub__(self, other: Any) -> Interval:
         a, b, _ = self.numbers.match(self, other)
@@ -91,7 +88,7 @@ class Interval:
     def __mul__(self, other: Any) -> Interval:
         a, b, numbers = self.numbers.match(self, other)
         ends = [(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
-        return numbers.made(a, b, *numbers.multiply(ends))
+        return Interval(*numbers.multiply(ends), numbers)
 
     __rmul__ = __mul__
 
@@ -112,8 +109,7 @@ class Interval:
         """Return the bounds of the "minimum" or the "maximum" of two values."""
         a, b, numbers = self.numbers.match(self, other)
         function = getattr(numbers, word)
-        low, high = function(a.low, b.low), function(a.high, b.high)
-        return numbers.made(a, b, low, high, is_computed=False)
+        return Interval(function(a.low, b.low), function(a.high, b.high), numbers)
 
     def choose(self, other: Any, condition: Decision) -> Interval:
         """Return the bounds of what is this value under a condition, and else the other."""
@@ -124,9 +120,7 @@ class Interval:
             return numbers.where(condition.must, x, either)
 
         low, high = pick(numbers.minimum, a.low, b.low), pick(numbers.maximum, a.high, b.high)
-        if a.may_be_nan is None:
-            return Interval(low, high, numbers)
-        return Interval(low, high, numbers, pick(operator.or_, a.may_be_nan, b.may_be_nan))
+        return Interval(low, high, numbers)
 
     def __le__(self, other: Any) -> Decision:
         a, b, numbers = self.numbers.match(self, other)
@@ -231,12 +225,6 @@ class Numbers:
         """Return the least and the greatest product."""
         products = [self.times(x, y) for x, y in ends]
         return reduce(self.minimum, products), reduce(self.maximum, products)
-
-    def made(
-        self, a: Interval, b: Interval, low: Any, high: Any, *, is_computed: bool = True
-    ) -> Interval:
-        """Make an interval of ends that were computed from operands, or chosen among theirs."""
-        return Interval(low, high, self)
 
     def unbounded(self, a: Interval, b: Interval) -> Interval:
         """Return the bounds of what may be anything, with the shape of operands."""

@@ -73,12 +73,12 @@ def attention(
         lse: (B, H, S), log of the sum of exponentials over all keys.
         kept: flat buffers of what was fetched, as many as the recipe keeps; not differentiable.
     """
-    this = Attention.of(
+    spec = Attention.of(
         source, rank, scale, kernel, group_name, dropout_p, has_bias, kernel_options
     )
     name = "cp_inductor::attention"
-    with agreed(this, query, key, extras, site=name), named_steps(this, "forward", name):
-        return run_forward(this, query, key, value, *extras)
+    with agreed(spec, query, key, extras, site=name), named_steps(spec, "forward", name):
+        return run_forward(spec, query, key, value, *extras)
 
 
 @torch.library.custom_op("cp_inductor::attention_backward", mutates_args=())
@@ -101,21 +101,21 @@ def attention_backward(
     kernel_options: str = "",
 ) -> list[Tensor]:
     """Differentiate `attention`: [dq, dk, dv], and dbias if there is one, shaped as they are."""
-    this = Attention.of(
+    spec = Attention.of(
         source, rank, scale, kernel, group_name, dropout_p, has_bias, kernel_options
     )
-    with named_steps(this, "backward", "cp_inductor::attention"):
-        return run_backward(this, grad_out, query, key, value, out, lse, *extras, *kept)
+    with named_steps(spec, "backward", "cp_inductor::attention"):
+        return run_backward(spec, grad_out, query, key, value, out, lse, *extras, *kept)
 
 
 # Fakes of a recipe's attention run the same functions: what strides results have depends on the
 # rank's part of the plan. What the batch decides is laid out alike on all ranks.
 @attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, extras: list[Tensor], *how: Any) -> list[Tensor]:
-    if Attention.of(*how).is_per_batch:
+def _(query: Tensor, key: Tensor, value: Tensor, extras: list[Tensor], *spec: Any) -> list[Tensor]:
+    if Attention.of(*spec).is_per_batch:
         of_lse = accumulation_dtype(query)
         return [empty_like_rows(query), empty_like_rows(query[..., 0], of_lse)]
-    return _run_once(attention._init_fn, query, key, value, extras, *how)
+    return _run_once(attention._init_fn, query, key, value, extras, *spec)
 
 
 @attention_backward.register_fake
@@ -166,16 +166,16 @@ def attention_of(node: fx.Node) -> Attention | None:
     """Return which attention a node of a graph is; None if it is none."""
     if node.target not in NUM_TENSORS:
         return None
-    how: Any = node.args[NUM_TENSORS[node.target] :]
-    return Attention.of(*how)
+    arguments: Any = node.args[NUM_TENSORS[node.target] :]
+    return Attention.of(*arguments)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, key, value, extras, *ctx.arguments = inputs
     out, *rest = output
     ctx.num_extras, ctx.key_shape = len(extras), key.shape
-    this = Attention.of(*ctx.arguments)
-    shards = [query, key, value] if this.is_per_batch or reads_shard(this) else []
+    spec = Attention.of(*ctx.arguments)
+    shards = [query, key, value] if spec.is_per_batch or reads_shard(spec) else []
     ctx.num_shards = len(shards)
     ctx.save_for_backward(*shards, out, rest[0], *extras, *rest[1:])
     ctx.mark_non_differentiable(*rest[1:])

@@ -139,9 +139,9 @@ def __getattr__(name: str) -> Any:
     """Import a name when it is first asked for."""
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"cp_inductor.{_HOME_OF[name]}"), name)
-    globals()[name] = found
-    return found
+    attribute = getattr(import_module(f"cp_inductor.{_HOME_OF[name]}"), name)
+    globals()[name] = attribute
+    return attribute
 
 
 def __dir__() -> list[str]:

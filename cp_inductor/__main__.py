@@ -273,8 +273,8 @@ def _explain(args: argparse.Namespace) -> tuple[str, bool]:
         check_matplotlib()
         target = target_for_code(args.target) if args.compiled else None
     with _example(args) as example, torch.set_grad_enabled(not args.inference):
-        how = {"options": example.options, "target": args.target}
-        report = explain(example.model, *example.args, **how, **example.kwargs)
+        options = {"options": example.options, "target": args.target}
+        report = explain(example.model, *example.args, **options, **example.kwargs)
         compiled = None
         if target is not None and report.is_fine:
             compiled = cross_compile_here(example, target=target)
@@ -395,11 +395,11 @@ def _plan(args: argparse.Namespace) -> tuple[str, bool]:
         return json.dumps(summary), True
     lines = [_line(name, value) for name, value in summary.items()]
     if args.rank is not None:
-        for one in plans:
-            lines += ["", f"{one.direction.value}, rank {args.rank}:"]
-            lines.append(format_program(one, args.rank))
+        for way in plans:
+            lines += ["", f"{way.direction.value}, rank {args.rank}:"]
+            lines.append(format_program(way, args.rank))
     if args.verbose:
-        lines += ["", *(one.format() for one in plans)]
+        lines += ["", *(way.format() for way in plans)]
     return "\n".join(lines), True
 
 
@@ -443,16 +443,16 @@ def _summary(plans: tuple[Plan, Plan], machine: Machine) -> dict[str, Any]:
         ),
         "flops, busiest / mean": round(plan.balance, 4),
     }
-    for one in plans:
-        name = one.direction.value
-        timeline = one.simulate(machine)
-        received = [one.bytes_received(rank) for rank in range(grid.world_size)]
-        exchanges = sum(bool(stage.fetch) + bool(stage.home) for stage in one.stages)
+    for way in plans:
+        name = way.direction.value
+        timeline = way.simulate(machine)
+        received = [way.bytes_received(rank) for rank in range(grid.world_size)]
+        exchanges = sum(bool(stage.fetch) + bool(stage.home) for stage in way.stages)
         summary[f"{name} exchanges"] = exchanges
         summary[f"{name} bytes received, most"] = max(received)
         summary[f"{name} bytes received, mean"] = sum(received) // len(received)
         if len(machine.levels) > 1:
-            between = loads_of(one, machine).received_over(-1)
+            between = loads_of(way, machine).received_over(-1)
             summary[f"{name} bytes received, most, between nodes"] = int(between.max())
         summary[f"{name} predicted ms"] = round(timeline.total_s * 1e3, 3)
         summary[f"{name} of these exposed ms"] = round(timeline.exposed_s * 1e3, 3)

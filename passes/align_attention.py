@@ -265,7 +265,7 @@ def _before_repeated(node: fx.Node) -> fx.Node | None:
     if not is_inserted:
         return None
     source = inserted.args[0]
-    sizes = [[size_expression(size) for size in _value(one).shape] for one in (source, expanded)]
+    sizes = [[size_expression(size) for size in _value(t).shape] for t in (source, expanded)]
     batch, heads, *others = sizes[0]
     is_repeated = len(sizes[1]) == 5 and sizes[1] == [batch, heads, sizes[1][2], *others]
     joined = [batch, heads * sizes[1][2], *others]

@@ -221,10 +221,10 @@ def _remember(site: Site, args: Sequence[Any]) -> None:
     sizes: Any = [int(size) if is_number(size) else Multiple.of(size) for size in values]
     known = {n.symbol for shape, _ in derived.like for n in shape if isinstance(n, Multiple)}
     if all(isinstance(size, int) or getattr(size, "symbol", None) in known for size in sizes):
-        this = site.attention
-        source, is_copied = this.source, KERNELS[this.kernel].device != "cpu"
-        plan = (source.rule, tuple(sizes[:3]), (sizes[3], sizes[4]), source.stages, this.nodes)
-        remember(Known(derived, *plan, this.group_name, is_copied))
+        attention = site.attention
+        source, is_copied = attention.source, KERNELS[attention.kernel].device != "cpu"
+        plan = (source.rule, tuple(sizes[:3]), (sizes[3], sizes[4]), source.stages, attention.nodes)
+        remember(Known(derived, *plan, attention.group_name, is_copied))
 
 
 def _length(site: Site, side: fx.Node, length: int | SymInt) -> fx.Node | int:
@@ -327,23 +327,23 @@ def _placed(node: fx.Node) -> fx.Node:
 
 def list_attentions(gm: fx.GraphModule) -> list[Planned]:
     """Return the attentions that were captured in a graph, in execution order."""
-    found: list[Planned] = []
+    planned: list[Planned] = []
     for node in gm.graph.nodes:
         for body in bodies_of(node, gm):
-            found += list_attentions(body)
-        this = attention_of(node)
-        if this is None:
+            planned += list_attentions(body)
+        attention = attention_of(node)
+        if attention is None:
             continue
         query, key = (node.args[place].meta["example_value"] for place in (0, 1))
         lengths = (query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
         sizes, heads = (query.shape[0], *lengths), tuple[int, ...]()
-        if this.is_per_batch:
+        if attention.is_per_batch:
             *_, numbers = node.args[3]
             sizes = (*_values_of(numbers.args[0].args[2:5]), *lengths)
             heads = (query.shape[1], key.shape[1], query.shape[3])
         site = f"attention ({place_of(node)})"
-        found.append(Planned(this, query.dtype, sizes, site, heads))
-    return found
+        planned.append(Planned(attention, query.dtype, sizes, site, heads))
+    return planned
 
 
 def _values_of(arguments: Sequence[Any]) -> list[Any]:

@@ -144,10 +144,10 @@ def check_placements(gm: fx.GraphModule) -> None:
         for axis, placement in enumerate(_placements(query)):
             op = _first_loss(query, axis, calls) if isinstance(placement, Replicate) else None
             if op is not None:
-                given = next(p for source in op.all_input_nodes if (p := _placements(source)))
+                before = next(p for source in op.all_input_nodes if (p := _placements(source)))
                 warnings.warn(
                     f"{name_of(node)}: every rank computes attention over the whole sequence,"
-                    f" because {name_of(op)} turned {given} into {_placements(op)}. Call {op.name}"
+                    f" because {name_of(op)} turned {before} into {_placements(op)}. Call {op.name}"
                     " before the sequence is sharded, or redistribute its result",
                     SequenceWarning,
                     stacklevel=2,
@@ -168,8 +168,8 @@ def _first_loss(query: fx.Node, axis: int, calls: Calls) -> fx.Node | None:
         if not is_whole_here or (method_of(node) or node.target) in REWRAPPING:
             continue
         for source in node.all_input_nodes:
-            given = _placements(source)
+            before = _placements(source)
             is_weight = isinstance(source.meta.get("example_value"), nn.Parameter)
-            if len(given) > axis and isinstance(given[axis], Shard) and not is_weight:
+            if len(before) > axis and isinstance(before[axis], Shard) and not is_weight:
                 return node
     return None

@@ -77,15 +77,15 @@ def check_sequence(
     groups += [axis.group_name] if axis is not None and axis.world_size > 1 else []
     inputs = _inputs(gm, sites, seq_dims)
     if axis is not None:
-        _refuse_other_names({one.name for one in inputs}, seq_dims)
-    if not groups or not any(isinstance(one.value, Tensor) for one in inputs):
+        _refuse_other_names({entry.name for entry in inputs}, seq_dims)
+    if not groups or not any(isinstance(entry.value, Tensor) for entry in inputs):
         return None
     _count_all_labels(gm, groups[0])
     is_in_region = bool(typers)
     if sites or not is_in_region:
-        for node, given in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
-            if given.shard_dim is not None:
-                node.meta[_SHARD] = (given.name, given.shard_dim)
+        for node, entry in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            if entry.shard_dim is not None:
+                node.meta[_SHARD] = (entry.name, entry.shard_dim)
     if is_in_region:
         type_of = partial(_type_in_region, inputs, sites)
         types = GraphTypes(gm, [site.node for site in sites], type_of)
@@ -114,8 +114,8 @@ def _check_by_convention(
     uneven, nodes = _uneven_lengths(sites), {site.node for site in sites}
 
     def check(is_even: Callable[[int], bool]) -> None:
-        types = [_type_of(one, one.value, is_even) for one in inputs]
-        values = [one.value for one in inputs]
+        types = [_type_of(entry, entry.value, is_even) for entry in inputs]
+        values = [entry.value for entry in inputs]
         typer, _, returned = follow_graph(gm, nodes, values, types, is_even)
         typer.refuse_mixed(returned)
         warn_of_sums(typer, returned)
@@ -126,7 +126,7 @@ def _check_by_convention(
         if sites:
             raise
         check(lambda length: True)
-        dims = {p: one.dim for p, one in enumerate(inputs) if isinstance(one.dim, int)}
+        dims = {p: entry.dim for p, entry in enumerate(inputs) if isinstance(entry.dim, int)}
         return partial(compare_lengths, dims, group_name, error)
     return None
 
@@ -134,10 +134,10 @@ def _check_by_convention(
 def _with_guesses(error: SequenceMixed, inputs: Sequence[_Input]) -> SequenceMixed:
     """Return a refusal that may be due to inputs of which two dims are as long as the tokens."""
     guessed = [
-        f"{one.name} {tuple(one.sizes)}"
-        for one in inputs
-        if one.shard_dim is not None and not one.is_named
-        if one.sizes.count(one.sizes[one.shard_dim]) > 1
+        f"{entry.name} {tuple(entry.sizes)}"
+        for entry in inputs
+        if entry.shard_dim is not None and not entry.is_named
+        if entry.sizes.count(entry.sizes[entry.shard_dim]) > 1
     ]
     if not guessed:
         return error
@@ -226,30 +226,30 @@ def _inputs(
         inputs[node] = _Input(name, value, sizes, name in seq_dims, is_of_module)
     lengths = {_length(node) for site in sites for node in (site.query, site.key)}
     if not sites:
-        telling = (one for one in inputs.values() if _tells_length(one))
-        lengths = {one.sizes[min(len(one.sizes) - 1, 1)] for one in telling}
-    for node, one in inputs.items():
-        is_free = not lengths.intersection(one.sizes) if sites else not one.sizes
-        if one.is_named:
-            named, site = seq_dims[one.name], f"options={{'seq_dims': ...}}, {one.name}"
-            one.dim = None if named is None else dim_of(one.value, named, site=site)
-        elif not (one.is_of_module or is_free):
-            usual = (SEQUENCE_DIM,) if node in attended else _PLACES.get(len(one.sizes), (1,))
-            likely = [i for i in usual if lengths.intersection(one.sizes[i : i + 1])]
+        telling = (entry for entry in inputs.values() if _tells_length(entry))
+        lengths = {entry.sizes[min(len(entry.sizes) - 1, 1)] for entry in telling}
+    for node, entry in inputs.items():
+        is_free = not lengths.intersection(entry.sizes) if sites else not entry.sizes
+        if entry.is_named:
+            named, site = seq_dims[entry.name], f"options={{'seq_dims': ...}}, {entry.name}"
+            entry.dim = None if named is None else dim_of(entry.value, named, site=site)
+        elif not (entry.is_of_module or is_free):
+            usual = (SEQUENCE_DIM,) if node in attended else _PLACES.get(len(entry.sizes), (1,))
+            likely = [i for i in usual if lengths.intersection(entry.sizes[i : i + 1])]
             is_clear = likely and (sites or len(likely) == 1)
-            one.dim = likely[0] if is_clear else f"an input {one.name} of {one.sizes}"
-    told = {one.sizes[one.dim] for one in inputs.values() if isinstance(one.dim, int)}
-    for one in inputs.values():
-        places = [i for i, size in enumerate(one.sizes) if size in told]
-        if isinstance(one.dim, str) and len(places) == 1:
-            one.dim = places[0]
+            entry.dim = likely[0] if is_clear else f"an input {entry.name} of {entry.sizes}"
+    told = {entry.sizes[entry.dim] for entry in inputs.values() if isinstance(entry.dim, int)}
+    for entry in inputs.values():
+        places = [i for i, size in enumerate(entry.sizes) if size in told]
+        if isinstance(entry.dim, str) and len(places) == 1:
+            entry.dim = places[0]
     return [*inputs.values()]
 
 
-def _tells_length(given: _Input) -> bool:
+def _tells_length(entry: _Input) -> bool:
     """Whether dim 1 of an input, or its only dim, holds tokens if no attention says what does."""
-    value, num_dims = given.value, len(given.sizes)
-    if given.is_of_module or isinstance(value, DTensor) or num_dims not in (1, 2, 3):
+    value, num_dims = entry.value, len(entry.sizes)
+    if entry.is_of_module or isinstance(value, DTensor) or num_dims not in (1, 2, 3):
         return False
     # A matrix of floats may be a table as well, or have tokens in dim 0.
     return num_dims == 3 or not (value.is_floating_point() or value.is_complex())
@@ -291,25 +291,25 @@ def _origin(node: fx.Node) -> fx.Node:
     return node
 
 
-def _type_of(given: _Input, value: Any, is_even: Callable[[int], bool]) -> Type:
+def _type_of(entry: _Input, value: Any, is_even: Callable[[int], bool]) -> Type:
     """Return the type of an input by the convention."""
-    if isinstance(given.dim, str):
-        got = f"{given.dim}, of which it is not known where its tokens are"
+    if isinstance(entry.dim, str):
+        got = f"{entry.dim}, of which it is not known where its tokens are"
         name_it = "or name the dim, as in options={'seq_dims': {'ids': 1}}"
         remedy = f"call transpose(1, 2) after the split into heads, {name_it}"
         return Mixed("a compiled graph over plain shards", got, remedy)
     if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
         return Own()
-    return Same() if given.dim is None else shards_at(value, given.dim, is_even)
+    return Same() if entry.dim is None else shards_at(value, entry.dim, is_even)
 
 
 def _type_in_region(
     inputs: Sequence[_Input], sites: Sequence[Site], typer: EagerTyper, place: int, value: Tensor
 ) -> Type:
     """Return the type of an input in a region: what was made in it of what was cut for it."""
-    given = inputs[place]
-    is_said = given.is_named or isinstance(value, DTensor)
+    entry = inputs[place]
+    is_said = entry.is_named or isinstance(value, DTensor)
     known = None if is_said else typer.find(value)
-    if known is None and (is_said or sites or given.is_of_module):
-        known = _type_of(given, value, typer.is_even)
+    if known is None and (is_said or sites or entry.is_of_module):
+        known = _type_of(entry, value, typer.is_even)
     return typer.type_of(value) if known is None else known

@@ -237,7 +237,7 @@ def _numbers_of_lengths(query: Tensor, key: Tensor, plan_options: PlanOptions) -
         return {}
     sizes = [tensor.shape[SEQUENCE_DIM] for tensor in (query, key)]
     multiples = [Multiple.of(size) or size for size in sizes]
-    if any(isinstance(one, SymInt) for one in multiples):
+    if any(isinstance(multiple, SymInt) for multiple in multiples):
         return {}
     numbers = solve(multiples, [size_hint(size) for size in sizes])
     assert numbers is not None

@@ -76,12 +76,14 @@ def follow_graph(
         autocast_restored() as entered,
     ):
         typer = GraphTyper(is_even)
-        given = [fake_copy(value) if isinstance(value, Tensor) else value for value in values]
-        typed = [(t, one) for t, one in zip(given, types, strict=True) if isinstance(t, Tensor)]
+        entering = [fake_copy(value) if isinstance(value, Tensor) else value for value in values]
+        typed = [
+            (t, kind) for t, kind in zip(entering, types, strict=True) if isinstance(t, Tensor)
+        ]
         typer.types.update(typed)
-        returned = _Follower(gm, typer, entered, sites).run(*given)
-        typer.refuse_kept([tensor for tensor, one in typed if isinstance(one, Same)])
-    return typer, given, returned
+        returned = _Follower(gm, typer, entered, sites).run(*entering)
+        typer.refuse_kept([tensor for tensor, kind in typed if isinstance(kind, Same)])
+    return typer, entering, returned
 
 
 class GraphTyper(Typer):
@@ -103,8 +105,8 @@ class GraphTyper(Typer):
         outs = self.leaves(out)
         own = first_own(map(self.type_of, self.leaves((args, kwargs))))
         is_read = torch.Tag.data_dependent_output in op.tags and not outs
-        is_sized = any(has_free_unbacked_symbols(one) for one in outs) and any(
-            isinstance(self.types[one], Mixed) for one in outs
+        is_sized = any(has_free_unbacked_symbols(result) for result in outs) and any(
+            isinstance(self.types[result], Mixed) for result in outs
         )
         if own is not None and (is_read or is_sized):
             got = f"a number or a size that is read off {describe(own)}"
@@ -169,22 +171,22 @@ class _Follower(fx.Interpreter):
         return results
 
     def _count(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        counted, given = fake_copy(args[0]), self.typer.type_of(args[0])
-        if isinstance(given, Shards):
-            given = replace(given, is_counted=True)
-        self.typer.types[counted] = given
+        counted, kind = fake_copy(args[0]), self.typer.type_of(args[0])
+        if isinstance(kind, Shards):
+            kind = replace(kind, is_counted=True)
+        self.typer.types[counted] = kind
         return counted
 
     def _rewrap(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Convert between a local tensor and a DTensor: the tokens stay where they are."""
-        found, out = self.typer.type_of(args[0]), fake_copy(node.meta["example_value"])
-        if isinstance(found, Shards):
+        kind, out = self.typer.type_of(args[0]), fake_copy(node.meta["example_value"])
+        if isinstance(kind, Shards):
             if node.target is DTensor.from_local and isinstance(out, DTensor):
                 dims = [getattr(placement, "dim", None) for placement in out.placements]
-                found = next((place for place in found.places() if place.dim in dims), found)
-            size = numbers(out.shape)[found.dim]
-            found = replace(found, length=size // (found.outer * found.inner), others=())
-        self.typer.types[out] = found
+                kind = next((place for place in kind.places() if place.dim in dims), kind)
+            size = numbers(out.shape)[kind.dim]
+            kind = replace(kind, length=size // (kind.outer * kind.inner), others=())
+        self.typer.types[out] = kind
         return out
 
     def _autocast(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -204,11 +206,13 @@ class _Follower(fx.Interpreter):
             operands = list(operands[0])
         is_function = node.target is torch.ops.higher_order.autograd_function_apply
         bodies = bodies[:1] if is_function else bodies
-        is_known = len(bodies) == 1 and not any(isinstance(one, (tuple, list)) for one in operands)
+        is_known = len(bodies) == 1 and not any(
+            isinstance(value, (tuple, list)) for value in operands
+        )
         if node.target is torch.ops.higher_order.cond:
             # All ranks must take one branch.
-            found = self.typer.type_of(args[0]) if isinstance(args[0], Tensor) else Same()
-            is_known = isinstance(found, (Same, Own))
+            kind = self.typer.type_of(args[0]) if isinstance(args[0], Tensor) else Same()
+            is_known = isinstance(kind, (Same, Own))
         counts = {len(body.graph.find_nodes(op="placeholder")) for body in bodies}
         if not is_known or counts != {len(operands)}:
             return self._lose(node, args)
@@ -223,11 +227,11 @@ class _Follower(fx.Interpreter):
 
     def _lose(self, node: fx.Node, args: Any) -> Any:
         """Return results of which nothing is known; of tensors that ranks share, the same."""
-        given = {type(self.typer.type_of(tensor)) for tensor in self.typer.leaves(args)}
+        kinds = {type(self.typer.type_of(tensor)) for tensor in self.typer.leaves(args)}
         got = f"{node.target}, which is not known to keep tokens apart"
-        found = Same() if given == {Same} else Mixed(name_of(node), got, REMEDY)
+        lost = Same() if kinds == {Same} else Mixed(name_of(node), got, REMEDY)
         out = map_tensors(fake_copy, node.meta["example_value"])
-        self.typer.types.update(dict.fromkeys(self.typer.leaves(out), found))
+        self.typer.types.update(dict.fromkeys(self.typer.leaves(out), lost))
         return out
 
 
@@ -239,7 +243,7 @@ Checking = Callable[[Run, Sequence[int]], Run]
 TypeOf = Callable[[EagerTyper, int, Tensor], Type]
 # A type, and the sizes of the tensor that it is of.
 _Sized = tuple[Type, Sequence[int]]
-# Of the inputs that a graph writes to, and of its results; None for others, and for no tensors.
+# The types of inputs that a graph writes to, and of its results; None for all other values.
 _Judgement = tuple[list[_Sized | None], list[_Sized | None]]
 
 
@@ -282,9 +286,9 @@ class GraphTypes:
                     stack.enter_context(typer.running())
                 results = run(*args)
             with torch._C.DisableTorchFunction():
-                for typer, found in judged.items():
-                    if found is not None:
-                        written, returned = found
+                for typer, judgement in judged.items():
+                    if judgement is not None:
+                        written, returned = judgement
                         _tell(typer, args, [written[place] for place in places])
                         _tell(typer, pytree.tree_leaves(results), returned)
             return results
@@ -296,12 +300,12 @@ class GraphTypes:
         tensors = {p: value for p, value in inputs.items() if isinstance(value, Tensor)}
         if typer.is_idle(tensors.values()):
             return None
-        given = {place: self.type_of(typer, place, value) for place, value in tensors.items()}
-        key = tuple((p, tensors[p].shape, identity(one)) for p, one in given.items())
+        kinds = {place: self.type_of(typer, place, value) for place, value in tensors.items()}
+        key = tuple((p, tensors[p].shape, identity(kind)) for p, kind in kinds.items())
         if key not in self.known:
             types: list[Type] = [Same()] * len(self.values)
-            for p, one in given.items():
-                types[p] = _resized((one, tensors[p].shape), numbers(self.values[p].shape))
+            for p, kind in kinds.items():
+                types[p] = _resized((kind, tensors[p].shape), numbers(self.values[p].shape))
             try:
                 self.known[key] = self._follow(typer, types)
             except CPError as error:
@@ -310,20 +314,20 @@ class GraphTypes:
         return self.known[key]
 
     def _follow(self, typer: EagerTyper, types: Sequence[Type]) -> _Judgement:
-        evens = {one.length: one.is_even for one in types if isinstance(one, Shards)}
+        evens = {kind.length: kind.is_even for kind in types if isinstance(kind, Shards)}
 
         def is_even(length: int) -> bool:
             return evens[length] if length in evens else typer.is_even(length)
 
-        followed, given, returned = follow_graph(self.gm, self.sites, self.values, types, is_even)
+        followed, inputs, returned = follow_graph(self.gm, self.sites, self.values, types, is_even)
         warn_of_sums(followed, returned)
 
         def typed(value: Any) -> _Sized | None:
             is_tensor = isinstance(value, Tensor)
             return (followed.type_of(value), numbers(value.shape)) if is_tensor else None
 
-        pairs = zip(map(typed, pytree.tree_leaves(given)), types, strict=True)
-        written = [None if one is None or one[0] == before else one for one, before in pairs]
+        pairs = zip(map(typed, pytree.tree_leaves(inputs)), types, strict=True)
+        written = [None if kind is None or kind[0] == before else kind for kind, before in pairs]
         return written, [*map(typed, pytree.tree_leaves(returned))]
 
 
@@ -349,22 +353,22 @@ def compare_lengths(
     return call
 
 
-def _tell(typer: EagerTyper, values: Sequence[Any], found: Sequence[_Sized | None]) -> None:
-    for value, one in zip(values, found, strict=True):
-        if isinstance(value, Tensor) and one is not None:
-            typer.take(value, _resized(one, value.shape))
+def _tell(typer: EagerTyper, values: Sequence[Any], judged: Sequence[_Sized | None]) -> None:
+    for value, kind in zip(values, judged, strict=True):
+        if isinstance(value, Tensor) and kind is not None:
+            typer.take(value, _resized(kind, value.shape))
 
 
-def _resized(found: _Sized, sizes: Sequence[int]) -> Type:
+def _resized(sized: _Sized, sizes: Sequence[int]) -> Type:
     """Return the type of a tensor of other sizes, in the same dims."""
-    given, before = found
-    if not isinstance(given, Shards) or list(before) == list(sizes):
-        return given
+    kind, before = sized
+    if not isinstance(kind, Shards) or list(before) == list(sizes):
+        return kind
     places = []
-    for place in given.places():
+    for place in kind.places():
         length, rest = divmod(sizes[place.dim], place.outer * place.inner)
         if rest:
             got = "tokens that were flattened with a batch of another size"
             return Mixed("a compiled graph", got, REMEDY)
         places.append(replace(place, length=length))
-    return given.at(places)
+    return kind.at(places)

@@ -123,9 +123,9 @@ def _note_tables(nodes: Sequence[fx.Node]) -> None:
     token: fx.Node | None = None
     for node in nodes:
         arguments: Any = node.args
-        query, extras, this = arguments[0], arguments[3], attention_of(node)
-        assert this is not None
-        tables = [extras[place] for place in tables_to_note(this)]
+        query, extras, attention = arguments[0], arguments[3], attention_of(node)
+        assert attention is not None
+        tables = [extras[place] for place in tables_to_note(attention)]
         if not tables:
             continue
         value = query.meta["val"]
@@ -134,26 +134,26 @@ def _note_tables(nodes: Sequence[fx.Node]) -> None:
                 token = node.graph.call_function(torch.ops.aten.new_empty.default, (query, [1]))
                 with fake_mode_of(value):
                     token.meta["val"] = value.new_empty([1])
-            kind, site = kind_of(this, value.dtype), f"attention ({source_line(node)})"
-            args = (token, tables, kind, site, this.dropout_p > 0, this.group_name)
+            kind, site = kind_of(attention, value.dtype), f"attention ({source_line(node)})"
+            args = (token, tables, kind, site, attention.dropout_p > 0, attention.group_name)
             note = node.graph.call_function(NOTE_TABLES, args)
         note.meta = {**_meta_of_site(node), "val": None}
 
 
 def _trace(node: fx.Node, decompositions: Mapping[Any, Any], is_repeated: bool) -> fx.GraphModule:
     """Trace the function of an op; if it `is_repeated`, the graph has others that are alike."""
-    this, used = attention_of(node), _used_of(node)
-    assert this is not None
+    attention, used = attention_of(node), _used_of(node)
+    assert attention is not None
 
     def run(*tensors: Tensor) -> list[Tensor | None]:
         # What nobody reads (the lse at inference) is left out, and dies with what computed it.
-        results = EXPANSIONS[node.target](this, *tensors)
+        results = EXPANSIONS[node.target](attention, *tensors)
         return [result if index in used else None for index, result in enumerate(results)]
 
     values = [arg.meta["val"] for arg in _inputs_of(node)]
     traced = trace_fake(run, values, decompositions)
-    if not this.is_per_batch:
-        plan = (forward_plan if node.target is FORWARD else backward_plan)(this.recipe)
+    if not attention.is_per_batch:
+        plan = (forward_plan if node.target is FORWARD else backward_plan)(attention.recipe)
         # What the busiest rank moves, so that all ranks estimate starts alike.
         starts = traced.graph.find_nodes(op="call_function", target=START)
         assert len(starts) == len(plan.exchange_bytes), "a rank starts what its plan does not have"
@@ -174,7 +174,7 @@ def _trace(node: fx.Node, decompositions: Mapping[Any, Any], is_repeated: bool) 
             view.replace_all_uses_with(view.args[0])
     traced.graph.eliminate_dead_code()
     # A template computes all tiles under a mask: such an expansion is long.
-    if is_repeated and this.is_per_batch and KERNELS[this.kernel].under_rule.needs_graph:
+    if is_repeated and attention.is_per_batch and KERNELS[attention.kernel].under_rule.needs_graph:
         _share_pieces(traced)
     return traced
 
@@ -264,14 +264,14 @@ def _cut(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
     if sizes is None:
         return
     read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
-    given = [node for node in read if node not in inside and node.op != "get_attr"]
-    given = list(dict.fromkeys(sizes + given))
-    piece, name = _piece_of(gm, nodes, given, results), free_name(gm, "piece")
+    operands = [node for node in read if node not in inside and node.op != "get_attr"]
+    operands = list(dict.fromkeys(sizes + operands))
+    piece, name = _piece_of(gm, nodes, operands, results), free_name(gm, "piece")
     setattr(gm, name, piece)
 
     behind: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(nodes[-1].next):
-        call = graph.call_function(INVOKE_SUBGRAPH, (graph.get_attr(name), name, *given))
+        call = graph.call_function(INVOKE_SUBGRAPH, (graph.get_attr(name), name, *operands))
         call.meta["val"] = tuple(node.meta["val"] for node in results)
         call.meta[TILES_KEY] = tuple(node for node in piece.graph.nodes if node.target in TILE_OPS)
         for place, node in enumerate(results):
@@ -289,11 +289,11 @@ def _cut(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
 
 def _views(node: fx.Node) -> list[fx.Node]:
     """Return a node and what it is a view of, down to what has memory of its own."""
-    found = [node]
+    views = [node]
     while is_view(node) or (node.target is getitem and is_view(node.all_input_nodes[0])):
         node = node.all_input_nodes[0]
-        found.append(node)
-    return found
+        views.append(node)
+    return views
 
 
 def _sizes_read(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node] | None:
@@ -303,29 +303,29 @@ def _sizes_read(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[fx.Node] | No
     """
     read = (source for node in nodes for source in (node, *node.all_input_nodes))
     symbols = free_symbols([node.meta.get("val") for node in read])
-    found: dict[sympy.Symbol, fx.Node] = {}
+    sizes: dict[sympy.Symbol, fx.Node] = {}
     last, inside = nodes[-1], set(nodes)
     for node in takewhile(lambda node: node is not last, graph.nodes):
         if node in inside:
             continue
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
-            found.setdefault(size_expression(value), node)
+            sizes.setdefault(size_expression(value), node)
         for dim, length in enumerate(value.shape if isinstance(value, Tensor) else ()):
             symbol = size_expression(length)
-            if symbol in symbols and symbol not in found:
+            if symbol in symbols and symbol not in sizes:
                 with graph.inserting_before(last):
-                    found[symbol] = graph.call_function(SIZE, (node, dim))
-                found[symbol].meta["val"] = length
-    is_given = symbols.issubset(found)
-    return [found[symbol] for symbol in sorted(symbols, key=str)] if is_given else None
+                    sizes[symbol] = graph.call_function(SIZE, (node, dim))
+                sizes[symbol].meta["val"] = length
+    is_given = symbols.issubset(sizes)
+    return [sizes[symbol] for symbol in sorted(symbols, key=str)] if is_given else None
 
 
 def _piece_of(
-    gm: fx.GraphModule, nodes: Sequence[fx.Node], given: list[fx.Node], results: list[fx.Node]
+    gm: fx.GraphModule, nodes: Sequence[fx.Node], operands: list[fx.Node], results: list[fx.Node]
 ) -> Piece:
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for place, node in enumerate(given):
+    for place, node in enumerate(operands):
         copies[node] = graph.placeholder(f"given_{place}")
         copies[node].meta["val"] = node.meta["val"]
     for node in nodes:

@@ -63,7 +63,7 @@ def _note_in(graph: fx.Graph, numbers: Iterator[int]) -> None:
         if node.op not in ("call_function", "call_method"):
             continue
         inputs = node.all_input_nodes
-        sources = [one for one in inputs if not drawn.isdisjoint((one, *_storages(one)))]
+        sources = [read for read in inputs if not drawn.isdisjoint((read, *_storages(read)))]
         beside = [source for source in inputs if _is_distributed(source)]
         if beside:
             mesh = beside[0].meta["example_value"].device_mesh
@@ -143,8 +143,8 @@ def _note_distributed(node: fx.Node, numbers: Iterator[int]) -> None:
         noted = node.graph.call_function(note_drawn, (node, next(numbers), name_of(node)))
     noted.meta = dict(node.meta)
     drawn = memory_of(local_of(value))
-    given = filter(_is_distributed, node.all_input_nodes)
-    if any(memory_of(local_of(one.meta["example_value"])) == drawn for one in given):
+    sources = filter(_is_distributed, node.all_input_nodes)
+    if any(memory_of(local_of(source.meta["example_value"])) == drawn for source in sources):
         with node.graph.inserting_after(noted):
             again = node.graph.call_method("copy_", (node, noted))
         again.meta = dict(node.meta)

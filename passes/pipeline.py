@@ -149,7 +149,7 @@ class Lowering:
     # By op of aten, as the rest of the graph is decomposed.
     decompositions: Mapping[Any, Any] = field(default_factory=dict)
     check_tables: bool = False  # ranks compare the tables of masks and the seeds of dropout
-    # Of `number_attentions`, from the forward of a compile to its backward.
+    # The numbers of `number_attentions`, from the forward of a compile to its backward.
     place_of: dict[Any, int] = field(default_factory=dict)
     num_lowered: int = 0
     order: list[str] | None = None  # of the collectives, once it is known
@@ -183,7 +183,7 @@ def _passes_states(node: fx.Node) -> bool:
 
 
 def _of_all_graphs(change: Callable[[fx.Graph], object]) -> Callable[[Lowering], object]:
-    return lambda this: [change(graph) for graph in graphs_of(this.gm)]
+    return lambda work: [change(graph) for graph in graphs_of(work.gm)]
 
 
 FIND, REWRITE, LOWER, SCHEDULE, INTERPRET, POST_GRAD = Stage
@@ -192,63 +192,63 @@ SEARCHED, FOUND = attrgetter("is_searched"), attrgetter("sites")
 # fmt: off
 PASSES = (
     # Ahead of all: what it refuses is the model, whatever the graph does.
-    Pass(FIND, "check_ties", lambda this: check_ties(this.gm.graph)),
-    Pass(FIND, "check_ways", lambda this: check_ways(this.gm)),
+    Pass(FIND, "check_ties", lambda work: check_ties(work.gm.graph)),
+    Pass(FIND, "check_ways", lambda work: check_ways(work.gm)),
     # Before all that read values: behind it every value is what it is on one process.
-    Pass(FIND, "replay_writes", lambda this: replay_writes(this.gm)),
+    Pass(FIND, "replay_writes", lambda work: replay_writes(work.gm)),
     # Before attentions are captured: what is drawn may be a mask beside DTensors.
-    Pass(FIND, "note_draws", lambda this: note_draws(this.gm),
-         lambda this: this.settings.check_agreement),
+    Pass(FIND, "note_draws", lambda work: note_draws(work.gm),
+         lambda work: work.settings.check_agreement),
     # Before anything is refused for a single attention: this is about the whole graph.
-    Pass(FIND, "check_mesh", lambda this: check_mesh(
-        this.gm, this.settings.axis, is_mesh_named=this.settings.is_mesh_named,
-        has_attention=this.has_attention), lambda this: not this.is_explained),
+    Pass(FIND, "check_mesh", lambda work: check_mesh(
+        work.gm, work.settings.axis, is_mesh_named=work.settings.is_mesh_named,
+        has_attention=work.has_attention), lambda work: not work.is_explained),
     # The next three change how attention is written, not what it is; so before it is found.
-    Pass(FIND, "inline_multi_head", lambda this: inline_multi_head(this.gm, this.settings.axis),
+    Pass(FIND, "inline_multi_head", lambda work: inline_multi_head(work.gm, work.settings.axis),
          SEARCHED),
-    Pass(FIND, "inline_varlen", lambda this: inline_varlen(this.gm), SEARCHED),
-    Pass(FIND, "align_attention", lambda this: align_attention(this.gm, this.settings.axis),
+    Pass(FIND, "inline_varlen", lambda work: inline_varlen(work.gm), SEARCHED),
+    Pass(FIND, "align_attention", lambda work: align_attention(work.gm, work.settings.axis),
          SEARCHED),
     # Before masks are read: of 2 * s1 more can be said than of two symbols.
-    Pass(FIND, "relate_local_lengths", lambda this: relate_local_lengths(this.gm.graph),
-         lambda this: this.is_searched and this.has_attention),
+    Pass(FIND, "relate_local_lengths", lambda work: relate_local_lengths(work.gm.graph),
+         lambda work: work.is_searched and work.has_attention),
     Pass(FIND, "find_attention", Capture.find, SEARCHED),
     # Before the checks, which have nothing to say of how a BlockMask was made.
-    Pass(FIND, "drop_block_masks", lambda this: drop_block_masks(this.gm, this.sites), SEARCHED,
+    Pass(FIND, "drop_block_masks", lambda work: drop_block_masks(work.gm, work.sites), SEARCHED,
          is_spare=True),
     # Behind find_attention: queries and keys tell which dims hold tokens, if nothing else does.
-    Pass(FIND, "check_sequence", lambda this: check_sequence(
-        this.gm, this.sites, this.settings.seq_dims, this.settings.axis),
-         lambda this: this.is_checked, keeps="types"),
-    Pass(FIND, "check_placements", lambda this: check_placements(this.gm),
-         lambda this: this.is_checked and not this.is_explained),
+    Pass(FIND, "check_sequence", lambda work: check_sequence(
+        work.gm, work.sites, work.settings.seq_dims, work.settings.axis),
+         lambda work: work.is_checked, keeps="types"),
+    Pass(FIND, "check_placements", lambda work: check_placements(work.gm),
+         lambda work: work.is_checked and not work.is_explained),
 
     # Behind the last pass that asks for regions.
-    Pass(REWRITE, "remove_marks", lambda this: remove_marks(this.gm), SEARCHED),
+    Pass(REWRITE, "remove_marks", lambda work: remove_marks(work.gm), SEARCHED),
     # Behind find_attention: to read a mask may make numbers of whole lengths.
-    Pass(REWRITE, "settle_local_lengths", lambda this: settle_local_lengths(this.gm.graph), FOUND),
-    Pass(REWRITE, "capture_attention", lambda this: capture_attention(this.gm, this.sites), FOUND),
+    Pass(REWRITE, "settle_local_lengths", lambda work: settle_local_lengths(work.gm.graph), FOUND),
+    Pass(REWRITE, "capture_attention", lambda work: capture_attention(work.gm, work.sites), FOUND),
     # Policies name what attention was before; nothing reads them until AOTAutograd.
-    Pass(REWRITE, "translate_policy", lambda this: translate_policy(this.gm), FOUND),
+    Pass(REWRITE, "translate_policy", lambda work: translate_policy(work.gm), FOUND),
     # What leaves the graph is known only now.
-    Pass(REWRITE, "complete_outputs", lambda this: complete_outputs(this.gm), keeps="sharing"),
+    Pass(REWRITE, "complete_outputs", lambda work: complete_outputs(work.gm), keeps="sharing"),
     # Behind all that make numbers of whole lengths which were symbols.
-    Pass(REWRITE, "guard_whole_lengths", lambda this: guard_whole_lengths(this.gm.graph)),
+    Pass(REWRITE, "guard_whole_lengths", lambda work: guard_whole_lengths(work.gm.graph)),
     # Behind capture_attention, after which nothing reads the mesh of a region.
-    Pass(REWRITE, "drop_idle_objects", lambda this: drop_idle_objects(this.gm), keeps="kept"),
+    Pass(REWRITE, "drop_idle_objects", lambda work: drop_idle_objects(work.gm), keeps="kept"),
 
     # Before lowering: the numbers are part of an expansion's meta.
     Pass(LOWER, "number_attentions",
-         lambda this: number_attentions(this.gm, this.kind, this.place_of)),
+         lambda work: number_attentions(work.gm, work.kind, work.place_of)),
     # Before the exchanges of attentions are there, which no two share.
     Pass(LOWER, "merge_starts", _of_all_graphs(merge_starts)),
-    Pass(LOWER, "bucket_sums", lambda this: bucket_sums(this.gm.graph),
-         lambda this: this.kind == "backward", is_spare=True),
+    Pass(LOWER, "bucket_sums", lambda work: bucket_sums(work.gm.graph),
+         lambda work: work.kind == "backward", is_spare=True),
     Pass(LOWER, "lower_attention", Lowering.lower_attention),
     Pass(LOWER, "verify_graph", Lowering.verify),
 
     # Before the order changes, also where somebody else has LOWER run.
-    Pass(SCHEDULE, "verify_graph", Lowering.verify, lambda this: this.order is None),
+    Pass(SCHEDULE, "verify_graph", Lowering.verify, lambda work: work.order is None),
     Pass(SCHEDULE, "schedule_exchange", Lowering.schedule_exchanges, is_spare=True),
     Pass(SCHEDULE, "verify_graph", Lowering.verify),
     # Behind schedule_exchange: the order is that of the graph as all ranks leave it here.
@@ -256,7 +256,7 @@ PASSES = (
     Pass(SCHEDULE, "label_exchanges", _of_all_graphs(label_exchanges), is_spare=True),
 
     # What is interpreted has the strides of eager kernels; Inductor's has those of the graph.
-    Pass(INTERPRET, "relax_views", lambda this: relax_views(this.gm)),
+    Pass(INTERPRET, "relax_views", lambda work: relax_views(work.gm)),
 
     # Behind Inductor's own passes, which would not know the ops that hold the order.
     Pass(POST_GRAD, "pin_order", pin_order, is_spare=True),
@@ -264,62 +264,62 @@ PASSES = (
 # fmt: on
 
 
-def run_passes(stage: Stage, this: Any) -> None:
+def run_passes(stage: Stage, work: Any) -> None:
     """Run the passes of a stage, from top to bottom.
 
     They take a `Capture` in FIND and REWRITE, a graph in POST_GRAD, otherwise a `Lowering`.
     """
-    for one in PASSES:
-        if one.stage is not stage or not one.is_wanted(this):
+    for entry in PASSES:
+        if entry.stage is not stage or not entry.is_wanted(work):
             continue
-        if not one.is_spare or not is_bisected_away(one.name):
-            result = one.run(this)
-            if one.keeps:
-                setattr(this, one.keeps, result)
+        if not entry.is_spare or not is_bisected_away(entry.name):
+            result = entry.run(work)
+            if entry.keeps:
+                setattr(work, entry.keeps, result)
 
 
 def capture(gm: fx.GraphModule, settings: Settings) -> Capture:
     """Find and capture the attentions of a Dynamo graph, in place, or refuse and change none."""
-    this = Capture(gm, settings)
+    work = Capture(gm, settings)
     try:
-        run_passes(Stage.FIND, this)
+        run_passes(Stage.FIND, work)
     except CPError as error:
         report.count("sites_refused")
         for name in {*groups_of_sequence(gm, settings.axis), *groups_of_program()}:
             tell_refusal(name, error)
         raise
-    if not this.sites:
-        run_passes(Stage.REWRITE, this)
-        return this
-    report.count("sites_found", len(this.sites))
-    for site in this.sites:
+    if not work.sites:
+        run_passes(Stage.REWRITE, work)
+        return work
+    report.count("sites_found", len(work.sites))
+    for site in work.sites:
         report.report_site(site)
     with report.graph_logged(gm, "dynamo"):
-        run_passes(Stage.REWRITE, this)
-    report.count("sites_rewritten", len(this.sites))
-    return this
+        run_passes(Stage.REWRITE, work)
+    report.count("sites_rewritten", len(work.sites))
+    return work
 
 
 def judge(gm: fx.GraphModule, settings: Settings) -> list[tuple[str, Verdict]]:
     """Return what `capture` would do with every attention of a graph, not to be used afterwards."""
-    this = Capture(gm, replace(settings, enabled=True), is_explained=True)
+    work = Capture(gm, replace(settings, enabled=True), is_explained=True)
     try:
-        run_passes(Stage.FIND, this)
+        run_passes(Stage.FIND, work)
     except CPError as error:
-        if all(verdict is not error for _, verdict in this.verdicts):
-            this.verdicts.append((error.site, error))
-    return this.verdicts
+        if all(verdict is not error for _, verdict in work.verdicts):
+            work.verdicts.append((error.site, error))
+    return work.verdicts
 
 
-def lower(this: Lowering) -> None:
+def lower(work: Lowering) -> None:
     """Lower the captured attentions of a graph from AOTAutograd, and schedule their exchanges."""
-    with report.graph_logged(this.gm, this.kind):
-        run_passes(Stage.LOWER, this)
-        if not this.num_lowered and not any(map(_passes_states, nodes_of(this.gm))):
+    with report.graph_logged(work.gm, work.kind):
+        run_passes(Stage.LOWER, work)
+        if not work.num_lowered and not any(map(_passes_states, nodes_of(work.gm))):
             report.say_nothing_found()
             return
-        run_passes(Stage.SCHEDULE, this)
-    report.count_ops(this.gm)
+        run_passes(Stage.SCHEDULE, work)
+    report.count_ops(work.gm)
 
 
 class PostGrad(CustomGraphPass):

@@ -61,10 +61,10 @@ _SIMPLE = (aten.copy_.default, aten.fill_.Scalar, aten.zero_.default)
 def replay_writes(gm: fx.GraphModule) -> None:
     """Rewrite the writes, in place; a graph in which one of them is refused is unusable."""
     graphs = (graph for graph in graphs_of(gm) if any(map(_may_write, graph.nodes)))
-    found, calls = {graph: _Aliases(graph) for graph in graphs}, calls_of(gm)
-    for aliases in found.values():
+    aliases_of, calls = {graph: _Aliases(graph) for graph in graphs}, calls_of(gm)
+    for aliases in aliases_of.values():
         _check_outside(aliases, calls)
-    is_changed = [_Replay(graph, aliases).run() for graph, aliases in found.items()]
+    is_changed = [_Replay(graph, aliases).run() for graph, aliases in aliases_of.items()]
     if any(is_changed):
         recompile_all(gm)
 
@@ -82,9 +82,9 @@ def _memory_of(node: fx.Node) -> set[int]:
 def _may_write(node: fx.Node) -> bool:
     """Whether a node's value has been written to, or may be: foreach ops count no versions."""
     values = _dtensors_of(node)
-    given = {id(value) for source in node.all_input_nodes for value in _dtensors_of(source)}
+    inputs = {id(value) for source in node.all_input_nodes for value in _dtensors_of(source)}
     is_list = not isinstance(node.meta.get("example_value"), Tensor)
-    return any(value._version > 0 or (is_list and id(value) in given) for value in values)
+    return any(value._version > 0 or (is_list and id(value) in inputs) for value in values)
 
 
 def _is_cut(node: fx.Node) -> bool:
@@ -126,7 +126,7 @@ class _Aliases:
             return
         value, written = self._run(node)
         self._values[node] = value
-        given = [family for source in node.all_input_nodes for family in self.families[source]]
+        families = [family for source in node.all_input_nodes for family in self.families[source]]
         for leaf in tensors_in(value):
             family = self._by_memory.get(memory_of(leaf))
             if family is None:
@@ -134,7 +134,7 @@ class _Aliases:
                     continue
                 family = self._by_memory[memory_of(leaf)] = _Family(node)
             elif node is not family.base and node not in family.views:
-                family.is_clear &= family in given
+                family.is_clear &= family in families
                 family.views.append(node)
             if family not in self.families[node]:
                 self.families[node].append(family)
@@ -151,8 +151,8 @@ class _Aliases:
         return map_tensors(fake_copy, node.meta.get("example_value")), []
 
     def _note_write(self, node: fx.Node, value: Any, written: list[tuple[Any, Tensor]]) -> None:
-        sources = [one for one in node.all_input_nodes if one in self._values]
-        given = {id(leaf) for one in sources for leaf in tensors_in(self._values[one])}
+        sources = [source for source in node.all_input_nodes if source in self._values]
+        read = {id(leaf) for source in sources for leaf in tensors_in(self._values[source])}
         known = dict.fromkeys(self._by_memory.get(memory_of(tensor)) for _, tensor in written)
         families = [f for f in known if f and (_is_cut(f.base) or _is_differentiated(f.base))]
         for family in families:
@@ -161,15 +161,15 @@ class _Aliases:
                 raise write_to_part(name_of(node), part)
         if families:
             is_simple = all(op in _SIMPLE or torch.Tag.pointwise in op.tags for op, _ in written)
-            if is_simple and all(id(tensor) in given for _, tensor in written):
+            if is_simple and all(id(tensor) in read for _, tensor in written):
                 self.simple.add(node)
             self.writes[node] = families
-            self.same.update((node, one) for one in sources if self._values[one] is value)
+            self.same.update((node, source) for source in sources if self._values[source] is value)
 
 
-def _call(node: fx.Node, value_of: Callable[[fx.Node], Any], given: Any = None) -> Any:
+def _call(node: fx.Node, value_of: Callable[[fx.Node], Any], arguments: Any = None) -> Any:
     """Call what a node calls, on its arguments or others, of which values are taken."""
-    args, kwargs = fx.map_arg(given or (node.args, node.kwargs), value_of)
+    args, kwargs = fx.map_arg(arguments or (node.args, node.kwargs), value_of)
     return Tensor.detach(*args) if node.target is get_data else call_target(node, args, kwargs)
 
 
@@ -182,7 +182,7 @@ def _check_outside(aliases: _Aliases, calls: Calls) -> None:
                 inputs = tensor.graph.find_nodes(op="placeholder")
                 tensor = cast(fx.Node, call.args[1 + inputs.index(tensor)])
                 families = _Aliases(call.graph).families[tensor]
-                names = {name for one in families for name in (one.base, *one.views)} - {tensor}
+                names = {name for f in families for name in (f.base, *f.views)} - {tensor}
                 places = {other: place for place, other in enumerate(call.graph.nodes)}
                 users = {user for name in names for user in name.users}
                 if any(places[user] >= places[call] for user in users):
@@ -199,7 +199,7 @@ class _Replay:
         self.current: dict[fx.Node, fx.Node] = {}
         self.places = {node: place for place, node in enumerate(graph.nodes)}
         self.users = {node: list(node.users) for node in graph.nodes}
-        self.given = {node: (node.args, node.kwargs) for node in graph.nodes}
+        self.args = {node: (node.args, node.kwargs) for node in graph.nodes}
         self.read = {node: node.all_input_nodes for node in graph.nodes}
         # Whether autograd follows what runs at this place, and at that of a node of before.
         self.is_tracked = torch.is_grad_enabled()
@@ -239,7 +239,7 @@ class _Replay:
         )
         # Autograd writes to the same part of a gradient, which may be sharded.
         bases = [family.base for family in families]
-        is_part = any(not _is_cut(one) and one not in self.given[node][0] for one in bases)
+        is_part = any(not _is_cut(base) and base not in self.args[node][0] for base in bases)
         return copies or is_part or node not in self.aliases.simple or not _runs(node)
 
     def _is_read(self, view: fx.Node, place: int) -> bool:
@@ -273,9 +273,9 @@ class _Replay:
         """Insert what computes the tensors as they are after a write; return them."""
         bases = [family.base for family in families]
         steps = self._steps_to(node, families)
-        read = [one for step in (*steps, node) for one in self.read[step]]
-        inputs = list(dict.fromkeys([*bases, *(one for one in read if one not in steps)]))
-        fakes = [map_tensors(fake_copy, one.meta["example_value"]) for one in inputs]
+        read = [source for step in (*steps, node) for source in self.read[step]]
+        inputs = list(dict.fromkeys([*bases, *(source for source in read if source not in steps)]))
+        fakes = [map_tensors(fake_copy, source.meta["example_value"]) for source in inputs]
 
         def compute(*values: Any) -> list[Tensor]:
             env = dict(zip(inputs, values, strict=True))
@@ -283,46 +283,46 @@ class _Replay:
             env.update((base, env[base].clone()) for base in bases)
             for step in steps:
                 same = self.aliases.same.get(step)
-                env[step] = env[same] if same else _call(step, env.__getitem__, self.given[step])
-            _call(node, env.__getitem__, self.given[node])
+                env[step] = env[same] if same else _call(step, env.__getitem__, self.args[step])
+            _call(node, env.__getitem__, self.args[node])
             return [env[base] for base in bases]
 
         traced = trace_fake(functionalize(compute), fakes, _DECOMPOSITIONS, like=self.aliases.like)
         traced.graph.eliminate_dead_code()
-        return self._inline(traced, [self._now(one) for one in inputs], node)
+        return self._inline(traced, [self._now(source) for source in inputs], node)
 
     def _steps_to(self, node: fx.Node, families: list[_Family]) -> list[fx.Node]:
         """Return the views of families from which a node is computed, in order."""
         views = {view for family in families for view in family.views}
-        found, stack = set[fx.Node](), [node]
+        steps, stack = set[fx.Node](), [node]
         while stack:
-            new = views.intersection(self.read[stack.pop()]) - found
-            found.update(new)
+            new = views.intersection(self.read[stack.pop()]) - steps
+            steps.update(new)
             stack += new
-        return sorted(found, key=self.places.__getitem__)
+        return sorted(steps, key=self.places.__getitem__)
 
     def _inline(
         self, traced: fx.GraphModule, inputs: Sequence[fx.Node], node: fx.Node
     ) -> list[fx.Node]:
         env = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
         like = inputs[0]
-        for one in traced.graph.nodes:
-            if one.op == "get_attr":
-                numbers: Tensor = getattr(traced, one.target)
+        for copied in traced.graph.nodes:
+            if copied.op == "get_attr":
+                numbers: Tensor = getattr(traced, copied.target)
                 made = (numbers.tolist(), numbers.dtype, like)
-                env[one] = self._add(node, replicated_numbers, *made)
-            elif one.op == "call_function":
-                if torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ()):
-                    raise _refusal(node, f"{one.target}, which draws random numbers")
-                args, kwargs = fx.map_arg((one.args, one.kwargs), env.__getitem__)
-                if one.target is aten.lift_fresh_copy.default:
-                    env[one] = args[0]
+                env[copied] = self._add(node, replicated_numbers, *made)
+            elif copied.op == "call_function":
+                if torch.Tag.nondeterministic_seeded in getattr(copied.target, "tags", ()):
+                    raise _refusal(node, f"{copied.target}, which draws random numbers")
+                args, kwargs = fx.map_arg((copied.args, copied.kwargs), env.__getitem__)
+                if copied.target is aten.lift_fresh_copy.default:
+                    env[copied] = args[0]
                     continue
-                env[one] = self._add(node, one.target, *args, **kwargs)
-                if not one.all_input_nodes:
-                    env[one] = self._add(node, replicated_like, env[one], like)
+                env[copied] = self._add(node, copied.target, *args, **kwargs)
+                if not copied.all_input_nodes:
+                    env[copied] = self._add(node, replicated_like, env[copied], like)
         results: Any = traced.graph.output_node().args[0]
-        return [env[one] for one in results]
+        return [env[copied] for copied in results]
 
     def _renew(self, family: _Family, node: fx.Node) -> None:
         """Compute the views anew that are used after a write."""
@@ -334,7 +334,7 @@ class _Replay:
             if same is not None:
                 self.current[view] = self._now(same)
                 continue
-            args, kwargs = self._now(self.given[view])
+            args, kwargs = self._now(self.args[view])
             was_tracked = self.is_tracked
             self._track(self.tracked[view])
             self.current[view] = self._add(view, view.target, *args, **kwargs)
@@ -366,7 +366,7 @@ class _Replay:
             node.meta["example_value"] = args[0].meta["example_value"]
         else:
             with torch.set_grad_enabled(self.is_tracked), fake_mode_of(self.aliases.like):
-                node.meta["example_value"] = _call(node, lambda one: one.meta["example_value"])
+                node.meta["example_value"] = _call(node, lambda read: read.meta["example_value"])
         return node
 
 
@@ -379,10 +379,10 @@ def _is_differentiated(node: fx.Node) -> bool:
 
 def _runs(node: fx.Node) -> bool:
     """Whether DTensor can write as a node does."""
-    values = {one: one.meta.get("example_value") for one in node.all_input_nodes}
-    like = next(value for one in values for value in _dtensors_of(one))
+    values = {source: source.meta.get("example_value") for source in node.all_input_nodes}
+    like = next(value for source in values for value in _dtensors_of(source))
     with torch.no_grad(), fake_mode_of(local_of(like)), writes_as_dtensor():
-        copies = {one: map_tensors(torch.clone, value) for one, value in values.items()}
+        copies = {source: map_tensors(torch.clone, value) for source, value in values.items()}
         try:
             _call(node, copies.__getitem__)
         except Exception:

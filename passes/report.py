@@ -53,9 +53,9 @@ def report_site(site: Site) -> None:
     plans = [forward, backward] if torch.is_grad_enabled() else [forward]
     num_bytes = site.batch * sum(plan.bytes_sent(axis.rank) for plan in plans)
     count("bytes_sent", num_bytes)
-    how = f"{recipe.strategy} in {recipe.stages} stages, {kernel}"
+    chosen = f"{recipe.strategy} in {recipe.stages} stages, {kernel}"
     cost = f"{100 * forward.skipped:.1f}% of pairs skipped, sends {num_bytes} bytes per run"
-    log.info("%s, %s, %s", where, how, cost)
+    log.info("%s, %s, %s", where, chosen, cost)
     for plan in (forward, backward):
         log.debug("%s %s\n%s", site.name, plan.direction.value, format_program(plan, axis.rank))
     # What has a value for every pair is built on every rank.

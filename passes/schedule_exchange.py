@@ -62,7 +62,7 @@ def schedule_exchange(
     instructions = Description(nodes, kind, options).instructions
     budget = options.memory_budget_bytes
     if budget < 0:
-        budget = 2 * max((one.num_bytes for one in instructions if one.is_start), default=0)
+        budget = 2 * max((step.num_bytes for step in instructions if step.is_start), default=0)
     exposed = expose(instructions)
     orders = {
         "none": lambda: exposed,
@@ -166,25 +166,25 @@ class _Effects:
 
     def before(self, index: int, node: fx.Node) -> set[int]:
         """Return the instructions that a node must stay behind."""
-        found, target = set(self.barrier), node.target
+        earlier, target = set(self.barrier), node.target
         if node.op != "call_function":
-            return found
+            return earlier
         if target is NOTE_TABLES:
             # They keep their order, and nothing waits for them.
-            found, self.note = found | self.note, {index}
-            return found
+            earlier, self.note = earlier | self.note, {index}
+            return earlier
         if isinstance(target, torch._ops.OpOverload):
             if torch.Tag.nondeterministic_seeded in target.tags:
-                found, self.random = found | self.random, {index}
+                earlier, self.random = earlier | self.random, {index}
             is_barrier = target._schema.is_mutable and target is not WAIT
         else:
             is_subgraph = isinstance(target, torch._ops.HigherOrderOperator)
             is_barrier = is_subgraph and target not in FLEX_OPS and TILES_KEY not in node.meta
         is_barrier |= target is WAIT and _start_of(node) is None
         if is_barrier:
-            found |= set(range(max(self.barrier, default=0), index))
+            earlier |= set(range(max(self.barrier, default=0), index))
             self.barrier = {index}
-        return found
+        return earlier
 
 
 def _value(node: fx.Node) -> Any:

@@ -31,7 +31,7 @@ class Settings:
     inductor_options: Mapping[str, Any]  # all that are not ours
     check_agreement: bool = True
     check_sequence: bool = True
-    # Of plain inputs, by the names of the model's arguments.
+    # The sequence dims of plain inputs, by the names of the model's arguments.
     seq_dims: Mapping[str, int | None] = field(default_factory=dict)
     is_mesh_named: bool = False  # options say what plain tensors are; `{"mesh": None}`: whole
 
@@ -65,15 +65,15 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
     return Settings(bool(config.enabled), plan_options, axis, rest, *checks)
 
 
-def _seq_dims(given: object) -> dict[str, int | None]:
-    if isinstance(given, Mapping) and all(
-        isinstance(name, str) and (dim is None or type(dim) is int) for name, dim in given.items()
+def _seq_dims(dims: object) -> dict[str, int | None]:
+    if isinstance(dims, Mapping) and all(
+        isinstance(name, str) and (dim is None or type(dim) is int) for name, dim in dims.items()
     ):
-        return dict(given)
+        return dict(dims)
     raise InvalidArgument(
         site='options={"seq_dims": ...}',
         expected="the dim of the tokens, or None, by the names of the model's arguments",
-        got=f"{given!r:.80}",
+        got=f"{dims!r:.80}",
         remedy="write options={'seq_dims': {'ids': 1}}",
     )
 

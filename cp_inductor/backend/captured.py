@@ -100,9 +100,9 @@ class Captured:
             *(captured.kept, agree, planned, captured.types, collectives, sharing, written)
         )
 
-    def inputs(self, given: Sequence[Any]) -> list[Any]:
+    def inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the inputs that were kept."""
-        return [given[place] for place in self.kept]
+        return [inputs[place] for place in self.kept]
 
     def runner(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return what calls a compiled graph: with the inputs kept, once all ranks are ready.
@@ -113,7 +113,7 @@ class Captured:
         call = with_steps_named(compiled, self.attentions)
         call = with_plain_gradients(with_all_gradients(with_versions_checked(call)))
 
-        group_names = {one.attention.group_name for one in self.attentions}
+        group_names = {attention.attention.group_name for attention in self.attentions}
 
         def run(*args: Any) -> Any:
             if self.attentions:  # of which Dynamo has no guard

@@ -54,7 +54,7 @@ from cp_inductor.torch_private.traces import traces
 
 log = logging.getLogger("cp_inductor")
 
-# Of a projection: if logits are larger, they and their loss are computed for some tokens at a time.
+# If the logits are larger, they and their loss are computed for some tokens at a time.
 MAX_WHOLE_BYTES = 2**30
 
 
@@ -101,9 +101,9 @@ def cp_aot_eager(
     with errors_unwrapped(gm), traces.switched(True):
         settings = read_settings(options)
         captured = Captured.of(gm, settings)
-        how: dict[str, Any] = {"settings": settings, "place_of": {}, "captured": captured}
+        keywords: dict[str, Any] = {"settings": settings, "place_of": {}, "captured": captured}
         compilers = {
-            f"{role}_compiler": partial(_interpret_lowered, kind=kind, **how)
+            f"{role}_compiler": partial(_interpret_lowered, kind=kind, **keywords)
             for role, kind in (("fw", "forward"), ("bw", "backward"), ("inference", "inference"))
         }
         compile_graph = aot_autograd(
@@ -209,8 +209,8 @@ def _compile_lowered(
     of AOTAutograd, which does not see which part of a replicated tensor a rank takes.
     """
     if settings.enabled:
-        how = (settings.plan_options, select_decomp_table(), settings.check_agreement, place_of)
-        _lower(Lowering(gm, kind_of(kwargs), *how), captured)
+        options = (settings.plan_options, select_decomp_table(), settings.check_agreement, place_of)
+        _lower(Lowering(gm, kind_of(kwargs), *options), captured)
     # A backward may be compiled later, when it is first called, on any thread.
     with one_compile_at_a_time, meshes_keyed(), lowered_as_asked(ROWS_OF_TILES):
         return inner_compile(gm, example_inputs, **kwargs)

@@ -98,8 +98,8 @@ def errors_unwrapped(gm: fx.GraphModule | None = None) -> Iterator[None]:
 
 def _tell(error: Exception, frame: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Let the ranks that share a sequence know that this one has no graph for what they may run."""
-    given = options.get("mesh"), getattr(options_of(frame.get("self")), "mesh", None)
-    meshes = [mesh for mesh in given if isinstance(mesh, DeviceMesh) and mesh.get_coordinate()]
+    named = options.get("mesh"), getattr(options_of(frame.get("self")), "mesh", None)
+    meshes = [mesh for mesh in named if isinstance(mesh, DeviceMesh) and mesh.get_coordinate()]
     with suppress(RuntimeError, KeyError, ValueError):  # a group is gone
         names = set(groups_of_program())
         names.update(str(mesh.get_group(0).group_name) for mesh in meshes)
@@ -179,15 +179,15 @@ def _of_call(failed: FailedTrace) -> CPError | None:
 
 def _check_parts(node: fx.Node, site: str) -> None:
     """Refuse a tensor of this rank's tokens beside one of all tokens, as positions or a mask."""
-    given = {one: one.meta.get("example_value") for one in node.all_input_nodes}
-    tensors = {one: value for one, value in given.items() if isinstance(value, Tensor)}
+    values = {read: read.meta.get("example_value") for read in node.all_input_nodes}
+    tensors = {read: value for read, value in values.items() if isinstance(value, Tensor)}
     shards = [value for value in tensors.values() if isinstance(value, DTensor)]
-    for whole, place in ((one, place) for one in shards for place in one.placements):
+    for whole, place in ((read, place) for read in shards for place in read.placements):
         if not isinstance(place, Shard) or place.dim == 0:
             continue
         here, count = whole.to_local().shape[place.dim], whole.shape[place.dim]
         for source, part in tensors.items():
-            # Of a mask, keys are in the last dim.
+            # The keys of a mask are in its last dim.
             is_mask = node.target in SDPA and not is_sequence_sharded(part)
             sizes = [*part.shape[place.dim - whole.ndim :][:1], *part.shape[-1:] * is_mask]
             if here != count and here in sizes:
@@ -203,7 +203,7 @@ def _check_parts(node: fx.Node, site: str) -> None:
 
 def _check_sizes(node: fx.Node, site: str) -> None:
     """Refuse sizes that data decides where ops over DTensors must know them."""
-    values = (one.meta.get("example_value") for one in node.graph.nodes)
+    values = (other.meta.get("example_value") for other in node.graph.nodes)
     if any(isinstance(value, DTensor) for value in values):
         raise UnsupportedPlacement(
             site=site,
@@ -224,7 +224,7 @@ def _check_write(node: fx.Node, site: str) -> None:
     )
     if not is_write or not isinstance(written, Tensor) or isinstance(written, DTensor):
         return
-    if any(isinstance(one, DTensor) for one in _tensors(node)):
+    if any(isinstance(tensor, DTensor) for tensor in _tensors(node)):
         raise UnsupportedPlacement(
             site=site,
             expected="a DTensor to write a DTensor into",

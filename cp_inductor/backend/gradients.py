@@ -54,8 +54,8 @@ def _complete_gradients(outputs: Sequence[Any], inputs: Sequence[Any], is_replac
     """Let the backward of outputs complete gradients; return whether it is replaced by then."""
     of_nodes: dict[Any, dict[int, _Complete]] = {}
     replayed = set()  # nodes with outputs whose base, kept by AOTAutograd, nothing here holds
-    given = [tensor for tensor in inputs if isinstance(tensor, Tensor)]
-    earlier = {_viewed(tensor).grad_fn for tensor in given}  # of graphs that ran before
+    tensors = [tensor for tensor in inputs if isinstance(tensor, Tensor)]
+    earlier = {_viewed(tensor).grad_fn for tensor in tensors}  # of graphs that ran before
     for output in outputs:
         if isinstance(output, Tensor) and output.requires_grad:
             made = _viewed(output)
@@ -63,7 +63,7 @@ def _complete_gradients(outputs: Sequence[Any], inputs: Sequence[Any], is_replac
                 of_nodes.setdefault(made.grad_fn, {})[made.output_nr] = _completing(made)
             elif made.grad_fn is None:
                 replayed.add(_node_behind(output.grad_fn))
-    for written in given:
+    for written in tensors:
         # What the graph writes to an input is another output, of which torch expects plain zeros.
         for node, place in getattr(written.grad_fn, "next_functions", ()):
             if node in of_nodes:
@@ -112,11 +112,11 @@ def _completed(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Complete gradients before a backward, to which AOTAutograd (2.13) passes them in a list."""
 
     @wraps(backward)
-    def run(ctx: Any, *given: Any) -> Any:
-        gradients = given[0] if isinstance(given[0], list) else [*given]
+    def run(ctx: Any, *arguments: Any) -> Any:
+        gradients = arguments[0] if isinstance(arguments[0], list) else [*arguments]
         for place, complete in ctx.completing.items():
             gradients[place] = complete(gradients[place])
-        return backward(ctx, *(given if gradients is given[0] else gradients))
+        return backward(ctx, *(arguments if gradients is arguments[0] else gradients))
 
     run_uncompiled(run)
     return run

@@ -63,7 +63,7 @@ def _named(
     function: Callable[..., Any], attentions: Sequence[Planned], direction: str
 ) -> Callable[..., Any]:
     where = f"the {direction} of a graph of attention at {attentions[0].site}"
-    groups = {one.attention.group_name for one in attentions}
+    groups = {attention.attention.group_name for attention in attentions}
     name_of = partial(_name_of, attentions, direction)
     step_of = partial(_find, attentions, direction)
 
@@ -80,17 +80,17 @@ def _find(
     attentions: Sequence[Planned], direction: str, error: BaseException
 ) -> tuple[str, str, str] | None:
     """Return the group, attention and step of the exchange that raised an error, if one did."""
-    found = None
+    failed = None
     traceback = error.__traceback__
     while traceback is not None:
         line = linecache.getline(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
         collective = COLLECTIVE.search(line)
         if collective is not None:
-            found = (collective[1], _label_at(traceback.tb_frame, traceback.tb_lineno, line))
+            failed = (collective[1], _label_at(traceback.tb_frame, traceback.tb_lineno, line))
         traceback = traceback.tb_next
-    if found is None:
+    if failed is None:
         return None
-    name, label = found
+    name, label = failed
     group_name = attentions[0].attention.group_name
     if label is None or label[3] != "exchange":
         site = f"a compiled graph of {len(attentions)} attentions"
@@ -99,8 +99,8 @@ def _find(
     if place == "unknown" or int(place) >= len(attentions):
         site = f"one of {len(attentions)} attentions of a compiled graph"
     else:
-        one = attentions[int(place)]
-        group_name, site = one.attention.group_name, one.site
+        captured = attentions[int(place)]
+        group_name, site = captured.attention.group_name, captured.site
         if len({other.site for other in attentions}) < len(attentions):
             site = f"{site}, number {int(place) + 1} of the {len(attentions)} in the graph"
     return group_name, site, f"exchange {number} of {num_steps} of its {direction}"
@@ -154,6 +154,6 @@ def label_above(line_at: Callable[[int], str], number: int) -> re.Match[str] | N
 def exchanges_in(code: str) -> list[str | None]:
     """Return the label of each collective in generated code, None for one that has none."""
     lines = code.splitlines()
-    found = [number for number, line in enumerate(lines, 1) if COLLECTIVE.search(line)]
-    labels = [label_above(lambda number: lines[number - 1], number) for number in found]
+    numbers = [number for number, line in enumerate(lines, 1) if COLLECTIVE.search(line)]
+    labels = [label_above(lambda number: lines[number - 1], number) for number in numbers]
     return [label[0] if label else None for label in labels]

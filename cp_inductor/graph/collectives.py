@@ -57,7 +57,7 @@ def list_collectives(gm: fx.GraphModule) -> tuple[Collective, ...]:
     Ranks also meet to plan a batch: they compare its tables. Not counted is what one rank sends to
     one other, as in a pipeline, where ranks differ.
     """
-    found = []
+    collectives = []
     plan_batch = torch.ops.cp_inductor.plan_batch.default
     for node in nodes_of(gm):
         target: Any = node.target
@@ -66,19 +66,19 @@ def list_collectives(gm: fx.GraphModule) -> tuple[Collective, ...]:
         names = [argument.name for argument in target._schema.arguments]
         if "group_name" not in names or {"tag", "tag_list"} & {*names}:
             continue
-        given = dict(zip(names, node.args, strict=False)) | node.kwargs
-        group, value = given["group_name"], node.meta["val"]
+        arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+        group, value = arguments["group_name"], node.meta["val"]
         tensors: list[Tensor] = list(value) if isinstance(value, (list, tuple)) else [value]
         # Plans say what ranks send each other in an all-to-all, where it differs between them.
         own = () if target is plan_batch or target in STARTS else tensors
         sizes = tuple(size for tensor in own for size in tensor.shape)
         is_static = all(isinstance(size, int) for size in sizes)
         dtype = str(tensors[0].dtype).removeprefix("torch.")
-        found.append(
+        collectives.append(
             Collective(
                 f"{target.__name__.partition('.')[0]} of {dtype}",
                 sizes if is_static else None,
                 group if isinstance(group, str) else group.group_name,
             )
         )
-    return tuple(found)
+    return tuple(collectives)

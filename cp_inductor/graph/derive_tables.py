@@ -130,5 +130,5 @@ def _name_of(placeholder: fx.Node) -> str | None:
     if source is None or not isinstance(placeholder.meta.get("example_value"), Tensor):
         return None
     name = source.name if isinstance(source.name, str) else source.name()
-    found = NAME.search(name)
-    return found[1] if found else None
+    match = NAME.search(name)
+    return match[1] if match else None

@@ -78,8 +78,8 @@ def calibrate(mesh: DeviceMesh) -> Machine:
     if measure.is_first_of_node:
         path = write_calibrated(machine, cache_folder(), measure.size)
         if axis.rank == 0:
-            found = f"{machine.format()} on {measure.size} ranks"
-            print(f"cp_inductor: measured {found}, kept in {path}", flush=True)
+            measured = f"{machine.format()} on {measure.size} ranks"
+            print(f"cp_inductor: measured {measured}, kept in {path}", flush=True)
     dist.barrier(measure.group)
     return machine
 
@@ -111,9 +111,9 @@ class _Measurement:
         self.is_first_of_node = self.rank % self.node_size == 0
 
     def gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, self.group)
-        return found
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, self.group)
+        return gathered
 
     def machine(self) -> Machine:
         levels = []
@@ -147,11 +147,11 @@ class _Measurement:
         width = HEADS * HEAD_DIM
         tokens = max(1, num_bytes // (4 * width * len(peers)))
         splits = [width * tokens * (r in peers) for r in range(self.size)]
-        given = torch.ones(HEADS, sum(splits) // width, HEAD_DIM, device=self.device)
+        rows = torch.ones(HEADS, sum(splits) // width, HEAD_DIM, device=self.device)
 
         def start() -> Callable[[], object]:
             # Tokens lie side by side in memory, and their heads in messages.
-            sent = given.transpose(0, 1).contiguous().flatten()
+            sent = rows.transpose(0, 1).contiguous().flatten()
             arrived = torch.empty_like(sent)
             work = dist.all_to_all_single(
                 arrived, sent, splits, splits, group=self.group, async_op=True
@@ -170,7 +170,7 @@ class _Measurement:
 
         With ``by_all=False`` only the first rank of each node runs.
         """
-        found = []
+        times = []
         for _ in range(REPETITIONS + 1):
             dist.barrier(self.group)
             self.synchronize()
@@ -178,9 +178,9 @@ class _Measurement:
             if by_all or self.is_first_of_node:
                 run()
             self.synchronize()
-            found.append(perf_counter() - start)
+            times.append(perf_counter() - start)
             dist.barrier(self.group)
-        each = self.gather(min(found[1:]))
+        each = self.gather(min(times[1:]))
         return float(median(each if by_all else each[:: self.node_size]))
 
     def synchronize(self) -> None:
@@ -229,8 +229,8 @@ class _Measurement:
                 machine=machine,
             )
             both = [loads_of(make(recipe)) for make in (forward_plan, backward_plan)]
-            moved = (stage for one in both for way in (one.fetch, one.home) for stage in way[0])
-            calls = sum(one.calls.sum(0) for one in both)
+            moved = (stage for item in both for way in (item.fetch, item.home) for stage in way[0])
+            calls = sum(item.calls.sum(0) for item in both)
             # How many follow each other on a core.
             num_calls = max(calls.max(), calls.sum() / (machine.device.at_once or self.size))
             rows.append([1.0, float(num_calls), float(sum(stage.any() for stage in moved))])
@@ -238,21 +238,21 @@ class _Measurement:
         (_, launch_s, latency_s), *_ = np.linalg.lstsq(np.array(rows), np.array(seconds))
         launch_s = max(machine.device.launch_s, float(launch_s))
         more = max(0.0, float(latency_s) - machine.levels[0].latency_s)
-        levels = (replace(one, latency_s=one.latency_s + more) for one in machine.levels)
+        levels = (replace(item, latency_s=item.latency_s + more) for item in machine.levels)
         return Machine(tuple(levels), replace(machine.device, launch_s=launch_s))
 
     def step(self, recipe: Recipe) -> Callable[[], object]:
         """Return what runs an attention forward and backward."""
         shape = (1, recipe.num_heads, STEP_TOKENS, HEAD_DIM)
         inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
-        how = (recipe.format(), self.rank, None, "flash_cpu", self.group.group_name, 0.0, False)
-        return _both_ways(lambda *qkv: attention(*qkv, [], *how)[0], inputs)
+        spec = (recipe.format(), self.rank, None, "flash_cpu", self.group.group_name, 0.0, False)
+        return _both_ways(lambda *qkv: attention(*qkv, [], *spec)[0], inputs)
 
     def tile(self, tokens: int, *, is_causal: bool = False) -> tuple[Callable[[], object], float]:
         """Return what runs a tile, and its flops without a mask."""
         shape = (1, HEADS, tokens, HEAD_DIM)
-        how: dict[str, Any] = {"device": self.device, "dtype": DTYPES[self.kind]}
-        inputs = [torch.randn(shape, requires_grad=True, **how) for _ in range(3)]
+        like: dict[str, Any] = {"device": self.device, "dtype": DTYPES[self.kind]}
+        inputs = [torch.randn(shape, requires_grad=True, **like) for _ in range(3)]
         run = _both_ways(partial(scaled_dot_product_attention, is_causal=is_causal), inputs)
         return run, 2 * sum(NUM_MATMULS.values()) * HEADS * HEAD_DIM * float(tokens) ** 2
 

@@ -173,8 +173,8 @@ def cross_compile(
     """
     chip = target_for_code(target)
     with pretended_world(rank, world_size, mesh_shape, mesh_dim_names) as mesh:
-        given = args(mesh) if callable(args) else args
-        example = place(Example(model, given, kwargs or {}, options or {}), mesh, placements)
+        inputs = args(mesh) if callable(args) else args
+        example = place(Example(model, inputs, kwargs or {}, options or {}), mesh, placements)
         return cross_compile_here(example, target=chip, dynamic=dynamic, mode=mode)
 
 

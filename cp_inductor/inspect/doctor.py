@@ -59,17 +59,17 @@ def _torch() -> Check:
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if OLDEST <= release <= NEWEST:
         return Check("torch", "ok", torch.__version__)
-    oldest, newest = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
-    found = f"{torch.__version__}; supported are {oldest} to {newest}"
+    oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+    versions = f"{torch.__version__}; supported are {oldest} to {newest}"
     state = "problem" if release < OLDEST else "warning"
-    return Check("torch", state, found, f"pip install 'torch>={oldest},<={newest}.*'")
+    return Check("torch", state, versions, f"pip install 'torch>={oldest},<={newest}.*'")
 
 
 def _private() -> Iterator[Check]:
     has_triton = _installed("triton")
     known = leaned_on().items()
     names = {place: wanted for place, wanted in known if has_triton or "triton" not in place}
-    texts = [(module, text) for module, found in TEXTS.items() for text in found]
+    texts = [(module, text) for module, expected in TEXTS.items() for text in expected]
     wrong = [("problem", place, what_moved(place, wanted)) for place, wanted in names.items()]
     wrong += [("warning", module, text_gone(module, text)) for module, text in texts]
     wrong += [("problem", name, probe()) for name, probe in PROBES.items()]
@@ -98,21 +98,21 @@ def _generated_code() -> Check:
         remedy = "install a supported torch, or report the error"
         return Check(name, "problem", f"an attention does not compile: {error}", remedy)
     if not labels or None in labels:
-        found = f"its exchanges have the labels {labels}: one that fails is not named"
+        text = f"its exchanges have the labels {labels}: one that fails is not named"
         remedy = "install a supported torch, or report it: cp_inductor/backend/steps.py"
-        return Check(name, "warning", found, remedy)
+        return Check(name, "warning", text, remedy)
     return Check(name, "ok", f"an attention of two ranks, {len(labels)} labelled collectives")
 
 
 def _triton() -> Check:
-    found, wanted = _installed("triton"), triton_for_this_torch()
-    if found is None:
+    installed, wanted = _installed("triton"), triton_for_this_torch()
+    if installed is None:
         remedy = f"pip install 'cp-inductor[triton]' triton=={wanted}"
         return Check("triton", "warning", "not installed: cannot generate code for GPUs", remedy)
-    if wanted != "any" and found.split(".")[:2] != wanted.split(".")[:2]:
+    if wanted != "any" and installed.split(".")[:2] != wanted.split(".")[:2]:
         remedy = f"pip install triton=={wanted}"
-        return Check("triton", "warning", f"{found}; this torch needs {wanted}", remedy)
-    return Check("triton", "ok", found)
+        return Check("triton", "warning", f"{installed}; this torch needs {wanted}", remedy)
+    return Check("triton", "ok", installed)
 
 
 def _installed(package: str) -> str | None:
@@ -123,8 +123,8 @@ def _installed(package: str) -> str | None:
 
 
 def _backends() -> Check:
-    found = {entry.name for entry in entry_points(group="torch_dynamo_backends")}
-    missing = [name for name in BACKENDS if name not in found]
+    registered = {entry.name for entry in entry_points(group="torch_dynamo_backends")}
+    missing = [name for name in BACKENDS if name not in registered]
     if missing:
         return Check(
             "backends",
@@ -156,8 +156,8 @@ def _cache() -> Check:
 def _compiler() -> Check:
     compiler = cpp_compiler()
     if compiler is None:
-        found, remedy = "none: models on the CPU will not compile", "install g++ or clang++"
-        return Check("C++ compiler", "warning", found, f"{remedy}, or set CXX to a compiler")
+        state, remedy = "none: models on the CPU will not compile", "install g++ or clang++"
+        return Check("C++ compiler", "warning", state, f"{remedy}, or set CXX to a compiler")
     return Check("C++ compiler", "ok", compiler)
 
 
@@ -169,8 +169,8 @@ def _group() -> Check:
     there = ", ".join(name for name, is_there in names.items() if is_there) or "no backend"
     if not dist.is_initialized():
         return Check("process group", "ok", f"none in this process; available: {there}")
-    found = f"rank {dist.get_rank()} of {dist.get_world_size()}, {dist.get_backend()}"
-    return Check("process group", "ok", found)
+    text = f"rank {dist.get_rank()} of {dist.get_world_size()}, {dist.get_backend()}"
+    return Check("process group", "ok", text)
 
 
 def _devices() -> Check:

@@ -46,7 +46,7 @@ from cp_inductor.plan.machine import known_machine
 
 MIB, GIB = 2**20, 2**30
 
-# Of a GPU's memory: the rest is the context, buffers of NCCL, and what allocations leave between.
+# The share of a GPU's memory for a program; the context, NCCL and fragmentation have the rest.
 USABLE = 0.93
 
 # PCIe 5.0 x16 in one direction, as far as copies of pinned memory reach it.
@@ -243,8 +243,8 @@ def estimate(
     world_size = math.prod(mesh_shape)
     rank = world_size // 2 if rank is None else rank
     with pretended_world(rank, world_size, mesh_shape, mesh_dim_names) as mesh:
-        given = args(mesh) if callable(args) else args
-        example = place(Example(model, given, kwargs or {}, options or {}), mesh, placements)
+        inputs = args(mesh) if callable(args) else args
+        example = place(Example(model, inputs, kwargs or {}, options or {}), mesh, placements)
         states = States(sharding, held_dtype, optimizer_states)
         with nullcontext() if example.like is None else implicit_replication():
             return estimate_here(example, target=chip, checkpoint=checkpoint, states=states)
@@ -318,7 +318,7 @@ def estimate_here(example: Example, *, target: Target, checkpoint: str, states: 
         # Inputs of layers leave while the forward computes, and return while the backward does.
         moved_s = (more["forward"].saved_bytes - few["forward"].saved_bytes) / HOST_BYTES_PER_S
         layer_s = [sum(more[k].seconds.values()) - sum(few[k].seconds.values()) for k in more]
-        parts["exposed offload"] = further * sum(max(0.0, moved_s - one) for one in layer_s)
+        parts["exposed offload"] = further * sum(max(0.0, moved_s - item) for item in layer_s)
     held = weights.held_bytes(states, world_size)
     # Gradients, weights and states are read, and all but the gradients are written.
     parts["optimizer"] = (3 + 2 * states.optimizer_states) * held / machine.device.bytes_per_s
@@ -332,9 +332,9 @@ def estimate_here(example: Example, *, target: Target, checkpoint: str, states: 
         sharding=states.sharding,
         num_tokens=_num_tokens(example),
         memory=memory,
-        exchange_bytes=max(one.exchange_bytes for one in more.values()),
-        logits_bytes=max(one.chunk_bytes for one in more.values()),
-        largest=max(more.values(), key=lambda one: one.peak_bytes).largest,
+        exchange_bytes=max(item.exchange_bytes for item in more.values()),
+        logits_bytes=max(item.chunk_bytes for item in more.values()),
+        largest=max(more.values(), key=lambda item: item.peak_bytes).largest,
         parts_s=dict(parts),
         model_flops=flops,
         peak_flops=machine.device.peak_flops,
@@ -349,8 +349,8 @@ def _price(
     """Compile up to the lowered graphs, and price them."""
     graphs: dict[str, fx.GraphModule] = {}
 
-    def keep(gm: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Callable[..., Any]:
-        graphs[kind_of(how)] = gm
+    def keep(gm: fx.GraphModule, inputs: Sequence[Any], **keywords: Any) -> Callable[..., Any]:
+        graphs[kind_of(keywords)] = gm
         return stop
 
     compile_and_stop(example, target, keep)
@@ -374,9 +374,9 @@ class _Weights:
 
     @staticmethod
     def of(model: nn.Module, layers: Layers | None) -> _Weights:
-        local = {id(one): held_by_rank(one) for one in model.parameters()}
-        total = sum(one.nbytes for one in local.values())
-        count = sum(one.numel() for one in local.values())
+        local = {id(weight): held_by_rank(weight) for weight in model.parameters()}
+        total = sum(weight.nbytes for weight in local.values())
+        count = sum(weight.numel() for weight in local.values())
         if layers is None:
             return _Weights(count, total, 0, total)
         held = {id(p) for layer in layers.left_in(model) for p in layer.parameters()}
@@ -445,6 +445,6 @@ def _num_tokens(example: Example) -> int:
     leaves = pytree.tree_leaves((example.args, example.kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     mesh = example.options.get("mesh")
-    ids = [one.numel() for one in tensors if not one.is_floating_point()]
-    rows = [one.numel() // one.shape[-1] for one in tensors if one.ndim > 1]
+    ids = [tensor.numel() for tensor in tensors if not tensor.is_floating_point()]
+    rows = [tensor.numel() // tensor.shape[-1] for tensor in tensors if tensor.ndim > 1]
     return max(ids or rows, default=0) * (1 if mesh is None else mesh.size())

@@ -221,7 +221,7 @@ class Report:
         """
         from cp_inductor.inspect.page import page_of
 
-        machines = {one.facts["machine"] for one in self.attentions if one.facts}
+        machines = {report.facts["machine"] for report in self.attentions if report.facts}
         now = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, torch {torch.__version__}"
         about = {**self.about, "machine": ", ".join(sorted(machines)), "written": now}
         Path(path).write_text(page_of(self.headline, about, self.attentions, compiled))
@@ -273,13 +273,13 @@ def explain(
     chip = None if target is None else Target.parse(target)
     if chip is not None:
         settings = planned_for(chip, settings)
-    found: list[AttentionReport] = []
+    reports: list[AttentionReport] = []
     scans: list[ScanReport] = []
     named_chip = "" if chip is None else chip.chip
 
     def report(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         scans.extend(_find_scans(gm))  # before the graph is searched, which changes it
-        found.extend(_report(*verdict, named_chip) for verdict in judge(gm, settings))
+        reports.extend(_report(*verdict, named_chip) for verdict in judge(gm, settings))
 
     model = getattr(model, "_orig_mod", model)
     about = {"model": getattr(model, "__qualname__", type(model).__name__), "target": target or ""}
@@ -292,10 +292,10 @@ def explain(
         if reason is None:
             raise
         return Report((), reason, about=about)
-    axes = {f"{a.facts['world_size']} on {a.facts['axis']}" for a in found if a.facts}
+    axes = {f"{a.facts['world_size']} on {a.facts['axis']}" for a in reports if a.facts}
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     about["world"] = "; ".join([_count(ranks, "rank"), *sorted(axes)])
-    return Report(tuple(found), scans=tuple(scans), about=about)
+    return Report(tuple(reports), scans=tuple(scans), about=about)
 
 
 def _report(name: str, verdict: Site | CPError | None, chip: str) -> AttentionReport:
@@ -328,18 +328,18 @@ def _report(name: str, verdict: Site | CPError | None, chip: str) -> AttentionRe
 
 def _facts(site: Site) -> dict[str, Any]:
     """Return the facts of an attention; if the batch decides its plan, lengths are those of now."""
-    this = site.attention
+    attention = site.attention
     query, key = (node.meta["example_value"] for node in (site.query, site.key))
     capability = None if site.plan_options is None else site.plan_options.capability
-    if this.is_per_batch:
+    if attention.is_per_batch:
         assert site.plan_options is not None
         here: Any = site.plan_options, site.axis, query, key
         lengths = whole_lengths(*here, site=site.name, is_dynamic=True)
-        strategy, stages, kept = "planned once per batch", this.source.stages, 0
-        rule = this.source.rule
+        strategy, stages, kept = "planned once per batch", attention.source.stages, 0
+        rule = attention.source.rule
         recipe = make_recipe(*here, rule=rule, dtype=site.dtype, site=site.name)
     else:
-        recipe = this.recipe
+        recipe = attention.recipe
         lengths = (recipe.query_length, recipe.key_length)
         strategy, stages, kept = recipe.strategy, recipe.stages, recipe.keep
     is_plain = site.mask.rule in (Rule(CAUSAL), Rule(FULL))
@@ -355,12 +355,12 @@ def _facts(site: Site) -> dict[str, Any]:
         "num_kv_heads": size_hint(held_by_rank(key).shape[1]),
         "head_dim": size_hint(query.shape[-1]),
         "dtype": str(site.dtype).removeprefix("torch."),
-        "kernel": this.kernel,
+        "kernel": attention.kernel,
         "recipe": recipe.format(),
         "why_kernel": site.why_kernel,
-        "known_wrong": known_wrong_of(this.kernel, query.device, capability),
-        "implementation": implementation_of(this.kernel),
-        "kernel_under_mask": "" if is_plain else KERNELS[this.kernel].under_rule.name,
+        "known_wrong": known_wrong_of(attention.kernel, query.device, capability),
+        "implementation": implementation_of(attention.kernel),
+        "kernel_under_mask": "" if is_plain else KERNELS[attention.kernel].under_rule.name,
         "flops_per_s": None,
         "rate_source": "",
         "strategy": strategy,

@@ -57,15 +57,15 @@ class Layers:
 
 def find_layers(model: nn.Module) -> Layers | None:
     """Return the longest list of layers that repeats at least thrice; None if there is none."""
-    found = []
+    candidates = []
     for name, module in model.named_modules():
         if isinstance(module, Stack):
             layers, period = [*module.children()], 1
             while 3 * period <= len(layers) and not _repeats(layers, period):
                 period += 1
             if 3 * period <= len(layers):
-                found.append(Layers(name, len(layers), period))
-    return max(found, key=lambda one: one.count, default=None)
+                candidates.append(Layers(name, len(layers), period))
+    return max(candidates, key=lambda candidate: candidate.count, default=None)
 
 
 def _repeats(layers: list[nn.Module], period: int) -> bool:

@@ -63,15 +63,15 @@ def page_of(
     check_matplotlib()
     alike: dict[str, list[Any]] = {}
     plans: dict[tuple[str, int, str], list[str]] = {}
-    for one in attentions:
-        alike.setdefault(str(replace(one, site="")), []).append(one)
-        if one.facts.get("recipe"):
-            key = one.facts["recipe"], one.facts["rank"], one.facts["machine"]
-            plans.setdefault(key, []).append(one.site)
+    for report in attentions:
+        alike.setdefault(str(replace(report, site="")), []).append(report)
+        if report.facts.get("recipe"):
+            key = report.facts["recipe"], report.facts["rank"], report.facts["machine"]
+            plans.setdefault(key, []).append(report.site)
     rows = ([name, escape(value, quote=False)] for name, value in facts.items() if value)
     parts = [f"<h1>{escape(title)}</h1>", _table((), rows)]
     for text, (first, *others) in alike.items():
-        sites = escape(", ".join(one.site for one in (first, *others)))
+        sites = escape(", ".join(report.site for report in (first, *others)))
         parts.append(f'<h2 class="{first.verdict}">{sites}</h2><pre>{escape(text.strip())}</pre>')
     for key, sites_of_plan in plans.items():
         parts += [f"<h2>The plan of {escape(', '.join(sites_of_plan))}</h2>", *_plan(*key)]
@@ -139,11 +139,11 @@ def _plan(text: str, rank: int, machine_text: str) -> list[str]:
         tiles = _image(path.read_bytes(), "who computes what")
     parts = ["<h3>Who computes what</h3>", tiles]
     parts += ["<h3>When, from whom to whom, and what it takes</h3>"]
-    parts += [_course(one, rank, machine) for one in (plan, backward)]
+    parts += [_course(way, rank, machine) for way in (plan, backward)]
     parts += ['<h3>What strategy="auto" weighs</h3>', _alternatives(recipe, machine)]
-    for one in (plan, backward):
-        parts += [f"<h3>The {one.direction.value} of rank {rank}</h3>"]
-        parts += [_lines(format_program(one, rank), _mark_exchange)]
+    for way in (plan, backward):
+        parts += [f"<h3>The {way.direction.value} of rank {rank}</h3>"]
+        parts += [_lines(format_program(way, rank), _mark_exchange)]
     return parts
 
 
@@ -233,11 +233,11 @@ def _alternatives(recipe: Recipe, machine: Machine) -> str:
         )
         for trial in trials
     ]
-    this = recipe.strategy, recipe.stages, recipe.late
+    chosen = recipe.strategy, recipe.stages, recipe.late
     keys = [(it.recipe.strategy, it.recipe.stages, it.recipe.late) for it in trials]
     head = ("strategy", "stages", "predicted ms", "MiB received, most", "tiles, most", "balance")
     rule = (
         f"In bold: this plan. Where work can be even, auto drops balances over {MAX_IMBALANCE};"
         f" of plans within {NEGLIGIBLE:.0%} of the fastest it takes the one that moves least."
     )
-    return f"<p>{rule}</p>" + _table(head, rows, keys.index(this) if this in keys else -1)
+    return f"<p>{rule}</p>" + _table(head, rows, keys.index(chosen) if chosen in keys else -1)

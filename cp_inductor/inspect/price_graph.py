@@ -72,7 +72,7 @@ def _computed(device: Device, node: fx.Node) -> float:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return 1.0  # under a rule, whose blocks are listed
-    args, kwargs = map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     call = bind_arguments(target, args, kwargs)
     if not call.get("is_causal"):
         return 1.0
@@ -111,7 +111,7 @@ class Pricing:
 
     # Its outermost link joins the ranks.
     machine: Machine
-    # Of the group that sums gradients.
+    # The size of the group that sums gradients.
     world_size: int
     # Names of inputs that take no memory of their own, as `shared_with_inputs` has them.
     free: frozenset[str] = frozenset()
@@ -121,20 +121,20 @@ class Pricing:
 
 def price_graph(gm: fx.GraphModule, kind: str, pricing: Pricing) -> Price:
     """Price a lowered and scheduled graph, a "forward", "backward" or "inference"."""
-    this = _Priced(gm, kind, pricing)
-    instructions = this.instructions
+    priced = _Priced(gm, kind, pricing)
+    instructions = priced.instructions
     measured = measure(instructions, range(len(instructions)))
     # What the cores that compute must move is not hidden by what they compute.
-    moving_s = sum(one.seconds for one in instructions if one.is_start)
+    moving_s = sum(step.seconds for step in instructions if step.is_start)
     hidden_s = pricing.machine.device.hidden * (moving_s - measured.exposed_s)
-    peak, largest = this.peak()
+    peak, largest = priced.peak()
     return Price(
-        this.seconds | {"exposed exchanges": moving_s - hidden_s},
-        this.model_flops,
+        priced.seconds | {"exposed exchanges": moving_s - hidden_s},
+        priced.model_flops,
         peak,
-        sum(one.num_bytes for one in instructions if one.is_kept),
+        sum(step.num_bytes for step in instructions if step.is_kept),
         measured.exchange_bytes,
-        this.chunk_bytes,
+        priced.chunk_bytes,
         largest,
     )
 
@@ -148,7 +148,7 @@ def shared_with_inputs(gm: fx.GraphModule) -> frozenset[str]:
     seen: set[fx.Node] = set()
     shared = set()
     for node in gm.graph.output_node().all_input_nodes:
-        sources = {one for one in description.sources[node] if one.op != "placeholder"}
+        sources = {source for source in description.sources[node] if source.op != "placeholder"}
         if sources <= seen:
             shared.add(node.name)
         seen |= sources
@@ -177,7 +177,7 @@ class _Priced(Description):
         results = gm.graph.output_node().all_input_nodes
         kept = {self.index[source] for result in results for source in self.sources[result]}
         self.instructions = [
-            replace(one, is_kept=index in kept) for index, one in enumerate(self.instructions)
+            replace(step, is_kept=index in kept) for index, step in enumerate(self.instructions)
         ]
 
     def _find_sources(self, node: fx.Node) -> None:
@@ -198,19 +198,19 @@ class _Priced(Description):
     def peak(self) -> tuple[int, tuple[tuple[str, int], ...]]:
         """Return the most bytes alive at once, and the largest buffers among them."""
         last: dict[int, int] = {}
-        for index, one in enumerate(self.instructions):
-            last |= dict.fromkeys((index, *one.reads), index)
+        for index, step in enumerate(self.instructions):
+            last |= dict.fromkeys((index, *step.reads), index)
         alive: dict[int, int] = {}
         most, at_peak = 0, list[tuple[str, int, int]]()
-        for index, one in enumerate(self.instructions):
-            ends = [i for i in (index, *one.reads) if last[i] == index]
+        for index, step in enumerate(self.instructions):
+            ends = [i for i in (index, *step.reads) if last[i] == index]
             ends = [i for i in ends if not self.instructions[i].is_kept]
             over = max((alive[i] for i in ends if i in alive), default=0)
-            is_written_over = is_fusible(self.nodes[index]) and 0 < one.num_bytes <= over
-            if one.num_bytes:
-                alive[index] = one.num_bytes
+            is_written_over = is_fusible(self.nodes[index]) and 0 < step.num_bytes <= over
+            if step.num_bytes:
+                alive[index] = step.num_bytes
             inside = self.inside.get(index, 0)
-            now = sum(alive.values()) + inside - one.num_bytes * is_written_over
+            now = sum(alive.values()) + inside - step.num_bytes * is_written_over
             if now > most:
                 held = [("", i, size) for i, size in alive.items()]
                 most, at_peak = now, [*held, ("inside ", index, inside)]
@@ -264,13 +264,13 @@ class _Priced(Description):
         assert isinstance(called, fx.Node)
         inner = getattr(self.gm, str(called.target))
         pricing = replace(self.pricing, free=frozenset(), sums_gradients=True)
-        this = _Priced(inner, "forward", pricing)
-        for name, value in this.seconds.items():
+        priced = _Priced(inner, "forward", pricing)
+        for name, value in priced.seconds.items():
             self.seconds[name] += value
         is_chunk = not isinstance(inner, Piece)
         if self.kind != "backward":
             # A chunk of logits has the multiplications of its backward in it.
-            self.model_flops += this.model_flops / (FORWARD_AND_BACKWARD if is_chunk else 1)
-        held = self.inside[self.index[node]] = this.peak()[0]
+            self.model_flops += priced.model_flops / (FORWARD_AND_BACKWARD if is_chunk else 1)
+        held = self.inside[self.index[node]] = priced.peak()[0]
         self.chunk_bytes = max(self.chunk_bytes, held * is_chunk)
-        return sum(this.seconds.values())
+        return sum(priced.seconds.values())

@@ -163,7 +163,7 @@ def _place_model(model: Any, mesh: DeviceMesh, like: DTensor | None) -> Any:
             weights = replace(weights, mesh=_corresponding(weights.mesh, mesh))
         here = _corresponding(options.mesh, mesh)
         parallelize_copy(placed, replace(options, mesh=here, weights=weights))
-    elif like is not None and not all(isinstance(one, DTensor) for one in model.parameters()):
+    elif like is not None and not all(isinstance(p, DTensor) for p in model.parameters()):
         adapt(placed, Options(like.device_mesh))
     return placed
 
@@ -282,7 +282,7 @@ def _find(name: str) -> Callable[..., Any]:
             public = ", ".join(n for n in own if n[0] != "_")
             raise AttributeError(f"no function; there are {public or 'none'}")
         module = _import(module_name)
-        found: Callable[..., Any] = getattr(module, function_name)
+        function: Callable[..., Any] = getattr(module, function_name)
     except (ImportError, AttributeError, FileNotFoundError, ValueError) as error:
         raise CannotLoad(
             site=name,
@@ -290,7 +290,7 @@ def _find(name: str) -> Callable[..., Any]:
             got=str(error),
             remedy="name a function that can be imported from here",
         ) from None
-    return found
+    return function
 
 
 def _import(name: str) -> Any:

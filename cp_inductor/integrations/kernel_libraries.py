@@ -13,7 +13,7 @@ from cp_inductor.modules.recurrences import (
     share_short_convolution,
 )
 
-# Of each, fla has one that computes in chunks, and one that goes from token to token.
+# fla has two of each: one computes in chunks, the other goes from token to token.
 KEYED = (
     "gated_delta_rule",
     "kda",

@@ -90,7 +90,7 @@ def find_routers(model: nn.Module) -> Mapping[type, int]:
     Dynamo (2.13) does not trace.
     """
     install = getattr(_output_capturing(), "maybe_install_capturing_hooks", None)
-    found: dict[type, int] = {}
+    routers: dict[type, int] = {}
     for module in model.modules():
         recorders = getattr(module, "_can_record_outputs", None) or {}
         if recorders and install is not None and hasattr(module, "config"):
@@ -99,8 +99,8 @@ def find_routers(model: nn.Module) -> Mapping[type, int]:
         for recorder in named if isinstance(named, (list, tuple)) else (named,):
             target = getattr(recorder, "target_class", recorder)
             if isinstance(target, type):
-                found[target] = getattr(recorder, "index", 0)
-    return found
+                routers[target] = getattr(recorder, "index", 0)
+    return routers
 
 
 def is_recording_logits() -> bool:

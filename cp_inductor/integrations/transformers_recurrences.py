@@ -83,7 +83,7 @@ def _globals_of(cls: type) -> frozenset[str]:
     """Return the names of the globals that a forward reads."""
     forward: Any = cls.forward  # type: ignore[attr-defined]
     read = dis.get_instructions(inspect.unwrap(forward))
-    return frozenset(one.argval for one in read if one.opname == "LOAD_GLOBAL")
+    return frozenset(code.argval for code in read if code.opname == "LOAD_GLOBAL")
 
 
 def _digest(module: nn.Module) -> str:
@@ -157,11 +157,11 @@ class _Gated(OnOwnTokens):
 
     def begin(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         names = ("input_states", "position_ids", "attention_mask", "use_cache")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if given["input_states"].shape[1] == 1:
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        if arguments["input_states"].shape[1] == 1:
             return None  # it goes on from its own state
         # The forward does not read the mask of attention, which is not one of tokens.
-        return (), {**given, "attention_mask": None}
+        return (), {**arguments, "attention_mask": None}
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         result = super().compute(*args, **kwargs)
@@ -182,10 +182,10 @@ class _GatedScan(ReadsLocally):
     ) -> tuple[Tensor, Tensor]:
         scan: Any = super()._rnn_scan  # type: ignore[misc]
         if computing().sequence is None:
-            found: tuple[Tensor, Tensor] = scan(
+            scanned: tuple[Tensor, Tensor] = scan(
                 hidden_states, recurrent_gate, reset, recurrent_states, acc_dtype
             )
-            return found
+            return scanned
 
         def own(tokens: Tensor, gate: Tensor, resets: Tensor) -> Any:
             return scan(tokens, gate, resets, None, acc_dtype)

@@ -57,17 +57,17 @@ def attention(
         query: (B, H, S, D), this rank's shard.
         key, value: (B, G, T, D), this rank's shards, G dividing H; causal needs S == T.
         extras: what the mask reads; then the seed of dropout, or sizes and numbers of `plan_batch`.
-        arguments: see `cp_inductor.run.attention.Attention`. All but the rank are the same on all
-            ranks.
+        arguments: of an `cp_inductor.run.attention.Attention`, its source as text. All but the rank
+            are the same on all ranks.
 
     Returns:
         out: (B, H, S, D) in the dtype of query.
         lse: (B, H, S), log of the sum of exponentials over all keys.
         kept: flat buffers of what was fetched, as many as the recipe keeps; not differentiable.
     """
-    this, name = Attention.of(*arguments), "cp_inductor::attention"
-    with agreed(this, query, key, extras, site=name), named_steps(this, "forward", name):
-        return run_forward(this, query, key, value, *extras)
+    spec, name = Attention.of(*arguments), "cp_inductor::attention"
+    with agreed(spec, query, key, extras, site=name), named_steps(spec, "forward", name):
+        return run_forward(spec, query, key, value, *extras)
 
 
 @torch.library.custom_op(
@@ -79,9 +79,9 @@ def attention(
 def attention_backward(grad_out: Tensor, *rest: Any) -> list[Tensor]:
     """Differentiate `attention`: [dq, dk, dv], and dbias if there is one, shaped as they are."""
     *tensors, extras, kept = rest[: NUM_TENSORS[BACKWARD] - 1]
-    this = Attention.of(*rest[NUM_TENSORS[BACKWARD] - 1 :])
-    with named_steps(this, "backward", "cp_inductor::attention"):
-        return run_backward(this, grad_out, *tensors, *extras, *kept)
+    spec = Attention.of(*rest[NUM_TENSORS[BACKWARD] - 1 :])
+    with named_steps(spec, "backward", "cp_inductor::attention"):
+        return run_backward(spec, grad_out, *tensors, *extras, *kept)
 
 
 # Fakes of a recipe's attention run the same functions: what strides results have depends on the
@@ -142,16 +142,16 @@ def attention_of(node: fx.Node) -> Attention | None:
     """Return which attention a node of a graph is; None if it is none."""
     if node.target not in NUM_TENSORS:
         return None
-    how: Any = node.args[NUM_TENSORS[node.target] :]
-    return Attention.of(*how)
+    arguments: Any = node.args[NUM_TENSORS[node.target] :]
+    return Attention.of(*arguments)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, key, value, extras, *ctx.arguments = inputs
     out, *rest = output
     ctx.num_extras, ctx.key_shape = len(extras), key.shape
-    this = Attention.of(*ctx.arguments)
-    shards = [query, key, value] if this.is_per_batch or reads_shard(this) else []
+    spec = Attention.of(*ctx.arguments)
+    shards = [query, key, value] if spec.is_per_batch or reads_shard(spec) else []
     ctx.num_shards = len(shards)
     ctx.save_for_backward(*shards, out, rest[0], *extras, *rest[1:])
     ctx.mark_non_differentiable(*rest[1:])

@@ -168,8 +168,8 @@ def _refuse(expected: str, got: str, remedy: str, place: int | None = None) -> N
 def _check(
     buffers: Sequence[Tensor] | None, dims: Sequence[int] | None, kept: set[Tensor] | None
 ) -> None:
-    for name, given in (("buffers", buffers), ("no_restore_buffers", kept)):
-        if isinstance(given, Tensor):
+    for name, named in (("buffers", buffers), ("no_restore_buffers", kept)):
+        if isinstance(named, Tensor):
             _refuse(f"{name} to be a list of tensors", "a tensor", f"pass {name}=[tensor]")
     if isinstance(dims, int):
         _refuse("a list of a dim for each buffer", f"{dims}", f"pass buffer_seq_dims=[{dims}]")

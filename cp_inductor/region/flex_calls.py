@@ -213,9 +213,9 @@ def _read(outside: _Outside) -> Recognized:
     reading = _trace(outside)
     recognized = _recognize(reading, outside.shape)
     if recognized is None or _learned(recognized):
-        found = _recognize_sum(outside, reading, recognized)
-        if found is not None:
-            return found
+        read = _recognize_sum(outside, reading, recognized)
+        if read is not None:
+            return read
     if recognized is None:
         raise _unreadable(site, _first_unread(reading))
     slope, known = recognized.rule.slope, (*FUNCTIONS, sympy.Piecewise)
@@ -269,8 +269,8 @@ def _recognize_sum(
     of_batch, of_head = reads_batch_and_head(outside.call.score_mod)
     captured = outside.captured[: len(outside.call.of_score_mod)]
     is_learned = any(map(_is_learned, captured))
-    found = with_bias(recognized, None, of_batch=of_batch, of_head=of_head, has_gradient=is_learned)
-    return replace(found, computed_by=known_nodes(reading.trace))
+    total = with_bias(recognized, None, of_batch=of_batch, of_head=of_head, has_gradient=is_learned)
+    return replace(total, computed_by=known_nodes(reading.trace))
 
 
 def _is_tensor(item: Any) -> bool:

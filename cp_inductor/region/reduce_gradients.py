@@ -220,6 +220,6 @@ def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for grad in grads:
         bucket = by_kind.setdefault((grad.dtype, grad.device), [])
         bucket.append(grad)
-        if sum(one.nbytes for one in bucket) >= BUCKET_BYTES:
+        if sum(gradient.nbytes for gradient in bucket) >= BUCKET_BYTES:
             yield by_kind.pop((grad.dtype, grad.device))
     yield from by_kind.values()

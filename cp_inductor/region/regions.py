@@ -215,22 +215,22 @@ class SequenceRegion(RegionMode):
                 got="an sdpa_kernel that disables it: the other kernels cannot attend over shards",
                 remedy="add SDPBackend.FLASH_ATTENTION to the sdpa_kernel around the attention",
             )
-        given = (query, key, value)
+        tensors = (query, key, value)
         if attn_mask is not None and not isinstance(attn_mask, DTensor):
             attn_mask, is_causal = _translate_mask(attn_mask, is_causal, query.device)
         if not torch.compiler.is_compiling():
-            self._prepare_attention(given, attn_mask)
+            self._prepare_attention(tensors, attn_mask)
             is_torchs = torchs_context_parallel().is_dispatching
             is_tiny = query.shape[0] == 0 or query.shape[-1] <= 1
             is_odd = is_tiny or query.shape[-1] != value.shape[-1]
             if attn_mask is not None or dropout_p or is_torchs or is_odd:
                 # SDPA would take a kernel that DTensors do not have; or torch's ring.
                 func = partial(attend, like=query)
-        if any(is_sequence_sharded(tensor) for tensor in given):
-            query, key, value = (_with_whole_rows(t) for t in given)
+        if any(is_sequence_sharded(tensor) for tensor in tensors):
+            query, key, value = (_with_whole_rows(t) for t in tensors)
             return func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
         _check_groups(query, key)
-        local = [_without_placements(tensor) for tensor in given]
+        local = [_without_placements(tensor) for tensor in tensors]
         width, of_values = query.shape[-1], value.shape[-1]
         if of_values < width:
             # No kernel takes other features of values, as latent attention (MLA) has them.
@@ -243,7 +243,7 @@ class SequenceRegion(RegionMode):
         out = out if of_values >= width else out[..., :of_values]
         out = placed_like(out, query)
         if not torch.compiler.is_compiling():
-            type_attended(given, out, self)
+            type_attended(tensors, out, self)
         return out
 
     def _prepare_attention(self, tensors: Sequence[Tensor], mask: Tensor | None) -> None:
@@ -276,10 +276,10 @@ class SequenceRegion(RegionMode):
 
         Its functions would have to compute with DTensors if its query were one.
         """
-        given = (query, key, value)
-        if any(is_sequence_sharded(tensor) for tensor in given):
+        tensors = (query, key, value)
+        if any(is_sequence_sharded(tensor) for tensor in tensors):
             return FLEX(query, key, value, *args, **kwargs)
-        if any(isinstance(tensor, DTensor) for tensor in given):
+        if any(isinstance(tensor, DTensor) for tensor in tensors):
             refuse(
                 UnsupportedPlacement,
                 expected="plain shards, or DTensors that shard the sequence, in flex_attention",
@@ -328,7 +328,7 @@ class SequenceRegion(RegionMode):
         lengths = (query.shape[SEQUENCE_DIM], key.shape[SEQUENCE_DIM])
         # Not `in`: to Dynamo (2.13) a number is in no tuple that holds a symbol.
         pairs = zip(mask.shape[-2:], lengths, strict=True)
-        if any(given != 1 and given != whole for given, whole in pairs):
+        if any(size != 1 and size != whole for size, whole in pairs):
             refuse(
                 UnsupportedAttention,
                 expected=f"an attn_mask over the whole sequence{_sizes(lengths)}",
@@ -368,9 +368,9 @@ def groups_of_program() -> list[str]:
 @note_parameters
 def _type_parameter(parameter: Tensor, tensor: Tensor) -> None:
     for typer in typers_of_program():
-        found = first_own([typer.find(tensor)])
-        if found is not None:
-            typer.types[parameter] = found
+        kind = first_own([typer.find(tensor)])
+        if kind is not None:
+            typer.types[parameter] = kind
 
 
 def _has_tensor(values: Sequence[Any]) -> bool:

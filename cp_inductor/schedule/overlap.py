@@ -127,11 +127,11 @@ def schedule(instructions: Sequence[Instruction], budget_bytes: int) -> list[int
     exposed = expose(instructions)
     most = measure(instructions, exposed).peak_bytes + budget_bytes
     order = _as_late_as_used(instructions, range(len(instructions)))
-    given = measure(instructions, order)
-    if given.peak_bytes > most:
-        order, given = exposed, measure(instructions, exposed)
+    measured = measure(instructions, order)
+    if measured.peak_bytes > most:
+        order, measured = exposed, measure(instructions, exposed)
     run = _Run(instructions, order)
-    run.limits = (most, max(budget_bytes, given.exchange_bytes))
+    run.limits = (most, max(budget_bytes, measured.exchange_bytes))
     for _ in range(ROUNDS):
         waits = [index for index in run.order if instructions[index].waits_for is not None]
         have_moved = [_cover(run, wait) for wait in waits]
@@ -200,7 +200,7 @@ class _Run:
         for index, instruction in enumerate(instructions):
             for source in instruction.reads:
                 self.readers[source].append(index)
-        # Of each instruction: the buffers that may be freed behind it.
+        # The buffers that may be freed behind each instruction.
         self.holds = [
             [
                 source

@@ -154,10 +154,10 @@ class EagerTyper(Typer):
         super().meet(op, args, kwargs, out)
         outs = self.leaves(out)
         if torch.Tag.data_dependent_output in op.tags and not outs:
-            found = first_own(map(self.type_of, self.leaves((args, kwargs))))
-            self.was_read = self.was_read or found
+            own = first_own(map(self.type_of, self.leaves((args, kwargs))))
+            self.was_read = self.was_read or own
         if _is_sized_by_data(op, args, outs):
-            sized = (one for one in map(self.type_of, outs) if isinstance(one, Mixed))
+            sized = (kind for kind in map(self.type_of, outs) if isinstance(kind, Mixed))
             self.was_read = self.was_read or next(sized, None)
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -219,10 +219,10 @@ class EagerTyper(Typer):
         finally:
             self.is_running = before
 
-    def take(self, tensor: Tensor, found: Type) -> None:
+    def take(self, tensor: Tensor, kind: Type) -> None:
         """Give a tensor the type that compiled code has given it, or left it with."""
         if _is_plain(tensor):
-            self.put(tensor, found)
+            self.put(tensor, kind)
 
     def _end_forward(self) -> None:
         """Check what the program keeps, once: a backward writes to gradients."""
@@ -237,8 +237,8 @@ class EagerTyper(Typer):
             out = func(*args, **kwargs)
             outs = self.leaves(out)
             if len(outs) == len(known):  # a gradient may have come or gone since then
-                for tensor, given in zip(outs, known, strict=True):
-                    self.types[tensor] = given
+                for tensor, kind in zip(outs, known, strict=True):
+                    self.types[tensor] = kind
             return out
         before = [(tensor, tensor._version) for tensor in self.leaves((args, kwargs)) if key]
         self.was_read = None
@@ -275,10 +275,10 @@ class EagerTyper(Typer):
                 return None
         return tuple(parts)
 
-    def _remember(self, key: Hashable, given: list[Tensor], outs: list[Tensor]) -> None:
+    def _remember(self, key: Hashable, inputs: list[Tensor], outs: list[Tensor]) -> None:
         types = [self.types.get(tensor) for tensor in outs]
-        is_old = any(one is other for one in given for other in outs)
-        if not is_old and not any(one is None or isinstance(one, Mixed) for one in types):
+        is_old = any(item is other for item in inputs for other in outs)
+        if not is_old and not any(item is None or isinstance(item, Mixed) for item in types):
             if len(_TYPED) >= _MOST:
                 _TYPED.clear()
             _TYPED[key] = types
@@ -288,9 +288,9 @@ class EagerTyper(Typer):
         groups = [a for a in (*args, *kwargs.values()) if isinstance(a, dist.ProcessGroup)]
         out = func(*args, **kwargs)
         if not groups or groups[0].group_name == self.group_name:
-            found = Same() if func in _GIVING_ALL_THE_SAME else Own()
+            kind = Same() if func in _GIVING_ALL_THE_SAME else Own()
             for tensor in self.leaves((args, kwargs, out)):
-                self.types[tensor] = found
+                self.types[tensor] = kind
         return out
 
     def _read(self, func: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Tensor]) -> Any:
@@ -303,15 +303,15 @@ class EagerTyper(Typer):
         out = func(*args, **kwargs)
         if self.is_over or TRUST.depth:
             return out
-        found = [self.type_of(leaf) for leaf in leaves if _is_plain(leaf)]
-        own = first_own(found)
+        kinds = [self.type_of(leaf) for leaf in leaves if _is_plain(leaf)]
+        own = first_own(kinds)
         if own is None:
             return out
         whole = self.wholes.find(leaves[0]) if len(leaves) == 1 else None
         if whole is not None:
             return func(whole)
         is_vote = func in _COMPARING or (isinstance(own, Mixed) and own.is_vote)
-        if is_vote and isinstance(out, bool) and all(map(_is_vote, found)):
+        if is_vote and isinstance(out, bool) and all(map(_is_vote, kinds)):
             vote = torch.tensor(int(out), device=leaves[0].device)
             least, most = range_over_ranks(vote, self.group_name)
             if least == most:
@@ -332,33 +332,33 @@ class EagerTyper(Typer):
 
         And nested ones, whose rows are parts of sequences. Within `per_rank` they are trusted.
         """
-        for one in () if TRUST.depth else tensors:
-            is_typed = _is_plain(one) or isinstance(one, nn.Parameter)
-            has_no_ops = type(one).__torch_dispatch__ is Tensor.__torch_dispatch__
-            if one.is_nested or (has_no_ops and not is_typed):
-                name = "nested tensor" if one.is_nested else type(one).__name__
+        for tensor in () if TRUST.depth else tensors:
+            is_typed = _is_plain(tensor) or isinstance(tensor, nn.Parameter)
+            has_no_ops = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+            if tensor.is_nested or (has_no_ops and not is_typed):
+                name = "nested tensor" if tensor.is_nested else type(tensor).__name__
                 got = f"a {name}, whose functions are not followed"
                 raise self.refusal("tokens as torch.Tensor", got)
 
     def _typed_hook(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[..., Any]:
         """Return a hook on tokens, after which their gradient must still be that of each token."""
-        given = self.type_of(tensor)
+        kind = self.type_of(tensor)
         site = self.locate()
-        if not isinstance(given, Shards) or _is_of_torch(hook):
+        if not isinstance(kind, Shards) or _is_of_torch(hook):
             return hook
 
         def typed(grad: Tensor) -> Any:
-            self.types[grad], self.was_read = given, None
+            self.types[grad], self.was_read = kind, None
             with self:
                 changed = hook(grad)
-            found = given if changed is None else self.type_of(changed)
+            result = kind if changed is None else self.type_of(changed)
             self.refuse_mixed(changed)
             if changed is not None and self.was_read is not None:
                 raise self._reading_refusal(_say_read(self.was_read, "a number"), site)
-            is_of_tokens = isinstance(found, Shards) and found.places()[0] in given.places()
-            if not is_of_tokens and not isinstance(found, Own):
-                expected = f"a hook that returns a gradient of {describe(given)}"
-                raise self.refusal(expected, describe(found), site=site)
+            is_of_tokens = isinstance(result, Shards) and result.places()[0] in kind.places()
+            if not is_of_tokens and not isinstance(result, Own):
+                expected = f"a hook that returns a gradient of {describe(kind)}"
+                raise self.refusal(expected, describe(result), site=site)
             return changed
 
         return typed
@@ -366,15 +366,15 @@ class EagerTyper(Typer):
     def _count_labels(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         bound = signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
-        labels, found = given["target"], self.type_of(given["target"])
-        is_mean = given["reduction"] == "mean" and not labels.is_floating_point()
-        if is_mean and isinstance(found, Shards):
+        call = bound.arguments
+        labels, kind = call["target"], self.type_of(call["target"])
+        is_mean = call["reduction"] == "mean" and not labels.is_floating_point()
+        if is_mean and isinstance(kind, Shards):
             # Another rank may have refused it before: an index is in range of one shard alone.
-            self.refuse_mixed(given["input"])
-            where = (given["ignore_index"], self.group_name, self.locate())
-            given["target"] = counted = count_labels(labels, given["input"].detach(), *where)
-            self.types[counted] = replace(found, is_counted=True)
+            self.refuse_mixed(call["input"])
+            where = (call["ignore_index"], self.group_name, self.locate())
+            call["target"] = counted = count_labels(labels, call["input"].detach(), *where)
+            self.types[counted] = replace(kind, is_counted=True)
         return bound.args, bound.kwargs
 
     def check_mask(self, mask: Tensor, lengths: set[int]) -> None:
@@ -383,8 +383,8 @@ class EagerTyper(Typer):
         If no shards were declared, a tensor as long as whole queries and keys is no shard. It may
         become a mask, which ranks compare.
         """
-        found = self.types.get(mask)
-        is_of_whole = isinstance(found, Mixed) and found.lengths and found.lengths <= lengths
+        kind = self.types.get(mask)
+        is_of_whole = isinstance(kind, Mixed) and kind.lengths and kind.lengths <= lengths
         if self.has_buffers or not is_of_whole:
             self.refuse_mixed(mask)
 
@@ -394,12 +394,12 @@ class EagerTyper(Typer):
         Other tensors are known in later regions, as the states of an earlier segment are.
         """
         left = list(self.types.items())
-        self.refuse_mixed([t for t, one in left if isinstance(one, Mixed) and not one.is_vote])
+        self.refuse_mixed([t for t, kind in left if isinstance(kind, Mixed) and not kind.is_vote])
         self._end_forward()
-        for tensor, found in left:
-            is_own = first_own([found]) is not None and tensor.numel() > 1
+        for tensor, kind in left:
+            is_own = first_own([kind]) is not None and tensor.numel() > 1
             if is_own and not tensor.is_inference() and tensor not in self.declared:
-                _LEFT[tensor] = (found, tensor._version)
+                _LEFT[tensor] = (kind, tensor._version)
 
 
 # What regions have left, with the version of what it was.
@@ -429,7 +429,7 @@ def _say_read(own: Type, what: str) -> str:
 def _is_sized_by_data(op: torch._ops.OpOverload, args: Any, outs: Sequence[Tensor]) -> bool:
     """Whether values decide the sizes of results, or of what a result in no dense layout holds."""
     if op is torch.ops.aten.index.Tensor:
-        return any(one is not None and one.dtype in MASKS for one in args[1])
+        return any(index is not None and index.dtype in MASKS for index in args[1])
     is_tagged = torch.Tag.dynamic_output_shape in op.tags
     return is_tagged or any(out.layout is not torch.strided for out in outs)
 
@@ -442,11 +442,11 @@ def _only_checks(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     return classes >= 0
 
 
-def _is_vote(found: Type) -> bool:
+def _is_vote(kind: Type) -> bool:
     """Whether a decision on which all ranks agree is right for the whole."""
-    if isinstance(found, Shards):
-        return found.is_even  # a rank without tokens would not vote
-    return found.is_vote if isinstance(found, Mixed) else found == Same(is_uniform=True)
+    if isinstance(kind, Shards):
+        return kind.is_even  # a rank without tokens would not vote
+    return kind.is_vote if isinstance(kind, Mixed) else kind == Same(is_uniform=True)
 
 
 def _is_of_torch(hook: Any) -> bool:

@@ -118,12 +118,12 @@ class Typer(OpWatcher):
                 types: Sequence[Type] = infer_types(call)
             except Mixes as error:
                 types = [self._mixed(call, error)] * len(call.outs)
-            for tensor, found in zip(call.outs, types, strict=True):
-                self.put(tensor, found)
+            for tensor, kind in zip(call.outs, types, strict=True):
+                self.put(tensor, kind)
         for tensor in call.written():
-            if all(isinstance(given, Same) for given in call.types):
+            if all(isinstance(kind, Same) for kind in call.types):
                 self.put(tensor, Same())
-            elif any(isinstance(given, Own) for given in call.types):
+            elif any(isinstance(kind, Own) for kind in call.types):
                 self.put(tensor, Own())
             else:
                 self.put(tensor, self._mixed(call, Mixes(f"{op}, {_WRITES}")))
@@ -132,42 +132,42 @@ class Typer(OpWatcher):
         words = (error.got, error.remedy or REMEDY)
         return Mixed(self.locate(), *words, call.lengths(), error.is_vote)
 
-    def put(self, tensor: Tensor, given: Type) -> None:
+    def put(self, tensor: Tensor, kind: Type) -> None:
         """Set the type of a tensor: a result, or what was written to."""
         known = self.types.get(tensor)
-        self.types[tensor] = given
-        if known is None or (known == given and not isinstance(given, (Mixed, Same))):
+        self.types[tensor] = kind
+        if known is None or (known == kind and not isinstance(kind, (Mixed, Same))):
             return
         for other in list(self.types):
             if other is not tensor and _share_memory(other, tensor):
-                self.types[other] = self._after_write(tensor, given, other)
+                self.types[other] = self._after_write(tensor, kind, other)
 
-    def _after_write(self, part: Tensor, given: Type, other: Tensor) -> Type:
+    def _after_write(self, part: Tensor, kind: Type, other: Tensor) -> Type:
         """Return the type of a tensor after a write to a part of its memory."""
         before = self.types[other]
-        if isinstance(given, Same) and isinstance(before, (Same, Own)):
+        if isinstance(kind, Same) and isinstance(before, (Same, Own)):
             # The rest of it may hold another number.
             return Same() if isinstance(before, Same) else before
-        if isinstance(given, Own) or before == given:
-            return given
-        if isinstance(given, Shards) and isinstance(before, Shards) and before.length == 1:
+        if isinstance(kind, Own) or before == kind:
+            return kind
+        if isinstance(kind, Shards) and isinstance(before, Shards) and before.length == 1:
             return before  # all entries belong to its single token
-        if isinstance(before, Same) and before.is_uniform and isinstance(given, Shards):
+        if isinstance(before, Same) and before.is_uniform and isinstance(kind, Shards):
             sizes, part_sizes = numbers(other.shape), numbers(part.shape)
-            if len(sizes) == len(part_sizes) and sizes[given.dim] == part_sizes[given.dim]:
-                return given
+            if len(sizes) == len(part_sizes) and sizes[kind.dim] == part_sizes[kind.dim]:
+                return kind
             if numbers([other.numel()]) == numbers([part.numel()]) and part.is_contiguous():
-                found = regroup(part_sizes, given, sizes) if other.is_contiguous() else None
-                if found:
-                    return given.at(found)
+                places = regroup(part_sizes, kind, sizes) if other.is_contiguous() else None
+                if places:
+                    return kind.at(places)
         return Mixed(self.locate(), "a write to a part of a tensor that others read", REMEDY)
 
     def trust(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function that is meant within each shard: what it returns and writes to is Own."""
-        given = self.leaves((args, kwargs))
-        versions = [version_of(tensor) for tensor in given]
+        read = self.leaves((args, kwargs))
+        versions = [version_of(tensor) for tensor in read]
         out = func(*args, **kwargs)
-        written = [t for t, before in zip(given, versions, strict=True) if version_of(t) != before]
+        written = [t for t, before in zip(read, versions, strict=True) if version_of(t) != before]
         for tensor in (*written, *self.leaves(out)):
             # A later `to_local` makes a view of the local tensor without calling any mode.
             with torch.no_grad():
@@ -187,29 +187,29 @@ class Typer(OpWatcher):
             self._check_slices(*args)
         if func not in (F.kl_div, F.cross_entropy):
             return
-        given = signature(func).bind(*args, **kwargs).arguments
-        found, reduction = self.type_of(given["input"]), given.get("reduction", "mean")
-        if not isinstance(found, Shards) or found.is_even:
+        bound = signature(func).bind(*args, **kwargs).arguments
+        kind, reduction = self.type_of(bound["input"]), bound.get("reduction", "mean")
+        if not isinstance(kind, Shards) or kind.is_even:
             return
         if func is F.kl_div:
-            is_mean = reduction == "batchmean" and found.dim == 0
+            is_mean = reduction == "batchmean" and kind.dim == 0
         else:
-            is_mean = reduction == "mean" and given["target"].is_floating_point()
+            is_mean = reduction == "mean" and bound["target"].is_floating_point()
         if is_mean:
             got = f"{func.__name__}, reduction={reduction!r}, over shards that are unequally long"
             raise self.refusal("a mean over as many tokens on every rank", got, SUMS)
 
     def _check_slices(self, tensor: Tensor, index: Any) -> None:
-        found = self.type_of(tensor)
+        kind = self.type_of(tensor)
         index = index if isinstance(index, tuple) else (index,)
-        index = [one for one in index if one is not None]
-        if not isinstance(found, Shards) or any(isinstance(one, (Tensor, list)) for one in index):
+        index = [item for item in index if item is not None]
+        if not isinstance(kind, Shards) or any(isinstance(item, (Tensor, list)) for item in index):
             return
-        for place, one in enumerate(index):
-            if one is ...:
+        for place, item in enumerate(index):
+            if item is ...:
                 index[place : place + 1] = [slice(None)] * (tensor.ndim - len(index) + 1)
-        taken = index[found.dim] if found.dim < len(index) else None
-        (size,) = numbers(tensor.shape[found.dim : found.dim + 1])
+        taken = index[kind.dim] if kind.dim < len(index) else None
+        (size,) = numbers(tensor.shape[kind.dim : kind.dim + 1])
         stop = taken.stop if isinstance(taken, slice) else None
         if isinstance(stop, int) and size < stop < sys.maxsize:
             got = f"a slice up to token {stop}, of which this rank has {size}"
@@ -218,9 +218,9 @@ class Typer(OpWatcher):
     def refuse_mixed(self, values: Any) -> None:
         """Refuse mixed tensors."""
         for tensor in self.leaves(values):
-            found = self.types.get(tensor)
-            if isinstance(found, Mixed):
-                raise self.refusal(EXPECTED, found.got, found.remedy, found.site)
+            kind = self.types.get(tensor)
+            if isinstance(kind, Mixed):
+                raise self.refusal(EXPECTED, kind.got, kind.remedy, kind.site)
 
     def refuse_kept(self, tensors: Iterable[Tensor]) -> None:
         """Refuse what a program has written into tensors that are the same on every rank.
@@ -228,24 +228,24 @@ class Typer(OpWatcher):
         A number, as of losses that are added up for a log, may be each rank's own.
         """
         for tensor in tensors:
-            found, sizes = first_own([self.types.get(tensor)]), tuple(numbers(tensor.shape))
-            if found is not None and any(size != 1 for size in sizes):
+            kind, sizes = first_own([self.types.get(tensor)]), tuple(numbers(tensor.shape))
+            if kind is not None and any(size != 1 for size in sizes):
                 expected = f"a tensor of {sizes}, which a model keeps, to be the same on all ranks"
-                site, remedy = getattr(found, "site", ""), f"use dist.all_reduce first; {REMEDY}"
-                raise self.refusal(expected, describe(found), remedy, site)
+                site, remedy = getattr(kind, "site", ""), f"use dist.all_reduce first; {REMEDY}"
+                raise self.refusal(expected, describe(kind), remedy, site)
 
     def check_attention(self, site: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Refuse an attention unless it is over the tokens, in dim 2."""
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             self.refuse_mixed(tensor)
-            found = self.type_attended(tensor)
-            places = found.places() if isinstance(found, Shards) else ()
-            if not isinstance(found, Own) and self.shards(tensor, ATTENDED_DIM) not in places:
+            kind = self.type_attended(tensor)
+            places = kind.places() if isinstance(kind, Shards) else ()
+            if not isinstance(kind, Own) and self.shards(tensor, ATTENDED_DIM) not in places:
                 raise SequenceMixed(
                     site=site,
                     expected="query, key and value of shape (batch, heads, tokens, features), with"
                     f" this rank's tokens in dim {ATTENDED_DIM}",
-                    got=f"a {name} of {describe(found)}",
+                    got=f"a {name} of {describe(kind)}",
                     remedy="call transpose(1, 2) after the split into heads, name the dim of tokens"
                     " of every input (buffer_seq_dims), put what takes in shards from another"
                     " rank, as a stage of a pipeline, into cp_inductor.per_rank(), or, if attention"
@@ -254,17 +254,17 @@ class Typer(OpWatcher):
 
     def attended(self, out: Tensor, tensors: Sequence[Tensor], *, is_local: bool) -> None:
         """Give the result of an attention its type."""
-        found = self.shards(out, ATTENDED_DIM)
-        given = [self.type_attended(tensor) for tensor in tensors]
-        if isinstance(found, Shards) and isinstance(given[0], Shards):
+        result = self.shards(out, ATTENDED_DIM)
+        kinds = [self.type_attended(tensor) for tensor in tensors]
+        if isinstance(result, Shards) and isinstance(kinds[0], Shards):
             # The result may be wrapped, and then as long as the whole.
-            found = replace(found, is_even=given[0].is_even)
+            result = replace(result, is_even=kinds[0].is_even)
         if is_local:
-            found = next((one for one in given if isinstance(one, Mixed)), given[0])
-            dims = {one.dim for one in given if isinstance(one, Shards)}
-            if (isinstance(found, Same) and dims) or dims - {ATTENDED_DIM}:
-                found = Own()
-        self.types[out] = found
+            result = next((kind for kind in kinds if isinstance(kind, Mixed)), kinds[0])
+            dims = {kind.dim for kind in kinds if isinstance(kind, Shards)}
+            if (isinstance(result, Same) and dims) or dims - {ATTENDED_DIM}:
+                result = Own()
+        self.types[out] = result
 
 
 def shards_at(tensor: Tensor, dim: int, is_even: Callable[[int], bool]) -> Type:
@@ -278,16 +278,16 @@ def shards_at(tensor: Tensor, dim: int, is_even: Callable[[int], bool]) -> Type:
 def warn_of_sums(typer: Typer, values: Any) -> None:
     """Warn of results that are sums over each rank's own tokens, and no losses."""
     for tensor in typer.leaves(values):
-        found = typer.types.get(tensor)
-        if isinstance(found, Sum) and tensor.ndim > 1:
-            text = f"the model returns {describe(found)}, which is not that of the whole sequence"
+        kind = typer.types.get(tensor)
+        if isinstance(kind, Sum) and tensor.ndim > 1:
+            text = f"the model returns {describe(kind)}, which is not that of the whole sequence"
             warnings.warn(f"{text}; {REMEDY}", SequenceWarning, stacklevel=2)
             return
 
 
-def _share_memory(one: Tensor, other: Tensor) -> bool:
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
     try:
-        return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return False  # without memory, as sparse tensors
 

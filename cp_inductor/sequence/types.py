@@ -47,8 +47,8 @@ class Shards:
 
     def places(self) -> tuple[Shards, ...]:
         """Return each place where the tokens may be, the likely one first."""
-        found = (replace(self, others=()), *self.others)
-        return tuple(replace(p, is_even=self.is_even, is_counted=self.is_counted) for p in found)
+        places = (replace(self, others=()), *self.others)
+        return tuple(replace(p, is_even=self.is_even, is_counted=self.is_counted) for p in places)
 
     def at(self, places: Sequence[Shards]) -> Shards:
         """Return this with other places."""
@@ -86,26 +86,26 @@ class Mixed:
 Type = Same | Shards | Sum | Own | Mixed
 
 
-def identity(found: Type) -> Hashable:
+def identity(kind: Type) -> Hashable:
     """Return what tells a type from all others, some of which count as equal to it."""
-    return (found, found.is_even, found.is_counted) if isinstance(found, Shards) else found
+    return (kind, kind.is_even, kind.is_counted) if isinstance(kind, Shards) else kind
 
 
-def describe(found: Type) -> str:
+def describe(kind: Type) -> str:
     """Say what a tensor is, for people."""
-    if isinstance(found, Shards):
-        is_plain = (found.outer, found.inner) == (1, 1)
-        return f"{found.length} tokens in dim {found.dim}" + ("" if is_plain else ", among others")
-    if isinstance(found, Same):
+    if isinstance(kind, Shards):
+        is_plain = (kind.outer, kind.inner) == (1, 1)
+        return f"{kind.length} tokens in dim {kind.dim}" + ("" if is_plain else ", among others")
+    if isinstance(kind, Same):
         return "numbers that are the same on every rank"
-    if isinstance(found, Sum):
-        return f"a {'mean' if found.is_mean else 'sum'} over each rank's own tokens"
-    return found.got if isinstance(found, Mixed) else "each rank's own"
+    if isinstance(kind, Sum):
+        return f"a {'mean' if kind.is_mean else 'sum'} over each rank's own tokens"
+    return kind.got if isinstance(kind, Mixed) else "each rank's own"
 
 
 def first_own(types: Iterable[Type | None]) -> Type | None:
     """Return the first type of a tensor that is not the whole's."""
-    return next((one for one in types if isinstance(one, (Shards, Sum, Mixed))), None)
+    return next((kind for kind in types if isinstance(kind, (Shards, Sum, Mixed))), None)
 
 
 def regroup(sizes: Sequence[int], shards: Shards, new_sizes: Sequence[int]) -> list[Shards]:
@@ -117,18 +117,18 @@ def regroup(sizes: Sequence[int], shards: Shards, new_sizes: Sequence[int]) -> l
     """
     outside = prod(sizes[: shards.dim]) * shards.outer
     inside = prod(sizes[shards.dim + 1 :]) * shards.inner
-    found = []
+    places = []
     for dim, size in enumerate(new_sizes):
         before, behind = prod(new_sizes[:dim]), prod(new_sizes[dim + 1 :])
         if before == 0 or behind == 0 or outside % before or inside % behind:
             continue
         outer, inner = outside // before, inside // behind
         if outer * shards.length * inner == size:
-            found.append(replace(shards, dim=dim, outer=outer, inner=inner, others=()))
+            places.append(replace(shards, dim=dim, outer=outer, inner=inner, others=()))
 
     def unlikely(place: Shards) -> tuple[Any, ...]:
         is_other_behind = tuple(new_sizes[place.dim + 1 :]) != tuple(sizes[shards.dim + 1 :])
         is_other_before = tuple(new_sizes[: place.dim]) != tuple(sizes[: shards.dim])
         return is_other_behind, is_other_before, place.inner, place.outer, -place.dim
 
-    return sorted(found, key=unlikely)
+    return sorted(places, key=unlikely)

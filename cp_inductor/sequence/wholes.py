@@ -114,11 +114,11 @@ class Wholes:
         """Remember what a function returned."""
         leaves, tree = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        found = [known for known in map(self._get, tensors) if known is not None]
-        if not found or not isinstance(out, Tensor) or func in _DRAWING:
+        read = [known for known in map(self._get, tensors) if known is not None]
+        if not read or not isinstance(out, Tensor) or func in _DRAWING:
             return
-        calls = 1 + sum(one.calls for one in found)
-        length = max(one.length for one in found)
+        calls = 1 + sum(whole.calls for whole in read)
+        length = max(whole.length for whole in read)
         is_known = all(map(_is_whole_number, (out, *tensors))) and calls <= _MOST_CALLS
         is_written = any(out is tensor for tensor in tensors)
         if not is_known or is_written or any(_is_as_large(leaf, length) for leaf in leaves):

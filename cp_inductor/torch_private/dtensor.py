@@ -31,7 +31,7 @@ Handler = Callable[..., Any]  # (op, args, kwargs) -> the results
 
 # Handlers of losses that `loss_parallel` has, and that ours call.
 _of_loss_parallel: dict[Any, Handler] = {}
-# Of higher-order ops, which DTensor's table does not know.
+# The handlers of higher-order ops, which DTensor's table does not know.
 _of_higher_order: dict[Any, Handler] = {}
 
 # Whether DTensor draws in step on all ranks of a mesh: not on the CPU (2.13-2.15).

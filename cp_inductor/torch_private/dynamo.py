@@ -128,7 +128,7 @@ def relate_local_lengths(graph: fx.Graph) -> None:
     """
     for value, dim, whole, local in _lengths_of_inputs(graph):
         sizes = zip(value.placements, value.device_mesh.shape, strict=True)
-        ranks = math.prod(size for one, size in sizes if isinstance(one, Shard) and one.dim == dim)
+        ranks = math.prod(size for p, size in sizes if isinstance(p, Shard) and p.dim == dim)
         is_dynamic = ranks > 1 and isinstance(whole, torch.SymInt)
         if is_dynamic and size_hint(whole) == ranks * size_hint(local):
             bool(whole == ranks * local)

@@ -118,14 +118,14 @@ def flex_backward(
 
     def joint(*args: Tensor) -> list[Tensor | None]:
         """Return the gradients of a score, of the four indices and of the buffers."""
-        *given, grad = args[:6]
+        *tensors, grad = args[:6]
         if flex.slope is not None:
-            grad = grad * flex.slope(*given, *args[6:])
+            grad = grad * flex.slope(*tensors, *args[6:])
         return [grad, *[None] * (4 + len(flex.score_buffers))]
 
     log_2 = math.log(2)
-    given = (query, key, value, torch.zeros_like(grad_out), lse / log_2, grad_out, delta * -log_2)
-    grads: Any = FLEX_BACKWARD(*given, flex.score_mod, joint, *flex.arguments())
+    tensors = (query, key, value, torch.zeros_like(grad_out), lse / log_2, grad_out, delta * -log_2)
+    grads: Any = FLEX_BACKWARD(*tensors, flex.score_mod, joint, *flex.arguments())
     dq, dk, dv, *_ = grads
     return dq, dk, dv
 

@@ -149,12 +149,12 @@ def _keep_last_strides(
 
     if constrain is not None:
         args, kwargs = constrain(node, *args, **kwargs)
-    given = list(args)
+    arguments = list(args)
     for place in places:
-        strides = given[place].maybe_get_stride()
+        strides = arguments[place].maybe_get_stride()
         if strides is None or not V.graph.sizevars.statically_known_equals(strides[-1], 1):
-            given[place] = ir.ExternKernel.require_contiguous(given[place])
-    return tuple(given), kwargs
+            arguments[place] = ir.ExternKernel.require_contiguous(arguments[place])
+    return tuple(arguments), kwargs
 
 
 def _is_inlined(node: fx.Node) -> bool:

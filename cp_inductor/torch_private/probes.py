@@ -46,14 +46,14 @@ def _message_of(call: Callable[[], object], text: str) -> str | None:
 
 def _find_checkpoint(*, is_reentrant: bool) -> str | None:
     """Try whether a checkpoint is found from within: by local variables of torch's frames."""
-    found: list[int] = []
+    counts: list[int] = []
 
     def block(x: Tensor) -> Tensor:
-        found.append(len(list(checkpoints_around())))
+        counts.append(len(list(checkpoints_around())))
         return x.sin()
 
     checkpoint(block, torch.ones(2, requires_grad=True), use_reentrant=is_reentrant)
-    return None if found == [1] else f"{found} checkpoints are found from within one"
+    return None if counts == [1] else f"{counts} checkpoints are found from within one"
 
 
 _under_vmap = partial(torch.vmap(_WithoutSetup.apply), torch.ones(2, 2))

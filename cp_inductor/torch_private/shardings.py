@@ -75,15 +75,15 @@ class RememberedShardings:
         known = self._chosen.get(key) or self._chosen.get(here)
         if known is not None:
             return known
-        found = choose()
+        choice = choose()
         chosen = _Frozen()
         try:
-            chosen.of((found.output_spec, found.redistribute_schema))
+            chosen.of((choice.output_spec, choice.redistribute_schema))
         except _Unhashable:
-            return found
+            return choice
         if chosen.symbols <= asked.symbols:
-            self._chosen[key if chosen.is_plain else here] = found
-        return found
+            self._chosen[key if chosen.is_plain else here] = choice
+        return choice
 
 
 remembered = RememberedShardings()
@@ -119,7 +119,7 @@ class _Frozen:
         if isinstance(value, (tuple, list)):
             return (type(value), *map(self.of, value))
         if isinstance(value, dict):
-            return (dict, *((name, self.of(one)) for name, one in value.items()))
+            return (dict, *((name, self.of(item)) for name, item in value.items()))
         if isinstance(value, float):
             return (float, repr(value))  # 0.0 == -0.0
         if isinstance(value, Tensor) or not isinstance(value, Hashable):

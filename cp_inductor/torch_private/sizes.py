@@ -117,13 +117,13 @@ def solve(
     sizes: Sequence[Multiple | int], numbers: Sequence[int]
 ) -> dict[sympy.Symbol, int] | None:
     """Return what symbols are if sizes have these numbers; None if they cannot have them."""
-    found: dict[sympy.Symbol, int] = {}
+    solution: dict[sympy.Symbol, int] = {}
     for size, number in zip(sizes, numbers, strict=True):
         if not isinstance(size, int):
-            found.setdefault(size.symbol, number // size.factor)
-        if number_of(size, found) != number:
+            solution.setdefault(size.symbol, number // size.factor)
+        if number_of(size, solution) != number:
             return None
-    return found
+    return solution
 
 
 def number_of(size: Multiple | int, numbers: Mapping[sympy.Symbol, int]) -> int:

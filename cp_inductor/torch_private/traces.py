@@ -70,7 +70,7 @@ class Traces:
         layers = list(_layers_of_backend(backend))
         # What the user passed to torch.compile. A method stands for its function.
         innermost = getattr(layers[-1], "__func__", layers[-1])
-        watched = (one[1:] for one in self._watched if one[0] is innermost)
+        watched = (layer[1:] for layer in self._watched if layer[0] is innermost)
         name, tell = next(watched, (None, None))
         if name is not None:
             for prepare in self.before:
@@ -81,7 +81,9 @@ class Traces:
                 return trace()
         except Exception as error:
             if tell is not None and not is_run_by_python(error, is_whole=arguments["one_graph"]):
-                wrapped = [one for one in layers if isinstance(one, torch._TorchCompileWrapper)]
+                wrapped = [
+                    layer for layer in layers if isinstance(layer, torch._TorchCompileWrapper)
+                ]
                 options = wrapped[0].kwargs.get("options") if wrapped else None
                 tell(error, frame, options or {})
             raise

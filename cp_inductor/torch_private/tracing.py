@@ -101,7 +101,7 @@ def writes_of(
 
     class Watch(OpWatcher):
         def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
-            written.extend((op, one) for one in tensors_written_by(op, args, kwargs))
+            written.extend((op, tensor) for tensor in tensors_written_by(op, args, kwargs))
 
     local = like.to_local() if isinstance(like, DTensor) else like
     with torch.no_grad(), fake_mode_of(local), Watch():
@@ -177,11 +177,11 @@ def known_results(piece: fx.GraphModule, results: Sequence[Tensor]) -> None:
 
 def _make_like(results: Sequence[Tensor], *operands: Any) -> tuple[Tensor, ...]:
     """Return new fake tensors with the sizes, strides, dtypes and devices of some."""
-    like = next(one for one in operands if isinstance(one, Tensor))
+    like = next(out for out in operands if isinstance(out, Tensor))
     assert is_fake(like), "a piece is run by the code that is generated for it"
     return tuple(
-        like.new_empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
-        for one in results
+        like.new_empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+        for out in results
     )
 
 

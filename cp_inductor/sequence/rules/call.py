@@ -60,35 +60,35 @@ class OpCall:
 
     def written(self) -> list[Tensor]:
         """Return the tensors that the op writes to and does not return."""
-        names = [one.name for one in self.op._schema.arguments if one.is_write]
+        names = [argument.name for argument in self.op._schema.arguments if argument.is_write]
         returned = {id(out) for out in self.outs}
-        given = tensors_in([self.bound.get(name) for name in names])
-        return [tensor for tensor in given if id(tensor) not in returned]
+        written = tensors_in([self.bound.get(name) for name in names])
+        return [tensor for tensor in written if id(tensor) not in returned]
 
     def of(self, types: Sequence[Type]) -> OpCall:
         """Return the call for other types of its tensors."""
         call = copy(self)
-        known = {id(tensor): given for tensor, given in zip(self.tensors, types, strict=True)}
+        known = {id(tensor): kind for tensor, kind in zip(self.tensors, types, strict=True)}
         call.types, call.type_of = list(types), lambda tensor: known[id(tensor)]
         return call
 
     def lengths(self) -> frozenset[int]:
         """Return how many tokens it is given; -1 for sums over tokens."""
-        found = {given.length for given in self.types if isinstance(given, Shards)}
-        found |= {-1 for given in self.types if isinstance(given, Sum)}
-        return frozenset(found).union(*(g.lengths for g in self.types if isinstance(g, Mixed)))
+        lengths = {kind.length for kind in self.types if isinstance(kind, Shards)}
+        lengths |= {-1 for kind in self.types if isinstance(kind, Sum)}
+        return frozenset(lengths).union(*(g.lengths for g in self.types if isinstance(g, Mixed)))
 
     def shards(self, name: str = "self") -> Shards:
         """Return the type of an argument that must be of shards."""
-        found = self.type_of(self.bound[name])
-        if not isinstance(found, Shards):
-            raise Mixes(f"{self.op} of {describe_kind(found)} and tokens")
-        return found
+        kind = self.type_of(self.bound[name])
+        if not isinstance(kind, Shards):
+            raise Mixes(f"{self.op} of {describe_kind(kind)} and tokens")
+        return kind
 
     def is_same(self, name: str) -> bool:
         """Whether an argument is no tensor, or the same on every rank."""
-        given = self.bound[name]
-        return not isinstance(given, Tensor) or isinstance(self.type_of(given), Same)
+        argument = self.bound[name]
+        return not isinstance(argument, Tensor) or isinstance(self.type_of(argument), Same)
 
     def dims(self, name: str = "dim", of: str = "self") -> tuple[int, ...]:
         """Return the dims that an argument names; all if it names none."""
@@ -99,47 +99,47 @@ class OpCall:
 
     def aligned(self, out: Tensor, tensors: Sequence[Tensor] | None = None) -> Shards:
         """Return where the tokens are in a result that tensors are broadcast to."""
-        found: Shards | None = None
+        shards: Shards | None = None
         tensors = self.tensors if tensors is None else tensors
         for tensor in tensors:
-            given = self.type_of(tensor)
-            if isinstance(given, Shards):
-                moved = replace(given, dim=given.dim + out.ndim - tensor.ndim)
-                if found not in (None, moved):
+            kind = self.type_of(tensor)
+            if isinstance(kind, Shards):
+                moved = replace(kind, dim=kind.dim + out.ndim - tensor.ndim)
+                if shards not in (None, moved):
                     raise Mixes(f"{self.op} of tokens with other tokens, or along two dims")
-                found = moved
-        if found is None:
+                shards = moved
+        if shards is None:
             raise Mixes(f"{self.op} of what is no shard")
-        if numbers(out.shape)[found.dim] != found.outer * found.length * found.inner:
+        if numbers(out.shape)[shards.dim] != shards.outer * shards.length * shards.inner:
             raise Mixes(f"{self.op}, which repeats a token")
         for tensor in tensors:
-            self.check_beside(tensor, found.dim - out.ndim + tensor.ndim)
-        return found
+            self.check_beside(tensor, shards.dim - out.ndim + tensor.ndim)
+        return shards
 
     def check_beside(self, tensor: Tensor, dim: int) -> None:
         """Refuse numbers that are the same on every rank but differ from token to token."""
-        given = self.type_of(tensor)
-        if not isinstance(given, Same) or dim < 0 or is_uniform(tensor, given):
+        kind = self.type_of(tensor)
+        if not isinstance(kind, Same) or dim < 0 or is_uniform(tensor, kind):
             return
         if number(tensor.shape[dim]) != 1 and number(tensor.stride(dim)) != 0:
             size = number(tensor.shape[dim])
             got = f"{self.op} of tokens and of {size} numbers that are the same on every rank"
             raise Mixes(f"{got}, though other tokens are there", POSITIONS)
 
-    def check_even(self, found: Shards) -> None:
+    def check_even(self, shards: Shards) -> None:
         """Refuse a mean over tokens of which ranks have unequally many."""
-        if not found.is_even:
+        if not shards.is_even:
             raise Mixes(f"{self.op} over unequally long shards: ranks weigh unequally", SUMS)
 
 
-def is_uniform(tensor: Tensor, given: Type) -> bool:
+def is_uniform(tensor: Tensor, kind: Type) -> bool:
     """Whether every rank has one and the same number, at all entries of a tensor."""
-    return isinstance(given, Same) and (given.is_uniform or tensor.numel() == 1)
+    return isinstance(kind, Same) and (kind.is_uniform or tensor.numel() == 1)
 
 
-def describe_kind(given: Type) -> str:
+def describe_kind(kind: Type) -> str:
     """Say what a tensor is, without numbers."""
-    return "tokens" if isinstance(given, Shards) else describe(given)
+    return "tokens" if isinstance(kind, Shards) else describe(kind)
 
 
 Rule = Callable[[OpCall], "list[Type]"]
@@ -149,11 +149,11 @@ TAGGED: dict[torch.Tag, Rule] = {}
 
 def overloads(ops: Iterable[Any]) -> set[torch._ops.OpOverload]:
     """Return overloads, and all overloads of packets."""
-    found = set()
+    known = set()
     for op in ops:
         is_one = isinstance(op, torch._ops.OpOverload)
-        found |= {op} if is_one else {getattr(op, name) for name in op.overloads()}
-    return found
+        known |= {op} if is_one else {getattr(op, name) for name in op.overloads()}
+    return known
 
 
 def rule(*ops: Any, tag: torch.Tag | None = None) -> Callable[[Rule], Rule]:

@@ -46,16 +46,16 @@ _SCALING = _DIVIDING | overloads((aten.mul, aten.mul_))
 )
 def pointwise(call: OpCall) -> list[Type]:
     """Compute entry by entry, as broadcasting aligns them."""
-    sums = [given for given in call.types if isinstance(given, Sum)]
+    sums = [kind for kind in call.types if isinstance(kind, Sum)]
     return [_linear(call, sums) if sums else call.aligned(out) for out in call.outs]
 
 
 def _linear(call: OpCall, sums: list[Sum]) -> Type:
     """Return the type of a result that is linear in sums over ranks."""
-    others = [given for given in call.types if not isinstance(given, Sum)]
+    others = [kind for kind in call.types if not isinstance(kind, Sum)]
     shifts = [call.bound.get(name) for name in ("self", "other")]
-    is_shifted = bool(others) or any(isinstance(one, (int, float)) and one for one in shifts)
-    has_tokens = any(isinstance(given, Shards) for given in others)
+    is_shifted = bool(others) or any(isinstance(shift, (int, float)) and shift for shift in shifts)
+    has_tokens = any(isinstance(kind, Shards) for kind in others)
     is_alike = len(set(sums)) == 1 and not has_tokens
     # A sum may be divided, and divides nothing.
     is_over = call.op in _DIVIDING and call.type_of(call.bound["self"]) not in sums
@@ -66,8 +66,8 @@ def _linear(call: OpCall, sums: list[Sum]) -> Type:
         return replace(sums[0], is_alike=is_copied and sums[0].is_alike)
     if call.op in _DIVIDING and sums == call.types == [Sum(is_mean=False)] * 2 and sums[1].is_alike:
         return Sum(is_mean=True)  # over as many tokens on every rank
-    given = " and ".join(sorted({describe_kind(given) for given in call.types}))
-    raise Mixes(f"{call.op} of {given}, which is not that of the whole sequence", SUMS)
+    kinds = " and ".join(sorted({describe_kind(kind) for kind in call.types}))
+    raise Mixes(f"{call.op} of {kinds}, which is not that of the whole sequence", SUMS)
 
 
 @rule(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy)
@@ -78,11 +78,11 @@ def element_loss(call: OpCall) -> list[Type]:
     return [_reduced_loss(call, call.aligned(widest))]
 
 
-def _reduced_loss(call: OpCall, found: Shards) -> Type:
+def _reduced_loss(call: OpCall, shards: Shards) -> Type:
     reduction = call.bound["reduction"]
     if reduction == 1:
-        call.check_even(found)
-    return found if reduction == 0 else Sum(is_mean=reduction == 1)
+        call.check_even(shards)
+    return shards if reduction == 0 else Sum(is_mean=reduction == 1)
 
 
 @rule(aten.nll_loss_forward, aten.nll_loss2d_forward)
@@ -104,23 +104,23 @@ def nll_loss(call: OpCall) -> list[Type]:
 def reduce(call: OpCall) -> list[Type]:
     """Reduce over dims: over tokens, only sums and means are parts of the whole's."""
     tensor = call.tensors[0]
-    given, dims = call.types[0], call.dims(of=call.op._schema.arguments[0].name)
+    kind, dims = call.types[0], call.dims(of=call.op._schema.arguments[0].name)
     is_sum, is_mean = (call.op in overloads([op]) for op in (aten.sum, aten.mean))
-    if isinstance(given, Sum) and (is_sum or is_mean):
-        return [given]
-    if not isinstance(given, Shards) or len(call.tensors) > 1:
-        raise Mixes(f"{call.op} of {describe_kind(given)}", SUMS)
-    if given.dim in dims:
+    if isinstance(kind, Sum) and (is_sum or is_mean):
+        return [kind]
+    if not isinstance(kind, Shards) or len(call.tensors) > 1:
+        raise Mixes(f"{call.op} of {describe_kind(kind)}", SUMS)
+    if kind.dim in dims:
         if not (is_sum or is_mean):
             # A rank without tokens would not vote.
-            is_vote = call.op in overloads((aten.any, aten.all)) and given.is_even
+            is_vote = call.op in overloads((aten.any, aten.all)) and kind.is_even
             raise Mixes(f"{call.op} over each rank's own tokens", SUMS, is_vote=is_vote)
         if is_mean:
-            call.check_even(given)
-        is_count = is_sum and given.is_counted and tensor.dtype == torch.bool
+            call.check_even(kind)
+        is_count = is_sum and kind.is_counted and tensor.dtype == torch.bool
         return [Sum(is_mean, is_alike=is_count)]
-    lost = 0 if call.outs[0].ndim == tensor.ndim else sum(dim < given.dim for dim in dims)
-    return [replace(given, dim=given.dim - lost)] * len(call.outs)
+    lost = 0 if call.outs[0].ndim == tensor.ndim else sum(dim < kind.dim for dim in dims)
+    return [replace(kind, dim=kind.dim - lost)] * len(call.outs)
 
 
 @rule(aten._softmax, aten._log_softmax, aten._safe_softmax, aten.cumsum, aten.cumsum_, aten.cumprod)
@@ -128,50 +128,50 @@ def reduce(call: OpCall) -> list[Type]:
 @rule(aten.flip, aten.roll, aten._fft_c2c, aten._fft_r2c, aten._fft_c2r)
 def along_dims(call: OpCall) -> list[Type]:
     """Mix along dims, or along all at once where no dims are named."""
-    given = call.shards()
-    if given.dim in call.dims("dims" if "dims" in call.bound else "dim"):
+    shards = call.shards()
+    if shards.dim in call.dims("dims" if "dims" in call.bound else "dim"):
         raise Mixes(f"{call.op}, which mixes tokens")
-    return [given] * len(call.outs)
+    return [shards] * len(call.outs)
 
 
 @rule(aten.triu, aten.tril, aten.triu_, aten.tril_)
 def triangle(call: OpCall) -> list[Type]:
     """Zero entries by their position in the last two dims."""
-    given = call.shards()
-    if given.dim >= call.tensors[0].ndim - 2:
+    shards = call.shards()
+    if shards.dim >= call.tensors[0].ndim - 2:
         raise Mixes(f"{call.op}, which counts tokens from 0")
-    return [given]
+    return [shards]
 
 
 @rule(aten.native_layer_norm, aten._fused_rms_norm)
 def normalize(call: OpCall) -> list[Type]:
     """Normalise over the last dims."""
-    given = call.shards("input")
-    if given.dim >= call.tensors[0].ndim - len(call.bound["normalized_shape"]):
+    shards = call.shards("input")
+    if shards.dim >= call.tensors[0].ndim - len(call.bound["normalized_shape"]):
         raise Mixes(f"{call.op} over each rank's own tokens")
     if not all(isinstance(other, Same) for other in call.types[1:]):
         raise Mixes(f"{call.op} with weights that are made of tokens")
-    return [given] * len(call.outs)
+    return [shards] * len(call.outs)
 
 
 @rule(aten.convolution)
 def convolve(call: OpCall) -> list[Type]:
     """Convolve: each token alone, or patches of tokens that no border cuts."""
-    given = call.shards("input")
-    if not (call.is_same("weight") and call.is_same("bias")) or given.dim == 1:
+    shards = call.shards("input")
+    if not (call.is_same("weight") and call.is_same("bias")) or shards.dim == 1:
         raise Mixes(f"{call.op} with weights that are made of tokens")
-    if given.dim == 0:
-        return [given]
-    place = given.dim - 2
-    size = number(call.bound["weight"].shape[given.dim])
+    if shards.dim == 0:
+        return [shards]
+    place = shards.dim - 2
+    size = number(call.bound["weight"].shape[shards.dim])
     stride, padding, dilation = (
         call.bound[n][place % len(call.bound[n])] for n in ("stride", "padding", "dilation")
     )
     is_apart = (stride, padding) == (size, 0) and (dilation == 1 or size == 1)
-    is_cut = given.length % size or not (given.is_even or size == 1)
+    is_cut = shards.length % size or not (shards.is_even or size == 1)
     if not is_apart or is_cut or call.bound["transposed"]:
         raise Mixes(f"{call.op}, which mixes adjacent tokens")
-    return [replace(given, length=given.length // size)]
+    return [replace(shards, length=shards.length // size)]
 
 
 @rule(c10d.all_reduce, c10d.all_reduce_, c10d.all_gather_into_tensor)
@@ -184,73 +184,73 @@ def communicate(call: OpCall) -> list[Type]:
 def multiply(call: OpCall) -> list[Type]:
     """Multiply matrices, or batches of them."""
     left, right = (call.bound[argument.name] for argument in call.op._schema.arguments[:2])
-    found = _product(call, left, right, is_turned=call.op in overloads([aten.linear]))
+    product = _product(call, left, right, is_turned=call.op in overloads([aten.linear]))
     bias = call.bound.get("bias")
-    return [found if bias is None else _plus(call, found, bias)]
+    return [product if bias is None else _plus(call, product, bias)]
 
 
 @rule(aten.addmm, aten.addmm_, aten.baddbmm, aten.addmv, aten._addmm_activation)
 def add_product(call: OpCall) -> list[Type]:
     """Add a product to a tensor."""
     added, left, right = (call.bound[a.name] for a in call.op._schema.arguments[:3])
-    found = _product(call, left, right)
-    if isinstance(found, Sum) and call.op in overloads([aten._addmm_activation]):
-        raise Mixes(f"{call.op} of {describe_kind(found)}", SUMS)
-    return [_plus(call, found, added)]
+    product = _product(call, left, right)
+    if isinstance(product, Sum) and call.op in overloads([aten._addmm_activation]):
+        raise Mixes(f"{call.op} of {describe_kind(product)}", SUMS)
+    return [_plus(call, product, added)]
 
 
 def _product(call: OpCall, left: Tensor, right: Tensor, *, is_turned: bool = False) -> Type:
     """Return the type of left @ right, or of left @ right.T."""
-    one, other = call.type_of(left), call.type_of(right)
-    if isinstance(one, Sum) or isinstance(other, Sum):
-        if not isinstance(one, Same) and not isinstance(other, Same):
-            raise Mixes(f"{call.op} of {describe_kind(one)} and {describe_kind(other)}", SUMS)
-        return other if isinstance(one, Same) else one
+    first, other = call.type_of(left), call.type_of(right)
+    if isinstance(first, Sum) or isinstance(other, Sum):
+        if not isinstance(first, Same) and not isinstance(other, Same):
+            raise Mixes(f"{call.op} of {describe_kind(first)} and {describe_kind(other)}", SUMS)
+        return other if isinstance(first, Same) else first
     ends = (left.ndim - 1, max(right.ndim - 2, 0))
     columns = right.ndim - 1
     if is_turned:
         ends, columns = (left.ndim - 1, right.ndim - 1), right.ndim - 2
-    if isinstance(one, Shards) and isinstance(other, Shards):
-        is_alike = replace(one, dim=other.dim) == other
-        if is_alike and (one.dim, other.dim) == ends:
+    if isinstance(first, Shards) and isinstance(other, Shards):
+        is_alike = replace(first, dim=other.dim) == other
+        if is_alike and (first.dim, other.dim) == ends:
             return Sum(is_mean=False)
-        if is_alike and one.dim == other.dim == 0 and left.ndim == right.ndim == 3:
-            return one
+        if is_alike and first.dim == other.dim == 0 and left.ndim == right.ndim == 3:
+            return first
         raise Mixes(f"{call.op}, which multiplies each token with every other")
-    if isinstance(one, Shards):
-        return _times_same(call, one, ends[0], right, ends[1], left.ndim == 3 and one.dim == 0)
+    if isinstance(first, Shards):
+        return _times_same(call, first, ends[0], right, ends[1], left.ndim == 3 and first.dim == 0)
     assert isinstance(other, Shards)
     is_batch = other.dim not in (ends[1], columns)
-    found = _times_same(call, other, ends[1], left, ends[0], is_batch)
-    if isinstance(found, Shards) and not is_batch:
-        return replace(found, dim=left.ndim - 1)
-    return found
+    shards = _times_same(call, other, ends[1], left, ends[0], is_batch)
+    if isinstance(shards, Shards) and not is_batch:
+        return replace(shards, dim=left.ndim - 1)
+    return shards
 
 
 def _times_same(
-    call: OpCall, found: Shards, end: int, beside: Tensor, end_beside: int, is_batch: bool
+    call: OpCall, shards: Shards, end: int, beside: Tensor, end_beside: int, is_batch: bool
 ) -> Type:
     """Return the type of tokens times what is the same on every rank."""
-    if found.dim == end:
+    if shards.dim == end:
         call.check_beside(beside, end_beside)
         return Sum(is_mean=False)
     if is_batch and beside.ndim == 3:
-        call.check_beside(beside, found.dim)
-    return found
+        call.check_beside(beside, shards.dim)
+    return shards
 
 
-def _plus(call: OpCall, found: Type, added: Tensor) -> Type:
+def _plus(call: OpCall, kind: Type, added: Tensor) -> Type:
     """Return the type of a product and what is added to it."""
-    given, out = call.type_of(added), call.outs[0]
-    if isinstance(found, Sum):
-        if given == found or (isinstance(given, Same) and found.is_mean):
-            return found
-        raise Mixes(f"{call.op} of {describe_kind(found)} and {describe_kind(given)}", SUMS)
-    assert isinstance(found, Shards)
-    dim = found.dim - out.ndim + added.ndim
-    if isinstance(given, Shards) and given == replace(found, dim=dim):
-        return found
-    if not isinstance(given, Same):
-        raise Mixes(f"{call.op} of tokens with {describe_kind(given)}")
+    added_kind, out = call.type_of(added), call.outs[0]
+    if isinstance(kind, Sum):
+        if added_kind == kind or (isinstance(added_kind, Same) and kind.is_mean):
+            return kind
+        raise Mixes(f"{call.op} of {describe_kind(kind)} and {describe_kind(added_kind)}", SUMS)
+    assert isinstance(kind, Shards)
+    dim = kind.dim - out.ndim + added.ndim
+    if isinstance(added_kind, Shards) and added_kind == replace(kind, dim=dim):
+        return kind
+    if not isinstance(added_kind, Same):
+        raise Mixes(f"{call.op} of tokens with {describe_kind(added_kind)}")
     call.check_beside(added, dim)
-    return found
+    return kind

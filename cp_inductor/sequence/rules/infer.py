@@ -49,55 +49,57 @@ def infer_types(call: OpCall) -> list[Type]:
     Raises:
         Mixes: they are not known to be anything of the whole.
     """
-    places = [given.places() if isinstance(given, Shards) else (given,) for given in call.types]
-    if all(len(one) == 1 for one in places):
+    places = [kind.places() if isinstance(kind, Shards) else (kind,) for kind in call.types]
+    if all(len(kinds) == 1 for kinds in places):
         return _infer(call)
     # A single token, which may be at several places: what it meets decides, or else the likely one.
-    is_met = sum(isinstance(given, Shards) for given in call.types) > 1
-    found: list[list[Type]] = []
+    is_met = sum(isinstance(kind, Shards) for kind in call.types) > 1
+    inferred: list[list[Type]] = []
     error: Mixes | None = None
     for types in product(*places):
         try:
-            found.append(_infer(call.of(types)))
+            inferred.append(_infer(call.of(types)))
         except Mixes as mixes:
             error = error or mixes
-            if not found and not is_met:
+            if not inferred and not is_met:
                 break
-    if not found:
+    if not inferred:
         assert error is not None
         raise error
-    return [_join_places(one) for one in zip(*found, strict=True)]
+    return [_join_places(kinds) for kinds in zip(*inferred, strict=True)]
 
 
-def _join_places(found: Sequence[Type]) -> Type:
-    first = found[0]
+def _join_places(kinds: Sequence[Type]) -> Type:
+    first = kinds[0]
     if not isinstance(first, Shards):
         return first
-    return first.at([place for one in found if isinstance(one, Shards) for place in one.places()])
+    return first.at(
+        [place for kind in kinds if isinstance(kind, Shards) for place in kind.places()]
+    )
 
 
 def _infer(call: OpCall) -> list[Type]:
-    mixed = [given for given in call.types if isinstance(given, Mixed)]
+    mixed = [kind for kind in call.types if isinstance(kind, Mixed)]
     if mixed:
         return [_still_mixed(call, mixed[0])] * len(call.outs)
-    if any(isinstance(given, Own) for given in call.types):
+    if any(isinstance(kind, Own) for kind in call.types):
         return [Own()] * len(call.outs)
     if call.op in _FILLED:
         return [Same(is_uniform=True)] * len(call.outs)
     rule = find_rule(call.op)
-    if all(isinstance(given, Same) for given in call.types):
+    if all(isinstance(kind, Same) for kind in call.types):
         keeps = call.op in UNIFORM_LIKE or (
             rule in (pointwise, view) and call.op not in _PADDING and bool(call.types)
         )
-        is_one = keeps and all(is_uniform(one, call.type_of(one)) for one in call.tensors)
+        is_one = keeps and all(is_uniform(tensor, call.type_of(tensor)) for tensor in call.tensors)
         return [Same(is_one)] * len(call.outs)
     if rule is None:
         raise Mixes(f"{call.op}, which is not known to keep tokens apart")
     return list(rule(call))
 
 
-def _still_mixed(call: OpCall, given: Mixed) -> Mixed:
+def _still_mixed(call: OpCall, mixed: Mixed) -> Mixed:
     """Return the type of a result that is computed from a mixed tensor, and from others."""
-    is_alone = all(one is given or isinstance(one, Same) for one in call.types)
-    is_vote = given.is_vote and is_alone and call.op in COPIES | overloads([aten.logical_not])
-    return replace(given, lengths=call.lengths(), is_vote=is_vote)
+    is_alone = all(kind is mixed or isinstance(kind, Same) for kind in call.types)
+    is_vote = mixed.is_vote and is_alone and call.op in COPIES | overloads([aten.logical_not])
+    return replace(mixed, lengths=call.lengths(), is_vote=is_vote)

@@ -23,16 +23,16 @@ from cp_inductor.sequence.types import Same, Shards, Sum, Type, regroup
 
 aten = torch.ops.aten
 
-# Of indices that keep the entries where they are True.
+# The dtypes of indices that keep the entries where they are True.
 MASKS = (torch.bool, torch.uint8)
 
 
 def _turn(call: OpCall, dim: int) -> int:
     ndim = call.tensors[0].ndim
     if "dims" in call.bound:
-        return [one % ndim for one in call.bound["dims"]].index(dim)
-    one, other = (call.bound.get(f"dim{n}", call.bound.get(f"axis{n}", n)) % ndim for n in (0, 1))
-    return {one: other, other: one}.get(dim, dim)
+        return [moved % ndim for moved in call.bound["dims"]].index(dim)
+    first, other = (call.bound.get(f"dim{n}", call.bound.get(f"axis{n}", n)) % ndim for n in (0, 1))
+    return {first: other, other: first}.get(dim, dim)
 
 
 def _unsqueeze(call: OpCall, dim: int) -> int:
@@ -80,51 +80,51 @@ _MOVES: dict[torch._ops.OpOverload, Callable[[OpCall, int], int | None]] = {
 @rule(aten.unsafe_split.Tensor, aten.view_as_real, aten.view_as_complex, aten.chunk)
 def view(call: OpCall) -> list[Type]:
     """Move entries, whole tokens at a time."""
-    given, tensor = call.types[0], call.tensors[0]
-    if isinstance(given, Sum) and call.op is not aten.constant_pad_nd.default:
-        return [given] * len(call.outs)
-    if not isinstance(given, Shards):
-        raise Mixes(f"{call.op} of {describe_kind(given)}", SUMS)
-    return [_moved(call, given, tensor, out) for out in call.outs]
+    kind, tensor = call.types[0], call.tensors[0]
+    if isinstance(kind, Sum) and call.op is not aten.constant_pad_nd.default:
+        return [kind] * len(call.outs)
+    if not isinstance(kind, Shards):
+        raise Mixes(f"{call.op} of {describe_kind(kind)}", SUMS)
+    return [_moved(call, kind, tensor, out) for out in call.outs]
 
 
-def _moved(call: OpCall, given: Shards, tensor: Tensor, out: Tensor) -> Shards:
+def _moved(call: OpCall, shards: Shards, tensor: Tensor, out: Tensor) -> Shards:
     """Return where the tokens of a tensor are in a result."""
     if call.op in _REGROUPING:
-        found = regroup(numbers(tensor.shape), given, numbers(out.shape))
-        if not found:
+        places = regroup(numbers(tensor.shape), shards, numbers(out.shape))
+        if not places:
             raise Mixes(f"{call.op} to {tuple(numbers(out.shape))}, which cuts the sequence up")
-        return given.at(found)
+        return shards.at(places)
     move = _MOVES.get(call.op)
-    moved = given.dim if move is None else move(call, given.dim)
-    size = given.outer * given.length * given.inner
-    is_beyond = _is_bound_beyond(call, given.dim, size)
+    moved = shards.dim if move is None else move(call, shards.dim)
+    size = shards.outer * shards.length * shards.inner
+    is_beyond = _is_bound_beyond(call, shards.dim, size)
     if moved is None or numbers(out.shape)[moved] != size or is_beyond:
         raise Mixes(f"{call.op}, which takes a part of the sequence, or repeats it")
-    return replace(given, dim=moved)
+    return replace(shards, dim=moved)
 
 
 def _is_bound_beyond(call: OpCall, dim: int, size: int) -> bool:
     """Whether a slice or split ends or steps beyond this rank's tokens, to where others' may be."""
     asked = [call.bound.get(name) for name in ("start", "end", "step", "split_size")]
-    bounds = [abs(number(one)) for one in asked if one is not None]
+    bounds = [abs(number(place)) for place in asked if place is not None]
     return any(size < bound < sys.maxsize for bound in bounds) and dim in call.dims()
 
 
 @rule(aten.cat, aten.stack)
 def join(call: OpCall) -> list[Type]:
     """Join along a dim that has no tokens."""
-    sums = {given for given in call.types if isinstance(given, Sum)}
+    sums = {kind for kind in call.types if isinstance(kind, Sum)}
     if sums:
         if len(set(call.types)) > 1:
             raise Mixes(f"{call.op} of {describe_kind(sums.pop())} and others", SUMS)
         return [call.types[0]]
     (tensor, *_), is_new = call.tensors, call.op is aten.stack.default
     place = call.bound["dim"] % (tensor.ndim + is_new)
-    found = call.aligned(tensor)
-    if not is_new and place == found.dim:
+    shards = call.aligned(tensor)
+    if not is_new and place == shards.dim:
         raise Mixes(f"{call.op} along the sequence, which puts each rank's own pieces together")
-    return [replace(found, dim=found.dim + (is_new and place <= found.dim))]
+    return [replace(shards, dim=shards.dim + (is_new and place <= shards.dim))]
 
 
 @rule(aten.embedding)
@@ -143,10 +143,10 @@ def select_rows(call: OpCall) -> list[Type]:
     (place,) = call.dims()
     if call.is_same("self"):
         return [replace(call.shards("index"), dim=place)]
-    given = call.shards()
-    if place == given.dim or not call.is_same("index"):
+    shards = call.shards()
+    if place == shards.dim or not call.is_same("index"):
         raise Mixes(f"{call.op}, which takes tokens by their position in the shard")
-    return [given]
+    return [shards]
 
 
 @rule(aten.gather)
@@ -167,10 +167,10 @@ def gather(call: OpCall) -> list[Type]:
 def scatter(call: OpCall) -> list[Type]:
     """Write an entry for each index."""
     (place,) = call.dims()
-    found = call.aligned(call.bound["index"])
-    if place == found.dim or call.bound["self"].ndim != call.bound["index"].ndim:
+    shards = call.aligned(call.bound["index"])
+    if place == shards.dim or call.bound["self"].ndim != call.bound["index"].ndim:
         raise Mixes(f"{call.op}, which writes tokens by their position in the shard")
-    return [found]
+    return [shards]
 
 
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
@@ -184,10 +184,10 @@ def index(call: OpCall) -> list[Type]:
     is_adjacent = places == list(range(places[0], places[-1] + 1))
     start = places[0] if is_adjacent else 0
     if call.is_same("self"):
-        found = call.aligned(widest, tensors)
-        return [replace(found, dim=start + found.dim)]
-    given = call.shards()
-    if given.dim in places or not all(isinstance(call.type_of(t), Same) for t in tensors):
+        tokens = call.aligned(widest, tensors)
+        return [replace(tokens, dim=start + tokens.dim)]
+    shards = call.shards()
+    if shards.dim in places or not all(isinstance(call.type_of(t), Same) for t in tensors):
         raise Mixes(f"{call.op}, which takes tokens by their position in the shard")
-    kept = given.dim - sum(place < given.dim for place in places)
-    return [replace(given, dim=kept + (widest.ndim if kept >= start else 0))]
+    kept = shards.dim - sum(place < shards.dim for place in places)
+    return [replace(shards, dim=kept + (widest.ndim if kept >= start else 0))]

@@ -8,7 +8,7 @@ how the ends are computed, and there are three kinds of them:
 
     FLOATS          float64 in numpy, an entry per box      the cells of a plan
     EXACT           integers and fractions of Python        what the reader of masks may claim
-    block tables    int64 in tensors                        the blocks of a tile, within a graph
+    block tables    integers in tensors of float64          the blocks of a tile, within a graph
 
 The kinds of tensors are in `cp_inductor.tiles.block_tables`, because this module imports no torch.
 

@@ -10,7 +10,7 @@
 An index or a table becomes its least and its greatest value in each block of rows or columns. The
 rule is then evaluated on these bounds by the same `evaluate`: by the same operations, in the same
 order, as on single values. So bounds hold for what is computed, and not only for what is meant.
-What may leave the range of int64 is unbounded, and so are floats, which are rounded, and may be
+Integers that may be beyond 2^52 are unbounded, and so are floats, which are rounded, and may be
 infinite or NaN. How operations map intervals is said in `cp_inductor.mask.intervals`; here is how
 their ends are computed in tensors.
 
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from operator import mul, or_
+from operator import mul
 from typing import Any
 
 import sympy
@@ -242,18 +242,22 @@ def _(like: Tensor, tables: list[Tensor], *how: Any) -> list[Tensor]:
 
 # --- Numbers ----------------------------------------------------------------------------------
 
-_INT64 = torch.iinfo(torch.int64)
-
-# A product of integers counts as unbounded from here on. It is estimated in float64, whose error is
-# far less than what is left to the end of int64.
-_LARGE = float(1 << 62)
+# Integers that are further from 0 have no bounds. Nearer ones, their sums and whole quotients are
+# exact in float64, and none of them wraps in int64.
+_LARGE = float(1 << 52)
 
 
 def _interval(low: Tensor, high: Tensor) -> Interval:
     """Make an interval of the least and the greatest of some values."""
     if low.is_floating_point():
         return Interval(low, high, _FLOATS)
-    return Interval(low.to(torch.int64), high.to(torch.int64), _INTEGERS)
+    return Interval(*_open_beyond(low.double(), high.double()), _INTEGERS)
+
+
+def _open_beyond(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two ends, or neither: sums of integers that are large may wrap."""
+    is_open = torch.maximum(-low, high) > _LARGE
+    return low.masked_fill(is_open, -torch.inf), high.masked_fill(is_open, torch.inf)
 
 
 class _Floats(Numbers):
@@ -269,10 +273,9 @@ class _Floats(Numbers):
 
     def match(self, a: Interval, b: Any) -> tuple[Interval, Interval, Numbers]:
         if not isinstance(b, Interval):
-            is_integer = isinstance(b, int)
-            b = min(max(b, _INT64.min), _INT64.max) if is_integer else b
-            number = a.low.new_full((), b, dtype=torch.int64 if is_integer else torch.float64)
-            b = _interval(number, number)
+            number = a.low.new_full((), float(b), dtype=torch.float64)
+            kind = _INTEGERS if isinstance(b, int) else _FLOATS
+            b = Interval(*_open_beyond(number, number), kind)
         return a, b, _FLOATS if _FLOATS in (a.numbers, b.numbers) else self
 
     def unbounded(self, a: Interval, b: Interval) -> Interval:
@@ -286,49 +289,22 @@ class _Floats(Numbers):
 
 
 class _Integers(_Floats):
-    """Tensors of int64. Its ends, as bounds, mean that there is none: sums may wrap there."""
+    """Integers as float64, where an infinite end means that there is none."""
 
     is_rounded = False
-    least, most = _INT64.min, _INT64.max
+    decide = Numbers.decide
 
-    def add(self, a: Tensor, b: Tensor, missing: int) -> Tensor:
-        # A sum beyond int64 is its end.
-        least, most = self.least - b.clamp(max=0), self.most - b.clamp(min=0)
-        total = torch.minimum(torch.maximum(a, least), most) + b
-        return total.masked_fill((a == missing) | (b == missing), missing)
-
-    def negate(self, end: Tensor) -> Tensor:
-        # The least number has no negative: the greatest is less by one. It counts as no bound.
-        inside = -end.clamp(min=-self.most)
-        inside = torch.where(end == self.least, self.most, inside)
-        return torch.where(end == self.most, self.least, inside)
+    def add(self, a: Tensor, b: Tensor, missing: float) -> Tensor:
+        total = a + b
+        return total.masked_fill(total.abs() > _LARGE, missing)
 
     def multiply(self, ends: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        # An end of int64 counts as large, so that no bound times anything but 0 is no bound.
-        is_large = [(x.double() * y.double()).abs() >= _LARGE for x, y in ends]
-        inside = zip(is_large, ends, strict=True)
-        products = [x.masked_fill(large, 0) * y for large, (x, y) in inside]
-        low, high = reduce(torch.minimum, products), reduce(torch.maximum, products)
-        any_large = reduce(or_, is_large)
-        return low.masked_fill(any_large, self.least), high.masked_fill(any_large, self.most)
+        # 0 times what has no end is 0.
+        products = [(x * y).nan_to_num(0.0, torch.inf, -torch.inf) for x, y in ends]
+        return _open_beyond(reduce(torch.minimum, products), reduce(torch.maximum, products))
 
-    def floor_divide(self, end: Tensor, divisor: int, missing: int) -> Tensor:
-        quotient = torch.div(end, divisor, rounding_mode="floor")
-        return quotient.masked_fill(end == missing, missing)
-
-    def decide(
-        self, a: Interval, b: Interval, must: Tensor, may: Tensor, *, is_equality: bool = False
-    ) -> Decision:
-        # What has no bound may be beyond the end of int64 that stands for it.
-        no_least, no_most = (a.low == self.least), (b.high == self.most)
-        is_open = (a.high == self.most) | (b.low == self.least)
-        if not is_equality:
-            return Decision(must & ~is_open, may | no_least | no_most)
-        must = must & ~(is_open | no_least | no_most)
-        return Decision(must, self._leaves_room(a.low, b.high) & self._leaves_room(b.low, a.high))
-
-    def _leaves_room(self, low: Tensor, high: Tensor) -> Tensor:
-        return (low <= high) | (low == self.least) | (high == self.most)
+    def floor_divide(self, end: Tensor, divisor: int, missing: float) -> Tensor:
+        return (end / divisor).floor()
 
 
 _INTEGERS, _FLOATS = _Integers(), _Floats()

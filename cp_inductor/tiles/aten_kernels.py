@@ -40,7 +40,6 @@ from cp_inductor.tiles.kernels import (
     Kernel,
     Partial,
     PlainKernel,
-    ScaledKernel,
     Switch,
     TileCall,
     hide_blind_rows,
@@ -222,7 +221,7 @@ class CudnnCUDA(PlainKernel):
             return version is not None and version >= MIN_CUDNN_VERSION and super().runs_on(device)
         return True
 
-    def _serving(self, call: TileCall, *, is_backward: bool = False) -> ScaledKernel:
+    def _serving(self, call: TileCall, *, is_backward: bool = False) -> Kernel:
         if call.bias is not None:
             return super()._serving(call)
         query, key = call.query, call.key
@@ -284,7 +283,7 @@ class Math(Kernel):
 
     For dropout whose mask is given, gradients of a bias, and scores that are changed by more than a
     bias. Its results stay in that dtype: they are rounded once, when those of all tiles are
-    combined.
+    combined. Calls are not causal: what exists is in their bias.
 
     Args:
         keep: (B, H, S, T), what each probability is multiplied with; None keeps all.
@@ -295,12 +294,12 @@ class Math(Kernel):
     """
 
     bias_grad: Tensor
+    takes_all_scales = True
 
     def __init__(self, keep: Tensor | None = None, *, needs_bias_grad: bool = False) -> None:
         self.keep, self.needs_bias_grad = keep, needs_bias_grad
 
-    def forward(self, call: TileCall) -> Partial:
-        """See `Kernel.forward`; the call is not causal: what exists is in its bias."""
+    def _attend(self, call: TileCall) -> Partial:
         scores = _scores(call)
         lse = torch.logsumexp(scores, -1)
         probabilities = torch.exp(scores - finite_lse(lse).unsqueeze(-1))
@@ -309,8 +308,7 @@ class Math(Kernel):
         wide = repeat_heads(call.value.to(scores.dtype), call.query.shape[1])
         return Partial(torch.matmul(probabilities, wide), lse)
 
-    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """See `Kernel.backward`; gradients are in float32."""
+    def _differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         query, key, value = call.tensors
         scores, num_heads = _scores(call), query.shape[1]
         dtype = scores.dtype

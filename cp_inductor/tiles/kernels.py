@@ -92,6 +92,10 @@ class Switch(NamedTuple):
 class Kernel(ABC):
     """A single-device attention.
 
+    Most compute positive scales alone: the sign of others goes into the query. The CPU's masks
+    scores before it scales them: -inf times 0 is NaN, and times less is +inf. CUDA's flash takes
+    the largest product for that of the largest score.
+
     Attributes:
         forward_op, backward_op: by which passes find its tiles in a graph.
         device: type of the devices that it runs on.
@@ -99,6 +103,7 @@ class Kernel(ABC):
             another rank is sent delta, and no out is made to stand in for it.
         packed: what of a row its backward does not read out of a message: it is copied where it
             arrives.
+        takes_all_scales: also negative ones, and 0.
     """
 
     forward_op: ClassVar[Any]
@@ -106,12 +111,13 @@ class Kernel(ABC):
     device: ClassVar[str]
     takes_delta: bool = False
     packed: ClassVar[tuple[str, ...]] = ()
+    takes_all_scales: ClassVar[bool] = False
 
-    @abstractmethod
     def forward(self, call: TileCall) -> Partial:
         """Attend."""
+        _, call = self._split_scale(call)
+        return self._serving(call)._attend(call)
 
-    @abstractmethod
     def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         """Differentiate `forward`.
 
@@ -120,28 +126,19 @@ class Kernel(ABC):
             grad_out: (B, H, S, D).
             whole: out and lse, of the tile or of whole rows.
         """
-
-
-class ScaledKernel(Kernel):
-    """A kernel that computes positive scales: the sign of others goes into the query.
-
-    The CPU's masks scores before it scales them: -inf times 0 is NaN, and times less is +inf.
-    CUDA's flash, besides, takes the largest product for that of the largest score.
-    """
-
-    def forward(self, call: TileCall) -> Partial:
-        """See `Kernel.forward`."""
-        _, positive = _split_scale(call)
-        return self._serving(positive)._attend(positive)
-
-    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
-        """See `Kernel.backward`."""
-        sign, positive = _split_scale(call)
-        kernel = self._serving(positive, is_backward=True)
-        dq, dk, dv = kernel._differentiate(positive, grad_out, whole)
+        sign, call = self._split_scale(call)
+        kernel = self._serving(call, is_backward=True)
+        dq, dk, dv = kernel._differentiate(call, grad_out, whole)
         return dq if sign == 1 else dq * sign, dk, dv
 
-    def _serving(self, call: TileCall, *, is_backward: bool = False) -> ScaledKernel:
+    def _split_scale(self, call: TileCall) -> tuple[int, TileCall]:
+        """Return a sign, and a call whose query has it, which is exact."""
+        if self.takes_all_scales or call.scale is None or call.scale > 0:
+            return 1, call
+        sign, scale = (-1, -call.scale) if call.scale < 0 else (0, 1.0)
+        return sign, replace(call, query=call.query * sign, scale=scale)
+
+    def _serving(self, call: TileCall, *, is_backward: bool = False) -> Kernel:
         """Return what computes a tile: this kernel, or another where it does not."""
         return self
 
@@ -154,7 +151,7 @@ class ScaledKernel(Kernel):
         """Compute the backward of a tile that it serves."""
 
 
-class PlainKernel(ScaledKernel):
+class PlainKernel(Kernel):
     """A kernel of tiles that are FULL or CAUSAL, or whose mask is made as a bias.
 
     Attributes:
@@ -193,7 +190,7 @@ class PlainKernel(ScaledKernel):
             return True  # the graph is being cross-compiled, for chips that have the kernel
         return torch.cuda.get_device_capability(device) >= cls.min_capability
 
-    def _serving(self, call: TileCall, *, is_backward: bool = False) -> ScaledKernel:
+    def _serving(self, call: TileCall, *, is_backward: bool = False) -> Kernel:
         return self if call.bias is None or self.for_bias is None else self.for_bias()
 
     @classmethod
@@ -212,7 +209,7 @@ class PlainKernel(ScaledKernel):
         return multiples if limit is None else f" up to {limit}{multiples}"
 
 
-class RuleKernel(ScaledKernel):
+class RuleKernel(Kernel):
     """A kernel of tiles under one rule. It reads the rule itself, and skips blocks without a pair.
 
     Its calls have no bias: it is the rule's.
@@ -241,14 +238,6 @@ class RuleKernel(ScaledKernel):
     @abstractmethod
     def obstacle(cls, rule: Rule, head_dim: Any) -> str | None:
         """Say what about an attention it cannot compute; None if it can."""
-
-
-def _split_scale(call: TileCall) -> tuple[int, TileCall]:
-    """Return the scale's sign, and the call with it in the query, which is exact."""
-    if call.scale is None or call.scale > 0:
-        return 1, call
-    sign, scale = (-1, -call.scale) if call.scale < 0 else (0, 1.0)
-    return sign, replace(call, query=call.query * sign, scale=scale)
 
 
 def hide_blind_rows(lse: Tensor) -> Tensor:

@@ -110,10 +110,10 @@ def size_of(error: Tensor) -> Errors:
 class ExactTiles(Kernel):
     """Computes in float32 and rounds nothing: what would be, if no kernel returned half types."""
 
-    def forward(self, call: TileCall) -> Partial:
+    def _attend(self, call: TileCall) -> Partial:
         return get_kernel("flash_cpu").forward(_widened(call))
 
-    def backward(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
+    def _differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         wide = Partial(whole.out.float(), whole.lse.float())
         return get_kernel("flash_cpu").backward(_widened(call), grad_out.float(), wide)
 

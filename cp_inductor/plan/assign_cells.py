@@ -24,7 +24,7 @@ import numpy as np
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.plan.grid import Grid, Span, join_spans, tokens_before
-from cp_inductor.plan.ir import Mask, Shape, Tile, Transfers
+from cp_inductor.plan.ir import Mask, Shape, Tile
 
 # Rows of cells join to one tile under a mask as long as cells that hold pairs are at least this
 # share of it. From LONG_CHUNK_TOKENS on, empty cells cost more than another call, so more is asked.
@@ -132,7 +132,7 @@ def cells_of(grid: Grid, mask: Mask, rule: str) -> np.ndarray:
     elif mask is Mask.PARTIAL:
         bounds = []
         for of_keys in (False, True):
-            before = np.array(tokens_before(grid, of_keys=of_keys), dtype=float)
+            before = tokens_before(grid, of_keys=of_keys).astype(float)
             bounds.append((before[:-1], before[1:] - 1))
         cells = Rule.parse(rule).cells(*bounds).astype(np.int8)
     cells.flags.writeable = False
@@ -253,8 +253,6 @@ def is_head_split(shape: Shape, num_parts: int) -> bool:
 
 
 Assign = Callable[[Work, int], Tiles]
-# (grid, shape, tiles) -> what is fetched before the tiles of each stage.
-Fetch = Callable[[Grid, Shape, Tiles], list[Transfers]]
 
 
 @dataclass(frozen=True)
@@ -268,9 +266,9 @@ class Strategy:
         assign: (work, number of stages) -> tiles.
         assign_backward: the same -> tiles of the backward, as many stages as of the forward, if
             they are others.
-        fetch: tiles -> fetches; None for what `fetches_of` derives.
+        is_ring: keys come from the rank before, which had them one stage before.
         under_rules: the strategy that takes its place under a mask that is neither full nor causal.
-        num_nodes: over how many nodes it splits the heads; see `fetches_of` and `homes_of`.
+        num_nodes: over how many nodes it splits the heads; see `moves_of`.
         num_stages: (ranks) -> the number of stages, if there is no choice; else None.
         splits: (shape, ranks) -> whether it can split the heads of this shape over them.
         free_keep: (shape, stages) -> of how many stages, from the first, the forward keeps what it
@@ -287,7 +285,7 @@ class Strategy:
     name: str
     assign: Assign
     assign_backward: Assign | None = None
-    fetch: Fetch | None = None
+    is_ring: bool = False
     under_rules: Strategy | None = None
     num_nodes: int = 1
     num_stages: Callable[[int], int | None] = lambda world_size: None

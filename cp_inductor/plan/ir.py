@@ -157,11 +157,16 @@ class TileColumns(NamedTuple):
         )
         return TileColumns(np.array(stage, np.int64), *of_tiles, *of_sides)
 
-    def tokens(self, grid: Grid, *, of_keys: bool) -> np.ndarray:
-        """Return (tiles,), how many queries, or keys, each tile has."""
-        of_tile, start, stop = self.keys if of_keys else self.queries
-        before = np.array(tokens_before(grid, of_keys=of_keys))
-        return np.bincount(of_tile, before[stop] - before[start], len(self.rank)).astype(int)
+    def tokens(self, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
+        """Return (tiles,) each, how many queries and how many keys the tiles have."""
+        queries, keys = (
+            np.bincount(of_tile, before[stop] - before[start], len(self.rank)).astype(int)
+            for (of_tile, start, stop), before in (
+                (self.queries, tokens_before(grid, of_keys=False)),
+                (self.keys, tokens_before(grid, of_keys=True)),
+            )
+        )
+        return queries, keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +256,9 @@ class Stage:
             that this stage's fetch feeds. Whatever they read is fetched in the forward, and kept.
     """
 
-    fetch: Transfers
-    tiles: tuple[Tile, ...]
-    home: Transfers
+    fetch: Transfers = field(default_factory=Transfers)
+    tiles: tuple[Tile, ...] = ()
+    home: Transfers = field(default_factory=Transfers)
     backward_tiles: tuple[Tile, ...] = ()
 
     def of_rank(self, rank: int) -> Stage:
@@ -343,6 +348,11 @@ class PlanData:
         return [tile for stage in self.stages for tile in stage.tiles]
 
     @cached_property
+    def columns(self) -> TileColumns:
+        """The tiles of all stages, as integers."""
+        return TileColumns.of(stage.tiles for stage in self.stages)
+
+    @cached_property
     def tiles_of_heads(self) -> list[tuple[Span, list[Tile]]]:
         """Runs of heads that each tile has all of, or none, and the tiles that have them."""
         edges = sorted(
@@ -374,7 +384,7 @@ class PlanData:
         """Return how many bytes each transfer moves."""
         _, _, start, stop, payload, first_head, last_head = transfers.columns.T
         per_row = np.array([bytes_per_row(payload, self.shape) for payload in Payload])
-        before = np.array([tokens_before(self.grid, of_keys=of_keys) for of_keys in (False, True)])
+        before = np.stack([tokens_before(self.grid, of_keys=of_keys) for of_keys in (False, True)])
         kind = IS_OF_KEYS[payload].astype(int)
         rows = (before[kind, stop] - before[kind, start]) * self.shape.batch
         return np.asarray(rows * (last_head - first_head) * per_row[payload])
@@ -400,8 +410,8 @@ class PlanData:
     @cached_property
     def head_pairs(self) -> list[int]:
         """The (query, key, head) triples that each rank computes."""
-        pairs, tiles = [0] * self.grid.world_size, TileColumns.of(s.tiles for s in self.stages)
-        queries, keys = (tiles.tokens(self.grid, of_keys=of_keys) for of_keys in (False, True))
+        pairs, tiles = [0] * self.grid.world_size, self.columns
+        queries, keys = tiles.tokens(self.grid)
         of_head = np.where(tiles.is_causal, queries * (queries + 1) // 2, queries * keys)
         columns = tiles.rank, of_head, tiles.last_head - tiles.first_head
         for rank, num_pairs, num_heads in np.stack(columns, axis=1).tolist():

@@ -63,7 +63,7 @@ def draw_plan(plan: PlanData, path: str | Path) -> None:
     """Write a picture of a plan; see `Plan.draw`."""
     grid = plan.grid
     ends = [
-        tokens_before(grid, of_keys=of_keys)[grid.chunks_per_rank :: grid.chunks_per_rank]
+        tokens_before(grid, of_keys=of_keys)[grid.chunks_per_rank :: grid.chunks_per_rank].tolist()
         for of_keys in (False, True)
     ]
     draw_panels(
@@ -86,7 +86,9 @@ def panels_of(plan: PlanData) -> Iterator[Panel]:
 
 
 def _areas(grid: Grid, tile: Tile) -> Iterator[Area]:
-    of_queries, of_keys = (tokens_before(grid, of_keys=of_keys) for of_keys in (False, True))
+    of_queries, of_keys = (
+        tokens_before(grid, of_keys=of_keys).tolist() for of_keys in (False, True)
+    )
     for queries, keys in product(tile.queries, tile.keys):
         mask = tile.mask
         if mask is Mask.CAUSAL and keys != queries:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 from cp_inductor.errors import InvalidArgument, InvalidText, UnsupportedStrategy
@@ -24,12 +23,12 @@ from cp_inductor.plan.assign_cells import Strategy, Tiles, work_of
 from cp_inductor.plan.checks import LIMITS, MAX_LENGTH, check_count, check_type
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span, lengths_of
-from cp_inductor.plan.ir import Direction, Mask, Payload, Shape
+from cp_inductor.plan.ir import Direction, Mask, Payload, Shape, Stage
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.strategies import TABLE, parse_strategy
 from cp_inductor.plan.strategies.heads import can_split, in_groups, in_nodes, own_in_groups
 from cp_inductor.plan.timeline import loads_of
-from cp_inductor.plan.transfers import fetches_of, homes_of, plan_backward, stages_of
+from cp_inductor.plan.transfers import INPUTS, moves_of, send_home
 
 MAX_STAGES = 8
 
@@ -327,7 +326,7 @@ class Trial:
 
 def _try(recipe: Recipe, tiles: Assigned, machine: Machine) -> Trial:
     forward = plan_tiles(recipe, tiles)
-    plans = forward, plan_backward(forward)
+    plans = forward, forward.backward()
     both = [loads_of(plan, machine) for plan in plans]
     timelines = [loads.timeline(machine) for loads in both]
     return Trial(
@@ -397,7 +396,7 @@ def _halved(recipe: Recipe, tiles: Tiles, later: Tiles) -> Assigned | None:
     """
     shape, (first, *others) = recipe.shape, tiles
     strategy = parse_strategy(recipe.strategy)
-    is_passed_on = strategy.fetch is not None or strategy.num_nodes > 1
+    is_passed_on = strategy.is_ring or strategy.num_nodes > 1
     if is_passed_on or not any(others) or shape.num_kv_heads < 2:
         return None
     for tile in first:
@@ -472,30 +471,35 @@ def plan_tiles(recipe: Recipe, assigned: Assigned) -> Plan:
     """Return the forward plan of a resolved recipe, given its tiles."""
     grid, shape, mask = recipe.grid, recipe.shape, recipe.mask
     strategy = parse_strategy(recipe.strategy)
-    # A rank without tokens may still hand on what passes it.
-    fetch = strategy.fetch or partial(fetches_of, num_nodes=strategy.num_nodes)
-    fetches = fetch(grid, shape, [now + then for now, then in zip(*assigned, strict=True)])
+    tiles = [now + later for now, later in zip(*assigned, strict=True)]
+    num_nodes, is_ring = strategy.num_nodes, strategy.is_ring
+    fetches = moves_of(grid, shape, tiles, INPUTS, num_nodes=num_nodes, is_ring=is_ring)
     is_short = any(0 in lengths_of(grid, of_keys=of_keys) for of_keys in (False, True))
-    with_tokens = (
-        [[tile for tile in stage if not is_short or all(tile.num_tokens(grid))] for stage in tiles]
+    now, later = (
+        [
+            tuple(tile for tile in stage if not is_short or all(tile.num_tokens(grid)))
+            for stage in tiles
+        ]
         for tiles in assigned
     )
-    stages = enumerate(zip(fetches, *with_tokens, strict=True))
-    used = [stage for index, stage in stages if any(stage) or not index]
-    fetches, tiles, later = map(list, zip(*used, strict=True))
-    homes = homes_of(grid, shape, tiles, (Payload.PARTIAL,), strategy.num_nodes)
-    return Plan(
+    stages = [
+        Stage(fetch, own, backward_tiles=others)
+        for fetch, own, others in zip(fetches, now, later, strict=True)
+        if fetch or own or others or fetch is fetches[0]
+    ]
+    plan = Plan(
         grid,
         shape,
         mask,
         recipe.strategy,
         Direction.FORWARD,
         # If the backward computes other tiles, all that these read is kept.
-        max(recipe.keep, len(tiles)) if any(later) else recipe.keep,
-        stages_of(fetches, tiles, homes, later),
+        max(recipe.keep, len(stages)) if any(later) else recipe.keep,
+        tuple(stages),
         rule=recipe.rule if mask is Mask.PARTIAL else "",
-        num_nodes=strategy.num_nodes,
+        num_nodes=num_nodes,
     )
+    return send_home(plan, Payload.PARTIAL)
 
 
 @lru_cache(maxsize=64)

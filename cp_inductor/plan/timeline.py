@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_inductor.plan.ir import PlanData, TileColumns, flops_per_pair
+from cp_inductor.plan.ir import PlanData, flops_per_pair
 from cp_inductor.plan.machine import Level, Machine
 
 
@@ -149,8 +149,8 @@ def loads_of(plan: PlanData, machine: Machine | None = None) -> Loads:
         outer = plan.loads_between([machine.node_of(rank) for rank in range(plan.grid.world_size)])
         moved = [plan.loads - outer, outer]
     fetch, home = np.array(moved, dtype=float).transpose(2, 0, 1, 3, 4)
-    tiles = TileColumns.of(stage.tiles for stage in plan.stages)
-    queries, keys = (tiles.tokens(plan.grid, of_keys=of_keys) for of_keys in (False, True))
+    tiles = plan.columns
+    queries, keys = tiles.tokens(plan.grid)
     more = np.minimum(queries * machine.device.causal_keys, queries * (queries - 1)) / 2
     pairs = np.where(tiles.is_causal, queries * (queries + 1) / 2 + more, queries * keys)
     num_heads = tiles.last_head - tiles.first_head

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from cp_inductor.plan.grid import Grid
-from cp_inductor.plan.ir import PlanData, Shape, Stage, Tile, Transfer
+from cp_inductor.plan.ir import (
+    PAYLOAD,
+    Direction,
+    Payload,
+    PlanData,
+    Shape,
+    Stage,
+    Tile,
+    Transfer,
+    Transfers,
+)
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.picture import draw_plan
 from cp_inductor.plan.simulate import simulate
 from cp_inductor.plan.timeline import Timeline, loads_of
-from cp_inductor.plan.transfers import plan_backward
+from cp_inductor.plan.transfers import moves_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,29 @@ class Plan(PlanData):
 
     def backward(self) -> Plan:
         """Return the plan of the backward pass, derived from this one."""
-        return plan_backward(self)
+        assert self.direction is Direction.FORWARD
+        has_others = any(stage.backward_tiles for stage in self.stages)
+        stages = []
+        for index, stage in enumerate(self.stages):
+            is_kept, columns = index < self.num_kept, stage.fetch.columns.copy()
+            is_query = columns[:, PAYLOAD] == Payload.QUERY.order
+            payload = Payload.GRAD_OUT if is_kept else Payload.QUERY_GRAD_OUT
+            columns[is_query, PAYLOAD] = payload.order
+            fetch = Transfers(columns[is_query] if is_kept else columns).sorted()
+            stages.append(Stage(fetch, stage.backward_tiles if has_others else stage.tiles))
+        kept = Transfers.joined(stage.fetch for stage in self.stages[: self.num_kept])
+        backward = replace(
+            self, direction=Direction.BACKWARD, stages=tuple(stages), kept_fetches=kept
+        )
+        return backward.with_results(Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD)
+
+    def with_results(self, *payloads: Payload) -> Plan:
+        """Return the plan with the transfers of its results, perhaps in some stages more."""
+        tiles = [stage.tiles for stage in self.stages]
+        homes = moves_of(self.grid, self.shape, tiles, payloads, num_nodes=self.num_nodes)
+        stages = [*self.stages, *(Stage() for _ in homes[len(tiles) :])]
+        with_homes = (replace(stage, home=home) for stage, home in zip(stages, homes, strict=True))
+        return replace(self, stages=tuple(with_homes))
 
 
 def format_program(plan: PlanData, rank: int) -> str:

@@ -28,7 +28,7 @@ from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.strategies import TABLE, parse_strategy
 from cp_inductor.plan.strategies.heads import can_split, in_groups, in_nodes, own_in_groups
 from cp_inductor.plan.timeline import loads_of
-from cp_inductor.plan.transfers import INPUTS, moves_of, send_home
+from cp_inductor.plan.transfers import INPUTS, moves_of
 
 MAX_STAGES = 8
 
@@ -487,7 +487,7 @@ def plan_tiles(recipe: Recipe, assigned: Assigned) -> Plan:
         for fetch, own, others in zip(fetches, now, later, strict=True)
         if fetch or own or others or fetch is fetches[0]
     ]
-    plan = Plan(
+    return Plan(
         grid,
         shape,
         mask,
@@ -498,8 +498,7 @@ def plan_tiles(recipe: Recipe, assigned: Assigned) -> Plan:
         tuple(stages),
         rule=recipe.rule if mask is Mask.PARTIAL else "",
         num_nodes=num_nodes,
-    )
-    return send_home(plan, Payload.PARTIAL)
+    ).with_results(Payload.PARTIAL)
 
 
 @lru_cache(maxsize=64)

@@ -22,8 +22,6 @@ it is passed on, so that no stage passes on what it brings. Results go back the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 
@@ -37,11 +35,8 @@ from cp_inductor.plan.ir import (
     STAGE,
     START,
     STOP,
-    Direction,
     Payload,
-    PlanData,
     Shape,
-    Stage,
     Tile,
     TileColumns,
     Transfers,
@@ -49,45 +44,6 @@ from cp_inductor.plan.ir import (
 )
 
 INPUTS = Payload.QUERY, Payload.KEY_VALUE
-
-AnyPlan = TypeVar("AnyPlan", bound=PlanData)
-
-
-def plan_backward(plan: AnyPlan) -> AnyPlan:
-    """Return the backward plan of a forward plan."""
-    assert plan.direction is Direction.FORWARD
-    has_others = any(stage.backward_tiles for stage in plan.stages)
-    stages = [
-        Stage(
-            _refetch(stage.fetch, is_kept=index < plan.num_kept),
-            stage.backward_tiles if has_others else stage.tiles,
-        )
-        for index, stage in enumerate(plan.stages)
-    ]
-    backward = replace(
-        plan,
-        direction=Direction.BACKWARD,
-        stages=tuple(stages),
-        kept_fetches=Transfers.joined(stage.fetch for stage in plan.stages[: plan.num_kept]),
-    )
-    return send_home(backward, Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD)
-
-
-def send_home(plan: AnyPlan, *payloads: Payload) -> AnyPlan:
-    """Return the plan with the transfers of its results, perhaps in some stages more."""
-    tiles = [stage.tiles for stage in plan.stages]
-    homes = moves_of(plan.grid, plan.shape, tiles, payloads, num_nodes=plan.num_nodes)
-    stages = [*plan.stages, *(Stage() for _ in homes[len(tiles) :])]
-    with_homes = (replace(stage, home=home) for stage, home in zip(stages, homes, strict=True))
-    return replace(plan, stages=tuple(with_homes))
-
-
-def _refetch(fetch: Transfers, *, is_kept: bool) -> Transfers:
-    """Return what the backward fetches for a fetch of the forward."""
-    columns = fetch.columns.copy()
-    is_query = columns[:, PAYLOAD] == Payload.QUERY.order
-    columns[is_query, PAYLOAD] = (Payload.GRAD_OUT if is_kept else Payload.QUERY_GRAD_OUT).order
-    return Transfers(columns[is_query] if is_kept else columns).sorted()
 
 
 def moves_of(

@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.plan.grid import Grid, Span, join_spans, tokens_before
+from cp_inductor.plan.grid import Grid, Span, tokens_before
 from cp_inductor.plan.ir import Mask, Shape, Tile
 
 # Rows of cells join to one tile under a mask as long as cells that hold pairs are at least this
@@ -197,14 +196,11 @@ def _equal_rows(
     rows: np.ndarray, wanted: np.ndarray
 ) -> Iterator[tuple[tuple[Span, ...], np.ndarray]]:
     """Yield the chunks of rows that have the same keys, and where these are."""
-    starts = [0, *(np.flatnonzero((wanted[1:] != wanted[:-1]).any(1)) + 1).tolist(), len(rows)]
-    alike: dict[bytes, list[tuple[int, int]]] = {}
-    for first, last in pairwise(starts):
-        if first < last and wanted[first].any():
-            alike.setdefault(wanted[first].tobytes(), []).append((first, last))
-    for runs in alike.values():
-        spans = join_spans(span for first, last in runs for span in _spans(rows[first:last]))
-        yield spans, np.flatnonzero(wanted[runs[0][0]])
+    alike: dict[bytes, list[int]] = {}
+    for row in np.flatnonzero(wanted.any(1)).tolist():
+        alike.setdefault(wanted[row].tobytes(), []).append(row)
+    for same in alike.values():
+        yield _spans(rows[same]), np.flatnonzero(wanted[same[0]])
 
 
 def _similar_rows(

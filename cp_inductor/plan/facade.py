@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from cp_inductor.plan.grid import Grid
+from cp_inductor.plan.grid import Grid, tokens_before
 from cp_inductor.plan.ir import (
     PAYLOAD,
     Direction,
@@ -20,7 +20,7 @@ from cp_inductor.plan.ir import (
     Transfers,
 )
 from cp_inductor.plan.machine import Machine
-from cp_inductor.plan.picture import draw_plan
+from cp_inductor.plan.picture import draw_panels, panels_of
 from cp_inductor.plan.simulate import simulate
 from cp_inductor.plan.timeline import Timeline, loads_of
 from cp_inductor.plan.transfers import moves_of
@@ -64,7 +64,10 @@ class Plan(PlanData):
             InvalidArgument: the path ends otherwise, or matplotlib is not installed
                 (``pip install 'cp-inductor[draw]'``).
         """
-        draw_plan(self, path)
+        size, what = self.grid.chunks_per_rank, f"strategy {self.strategy}"
+        starts = (tokens_before(self.grid, of_keys=of_keys) for of_keys in (False, True))
+        ends = [before[size::size].tolist() for before in starts]
+        draw_panels(path, [*panels_of(self)], ends, self.head_pairs, "pairs", what)
 
     def write_trace(self, path: str | Path, machine: Machine | None = None) -> None:
         """Write the predicted timeline as a trace for https://ui.perfetto.dev or chrome://tracing.

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -143,19 +143,20 @@ class TileColumns(NamedTuple):
     @staticmethod
     def of(stages: Iterable[Sequence[Tile]]) -> TileColumns:
         """Return the tiles of each stage as columns."""
-        stages = [*stages]
-        tiles = [tile for own in stages for tile in own]
-        stage = [stage for stage, own in enumerate(stages) for _ in own]
-        rows = ((t.rank, t.heads.start, t.heads.stop, t.mask is Mask.CAUSAL) for t in tiles)
-        of_spans = (
-            [number for at, of in enumerate(side) for s in of for number in (at, s.start, s.stop)]
-            for side in ([tile.queries for tile in tiles], [tile.keys for tile in tiles])
+        tiles = [(stage, tile) for stage, own in enumerate(stages) for tile in own]
+        rows = [
+            (stage, t.rank, t.heads.start, t.heads.stop, t.mask is Mask.CAUSAL)
+            for stage, t in tiles
+        ]
+        queries, keys = (
+            [(at, s.start, s.stop) for at, spans in enumerate(side) for s in spans]
+            for side in ([tile.queries for _, tile in tiles], [tile.keys for _, tile in tiles])
         )
         of_tiles, *of_sides = (
-            np.fromiter(numbers, np.int64).reshape(-1, width).T
-            for numbers, width in zip(([*chain(*rows)], *of_spans), (4, 3, 3), strict=True)
+            np.array(numbers, np.int64).reshape(-1, width).T
+            for numbers, width in ((rows, 5), (queries, 3), (keys, 3))
         )
-        return TileColumns(np.array(stage, np.int64), *of_tiles, *of_sides)
+        return TileColumns(*of_tiles, *of_sides)
 
     def tokens(self, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
         """Return (tiles,) each, how many queries and how many keys the tiles have."""

@@ -59,18 +59,6 @@ class Panel(NamedTuple):
     areas: list[Area]
 
 
-def draw_plan(plan: PlanData, path: str | Path) -> None:
-    """Write a picture of a plan; see `Plan.draw`."""
-    grid = plan.grid
-    ends = [
-        tokens_before(grid, of_keys=of_keys)[grid.chunks_per_rank :: grid.chunks_per_rank].tolist()
-        for of_keys in (False, True)
-    ]
-    draw_panels(
-        path, [*panels_of(plan)], ends, plan.head_pairs, "pairs", f"strategy {plan.strategy}"
-    )
-
-
 def panels_of(plan: PlanData) -> Iterator[Panel]:
     """Yield the heads that the same ranks compute alike, and their areas."""
 

@@ -65,8 +65,6 @@ MAX_GROUP_SIZES = 3
 # The tiles of all ranks, for each stage: of the forward; of the backward, if they are others.
 Assigned = tuple[Tiles, Tiles]
 
-_MASKS = {"full": Mask.FULL, "causal": Mask.CAUSAL}
-
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -153,9 +151,9 @@ class Recipe:
     @property
     def mask(self) -> Mask:
         """The mask of the attention; PARTIAL if only the rule describes it."""
-        if self.rule == "causal" and self.query_length != self.key_length:
-            return Mask.PARTIAL  # kernels take "causal" for a triangle, and this is none
-        return _MASKS.get(self.rule, Mask.PARTIAL)
+        # Kernels take "causal" for a triangle.
+        is_triangle = self.rule == "causal" and self.query_length == self.key_length
+        return Mask(self.rule) if is_triangle or self.rule == "full" else Mask.PARTIAL
 
     @property
     def shape(self) -> Shape:
@@ -397,13 +395,10 @@ def _halved(recipe: Recipe, tiles: Tiles, later: Tiles) -> Assigned | None:
     shape, (first, *others) = recipe.shape, tiles
     strategy = parse_strategy(recipe.strategy)
     is_passed_on = strategy.is_ring or strategy.num_nodes > 1
-    if is_passed_on or not any(others) or shape.num_kv_heads < 2:
+    # Strategies whose first tiles have all heads begin with own tiles.
+    is_own = all(tile.heads == shape.all_heads for tile in first)
+    if is_passed_on or not is_own or not any(others) or shape.num_kv_heads < 2:
         return None
-    for tile in first:
-        own = recipe.grid.own(tile.rank)
-        spans = [*tile.queries, *tile.keys]
-        if tile.heads != shape.all_heads or any(span.intersect(own) != span for span in spans):
-            return None
     middle = (shape.num_kv_heads + 1) // 2 * (shape.num_heads // shape.num_kv_heads)
     halves = Span(0, middle), Span(middle, shape.num_heads)
     early, late = ([tile.at(tile.rank, half) for tile in first] for half in halves)

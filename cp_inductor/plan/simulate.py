@@ -14,7 +14,7 @@ import numpy as np
 
 from cp_inductor.mask.rule import Cell
 from cp_inductor.plan.assign_cells import causal_cells, cells_of
-from cp_inductor.plan.grid import lengths_of
+from cp_inductor.plan.grid import Span, lengths_of
 from cp_inductor.plan.ir import (
     DESTINATION,
     FIRST_HEAD,
@@ -66,12 +66,10 @@ def _check_coverage(plan: PlanData) -> None:
     """Check that each needed pair of chunks is computed once for every head, and no other."""
     grid, whole = plan.grid, plan.shape.all_heads
     cells = cells_of(grid, plan.mask, plan.rule)
-    queries, keys = (lengths_of(grid, of_keys=of_keys) for of_keys in (False, True))
-    has_tokens = (queries[:, None] > 0) & (keys[None] > 0)
+    has_tokens = np.logical_and.outer(*(lengths_of(grid, of_keys=k) > 0 for k in (False, True)))
     needed = (cells != Cell.EMPTY) & has_tokens
-    runs, seen = plan.tiles_of_heads, set()
-    is_whole = not runs or (runs[0][0].start, runs[-1][0].stop) == (whole.start, whole.stop)
-    require(is_whole, "heads are missing")
+    runs, seen = plan.tiles_of_heads or [(whole, [])], set()
+    require(Span(runs[0][0].start, runs[-1][0].stop) == whole, "heads are missing")
     for heads, tiles in runs:
         # Groups of ranks that split the heads compute the same tiles, each for heads of its own.
         same = tuple(sorted((tile.queries, tile.keys, tile.mask.value) for tile in tiles))
@@ -80,7 +78,10 @@ def _check_coverage(plan: PlanData) -> None:
         seen.add(same)
         computed = np.zeros(cells.shape, dtype=np.int16)
         for tile in tiles:
-            _add_pairs(computed, tile, cells, plan.mask)
+            sides = ([slice(s.start, s.stop) for s in of] for of in (tile.queries, tile.keys))
+            area = np.ix_(*(np.r_[tuple(spans)] for spans in sides))
+            _check_mask(tile, cells[area], plan.mask)
+            computed[area] += cells[area] != Cell.EMPTY
         wrong = np.argwhere(computed * has_tokens != needed)
         require(
             not len(wrong),
@@ -88,24 +89,17 @@ def _check_coverage(plan: PlanData) -> None:
         )
 
 
-def _add_pairs(computed: np.ndarray, tile: Tile, cells: np.ndarray, mask: Mask) -> None:
-    """Count the cells of a tile, and check its mask against them."""
-    area = np.ix_(
-        *(
-            [chunk for span in spans for chunk in range(span.start, span.stop)]
-            for spans in (tile.queries, tile.keys)
-        )
-    )
-    part = cells[area]
+def _check_mask(tile: Tile, cells: np.ndarray, mask: Mask) -> None:
+    """Check a tile's mask against its cells."""
     if tile.mask is Mask.CAUSAL:
         require(tile.queries == tile.keys, tile, "is causal and not square")
         require(tile.queries == tuple(sorted(tile.queries)), tile, "is not in order of position")
-        require(np.array_equal(part, causal_cells(len(part))), tile, "is not causal under the mask")
+        is_causal = np.array_equal(cells, causal_cells(len(cells)))
+        require(is_causal, tile, "is not causal under the mask")
     elif tile.mask is Mask.FULL:
-        require(bool((part == Cell.FULL).all()), tile, "sees pairs that do not exist")
+        require(bool((cells == Cell.FULL).all()), tile, "sees pairs that do not exist")
     else:
         require(mask is Mask.PARTIAL, tile, "is under a mask that the plan has not")
-    computed[area] += part != Cell.EMPTY
 
 
 def _check_exchanges(plan: PlanData) -> None:

@@ -43,12 +43,9 @@ Area = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What there is to compute; equal only to itself, so that what was made of it can be kept.
+    """What there is to compute: a `Cell` for each two chunks, (query chunks, key chunks).
 
-    Attributes:
-        grid: the chunks.
-        shape: its heads.
-        cells: a `Cell` for each two chunks, (query chunks, key chunks).
+    It is equal only to itself, so that what was made of it can be kept.
     """
 
     grid: Grid

@@ -172,14 +172,7 @@ class TileColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Chunks that one rank sends to another.
-
-    Attributes:
-        payload: what is sent.
-        span: the chunks, all of one owner.
-        heads: query heads, or KV heads if the payload is of keys.
-        source, destination: ranks.
-    """
+    """Chunks of one owner that a rank sends to another; its heads are KV heads if it is of keys."""
 
     payload: Payload
     span: Span
@@ -191,9 +184,8 @@ class Transfer:
 class Transfers:
     """The transfers of an exchange, in the order of messages, which both ends derive.
 
-    Attributes:
-        columns: (transfers, 7) integers, in which all are counted and checked at once: a plan of a
-            thousand ranks has half a million.
+    They are (transfers, 7) integers, in which all are counted and checked at once: a plan of a
+    thousand ranks has half a million.
     """
 
     def __init__(self, columns: np.ndarray = _NONE) -> None:
@@ -249,12 +241,8 @@ def message_order(columns: np.ndarray, *before: np.ndarray) -> np.ndarray:
 class Stage:
     """One exchange, the tiles that it feeds, and the results sent home; for all ranks.
 
-    Attributes:
-        fetch: what arrives before the tiles.
-        tiles: the attention calls.
-        home: the results that are sent to their owners after the tiles.
-        backward_tiles: in a forward plan whose backward computes other tiles: those of the backward
-            that this stage's fetch feeds. Whatever they read is fetched in the forward, and kept.
+    If the backward of a forward plan computes other tiles, its stages have those of the backward
+    that their fetch feeds. Whatever these read is fetched in the forward, and kept.
     """
 
     fetch: Transfers = field(default_factory=Transfers)
@@ -273,11 +261,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Batch B, query heads H, KV heads G and head dim D of an attention; not its lengths.
-
-    Attributes:
-        itemsize: bytes of an element of query, key and value.
-    """
+    """Batch B, query heads H, KV heads G, head dim D, and bytes of an element; not lengths."""
 
     batch: int
     num_heads: int
@@ -301,13 +285,8 @@ class PlanData:
     """Which rank computes which tile of an attention, what moves, and when; for all ranks.
 
     Attributes:
-        grid: the chunks.
-        shape: the shape of the attention, without its lengths.
-        mask: the mask of the attention.
         strategy: the name of the strategy that assigned the tiles.
-        direction: forward or backward.
         num_kept: number of stages, from the first, whose fetched data is kept for the backward.
-        stages: in order.
         kept_fetches: in a backward plan, the transfers that the forward fetched and kept.
         rule: which pairs exist, if the mask is partial; see `cp_inductor.mask.rule`.
         num_nodes: over how many nodes heads are split. With more than one, inputs enter a node at

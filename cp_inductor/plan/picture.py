@@ -31,12 +31,9 @@ _GOLDEN = 0.381966
 
 
 class Area(NamedTuple):
-    """Pairs of one rank.
+    """Pairs of one rank, from the first token of each side to the one behind the last.
 
-    Attributes:
-        rank: who computes them.
-        queries, keys: the first token, and the one behind the last.
-        mask: CAUSAL for the triangle alone; PARTIAL, which is pale, leaves out some of them.
+    A CAUSAL area is the triangle alone. A PARTIAL one is pale, because some pairs do not exist.
     """
 
     rank: int

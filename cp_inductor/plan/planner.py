@@ -271,7 +271,7 @@ def _resolved(recipe: Recipe, machine: Machine) -> Recipe:
         fast,
         key=lambda it: (
             are_cores_shared and it.balance > MAX_IMBALANCE,
-            it.num_bytes if is_flat else it.exposed_s + it.exchange_s,
+            it.num_bytes if is_flat else it.waited_s,
             it.num_calls,
             it.recipe.stages,
         ),
@@ -304,10 +304,8 @@ class Trial:
     """What a candidate would cost, forward and backward.
 
     Attributes:
-        recipe: the candidate.
         seconds: by the timeline.
-        exchange_s: what exchanges take, were they not hidden.
-        exposed_s: of these, what no tile hides.
+        waited_s: what exchanges take, of which that counts twice which no tile hides.
         num_bytes: received by the rank that receives most.
         num_calls: tiles of the rank that has most, in both directions.
         balance: pairs of the busiest rank over the mean.
@@ -315,8 +313,7 @@ class Trial:
 
     recipe: Recipe
     seconds: float
-    exchange_s: float
-    exposed_s: float
+    waited_s: float
     num_bytes: float
     num_calls: int
     balance: float
@@ -330,8 +327,8 @@ def _try(recipe: Recipe, tiles: Assigned, machine: Machine) -> Trial:
     return Trial(
         recipe,
         seconds=sum(timeline.total_s for timeline in timelines),
-        exchange_s=sum(timeline.exchange_s for timeline in timelines),
-        exposed_s=sum(timeline.exposed_s for timeline in timelines),
+        waited_s=sum(timeline.exposed_s for timeline in timelines)
+        + sum(timeline.exchange_s for timeline in timelines),
         num_bytes=float((both[0].received_over() + both[1].received_over()).max()),
         num_calls=int((both[0].calls.sum(0) + both[1].calls.sum(0)).max()),
         balance=max(plan.balance for plan in plans),

@@ -35,14 +35,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Event:
-    """Tiles or an exchange of one stage.
-
-    Attributes:
-        name: such as "fetch 1".
-        is_exchange: or tiles.
-        start_s: when ranks begin.
-        seconds: (P,), how long each of them takes.
-    """
+    """Tiles or an exchange of one stage, such as "fetch 1", and how long each rank takes, (P,)."""
 
     name: str
     is_exchange: bool

@@ -92,10 +92,9 @@ class Work:
 
         if (cells == Cell.CAUSAL).any():
             cells = cells.copy()
-            for first, last in _triangles(rows, columns, cells):
-                chunks = rows[first:last]
-                add(_spans(chunks), chunks, Mask.CAUSAL)
-                cells[first:last, np.isin(columns, chunks)] = Cell.EMPTY
+            for run in _triangles(rows, columns, cells):
+                add(_spans(rows[run]), rows[run], Mask.CAUSAL)
+                cells[np.ix_(run, np.isin(columns, rows[run]))] = Cell.EMPTY
         # What is left of triangles is under a mask as any other.
         has_partial = (cells == Cell.PARTIAL) | (cells == Cell.CAUSAL)
         num_partial = has_partial.sum(1)
@@ -164,10 +163,8 @@ def stage_areas(
     return tiles
 
 
-def _triangles(
-    rows: np.ndarray, columns: np.ndarray, cells: np.ndarray
-) -> Iterator[tuple[int, int]]:
-    """Yield runs of rows that are exactly causal against their own chunks.
+def _triangles(rows: np.ndarray, columns: np.ndarray, cells: np.ndarray) -> list[np.ndarray]:
+    """Return runs of rows that are exactly causal against their own chunks.
 
     Rows that have other cells under a mask are left out.
     """
@@ -177,16 +174,14 @@ def _triangles(
     # Below the diagonal all pairs exist, and above it none: which rows before one are wrong?
     is_wrong = np.tril((square != Cell.FULL) | (square.T != Cell.EMPTY), -1)
     last_wrong = np.where(is_wrong.any(1), len(rows) - 1 - is_wrong[:, ::-1].argmax(1), -1)
-    first = 0
-    while first < len(rows):
-        last = first
-        while last < len(rows) and rows[last] == rows[first] + last - first:
-            if not is_alone[last] or last_wrong[last] >= first:
-                break
-            last += 1
-        if last > first:
-            yield first, last
-        first = max(last, first + 1)
+    runs: list[list[int]] = []
+    for row in np.flatnonzero(is_alone).tolist():
+        is_next = runs and runs[-1][-1] == row - 1 and rows[row - 1] == rows[row] - 1
+        if is_next and last_wrong[row] < runs[-1][0]:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return [np.array(run) for run in runs]
 
 
 def _equal_rows(

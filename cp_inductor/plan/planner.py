@@ -11,7 +11,9 @@ and plans are cached by it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 from cp_inductor.errors import InvalidArgument, InvalidText, UnsupportedStrategy
@@ -23,7 +25,7 @@ from cp_inductor.plan.assign_cells import Strategy, Tiles, work_of
 from cp_inductor.plan.checks import LIMITS, MAX_LENGTH, check_count, check_type
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span, lengths_of
-from cp_inductor.plan.ir import Direction, Mask, Payload, Shape, Stage
+from cp_inductor.plan.ir import Direction, Mask, Payload, Shape, Stage, Tile
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.strategies import TABLE, parse_strategy
 from cp_inductor.plan.strategies.heads import can_split, in_groups, in_nodes, own_in_groups
@@ -61,9 +63,6 @@ MAX_SLOWER = 1.1
 # the largest groups that are possible.
 MAX_OWN_WORLD = 64
 MAX_GROUP_SIZES = 3
-
-# The tiles of all ranks, for each stage: of the forward; of the backward, if they are others.
-Assigned = tuple[Tiles, Tiles]
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,10 +292,10 @@ def weigh(recipe: Recipe, machine: Machine) -> list[Trial]:
     if not recipe.stages:
         staged += [
             (replace(candidate, late=1), halved)
-            for candidate, tiles in staged
-            if (halved := _halved(candidate, *tiles))
+            for candidate, stages in staged
+            if (halved := _halved(candidate, stages))
         ]
-    return [known.get(tried) or _try(tried, tiles, machine) for tried, tiles in staged]
+    return [known.get(tried) or _try(tried, stages, machine) for tried, stages in staged]
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +318,8 @@ class Trial:
     balance: float
 
 
-def _try(recipe: Recipe, tiles: Assigned, machine: Machine) -> Trial:
-    forward = plan_tiles(recipe, tiles)
+def _try(recipe: Recipe, stages: Sequence[Stage], machine: Machine) -> Trial:
+    forward = plan_tiles(recipe, stages)
     plans = forward, forward.backward()
     both = [loads_of(plan, machine) for plan in plans]
     timelines = [loads.timeline(machine) for loads in both]
@@ -383,23 +382,24 @@ def _stagings(recipe: Recipe, strategy: Strategy) -> list[Recipe]:
     ]
 
 
-def _halved(recipe: Recipe, tiles: Tiles, later: Tiles) -> Assigned | None:
+def _halved(recipe: Recipe, stages: Sequence[Stage]) -> list[Stage] | None:
     """Move half of the heads of stage 0 behind all other stages, where they hide the last results.
 
     Returns:
         One stage more. None if stage 0 is not of own tiles, or is all there is, or has one KV head.
     """
-    shape, (first, *others) = recipe.shape, tiles
+    shape, (first, *others) = recipe.shape, stages
     strategy = parse_strategy(recipe.strategy)
     is_passed_on = strategy.is_ring or strategy.num_nodes > 1
     # Strategies whose first tiles have all heads begin with own tiles.
-    is_own = all(tile.heads == shape.all_heads for tile in first)
-    if is_passed_on or not is_own or not any(others) or shape.num_kv_heads < 2:
+    is_own = all(tile.heads == shape.all_heads for tile in first.tiles)
+    is_all = not any(stage.tiles for stage in others)
+    if is_passed_on or not is_own or is_all or shape.num_kv_heads < 2:
         return None
     middle = (shape.num_kv_heads + 1) // 2 * (shape.num_heads // shape.num_kv_heads)
     halves = Span(0, middle), Span(middle, shape.num_heads)
-    early, late = ([tile.at(tile.rank, half) for tile in first] for half in halves)
-    return [early, *others, late], [*later, []]
+    early, late = (tuple(tile.at(tile.rank, half) for tile in first.tiles) for half in halves)
+    return [replace(first, tiles=early), *others, Stage(tiles=late)]
 
 
 def _num_chunks(recipe: Recipe, strategy: Strategy) -> int:
@@ -447,37 +447,38 @@ def _check(recipe: Recipe, site: str) -> None:
         )
 
 
-def tiles_of(recipe: Recipe) -> Assigned:
-    """Return the tiles of a resolved recipe, for each stage."""
+def tiles_of(recipe: Recipe) -> list[Stage]:
+    """Return the stages of a resolved recipe, which have tiles, and no transfers yet."""
     grid, shape, strategy = recipe.grid, recipe.shape, parse_strategy(recipe.strategy)
     work = work_of(grid, shape, recipe.mask, recipe.rule)
-    tiles = strategy.assign(work, recipe.stages)
-    later: Tiles = [[] for _ in tiles]
+    tiles, later = strategy.assign(work, recipe.stages), Tiles()
     if strategy.assign_backward is not None and recipe.keep:  # else for inference
         later = strategy.assign_backward(work, recipe.stages)
-    halved = _halved(recipe, tiles, later) if recipe.late else None
-    return halved or (tiles, later)
+    both = zip_longest(tiles, later, fillvalue=())
+    stages = [Stage(tiles=tuple(now), backward_tiles=tuple(then)) for now, then in both]
+    return (_halved(recipe, stages) if recipe.late else None) or stages
 
 
-def plan_tiles(recipe: Recipe, assigned: Assigned) -> Plan:
-    """Return the forward plan of a resolved recipe, given its tiles."""
+def plan_tiles(recipe: Recipe, stages: Sequence[Stage]) -> Plan:
+    """Return the forward plan of a resolved recipe, given the tiles of its stages."""
     grid, shape, mask = recipe.grid, recipe.shape, recipe.mask
     strategy = parse_strategy(recipe.strategy)
-    tiles = [now + later for now, later in zip(*assigned, strict=True)]
+    tiles = [stage.tiles + stage.backward_tiles for stage in stages]
     num_nodes, is_ring = strategy.num_nodes, strategy.is_ring
     fetches = moves_of(grid, shape, tiles, INPUTS, num_nodes=num_nodes, is_ring=is_ring)
     is_short = any(0 in lengths_of(grid, of_keys=of_keys) for of_keys in (False, True))
-    now, later = (
-        [
-            tuple(tile for tile in stage if not is_short or all(tile.num_tokens(grid)))
-            for stage in tiles
-        ]
-        for tiles in assigned
-    )
+
+    def with_tokens(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+        return tuple(tile for tile in tiles if all(tile.num_tokens(grid))) if is_short else tiles
+
     stages = [
-        Stage(fetch, own, backward_tiles=others)
-        for fetch, own, others in zip(fetches, now, later, strict=True)
-        if fetch or own or others or fetch is fetches[0]
+        Stage(fetch, with_tokens(stage.tiles), backward_tiles=with_tokens(stage.backward_tiles))
+        for fetch, stage in zip(fetches, stages, strict=True)
+    ]
+    stages = [
+        stage
+        for index, stage in enumerate(stages)
+        if not index or stage.fetch or stage.tiles or stage.backward_tiles
     ]
     return Plan(
         grid,
@@ -486,7 +487,7 @@ def plan_tiles(recipe: Recipe, assigned: Assigned) -> Plan:
         recipe.strategy,
         Direction.FORWARD,
         # If the backward computes other tiles, all that these read is kept.
-        max(recipe.keep, len(stages)) if any(later) else recipe.keep,
+        max(recipe.keep, len(stages) * any(stage.backward_tiles for stage in stages)),
         tuple(stages),
         rule=recipe.rule if mask is Mask.PARTIAL else "",
         num_nodes=num_nodes,

@@ -21,8 +21,7 @@ from cp_inductor.plan.ir import (
 )
 from cp_inductor.plan.machine import Machine
 from cp_inductor.plan.picture import draw_panels, panels_of
-from cp_inductor.plan.simulate import simulate
-from cp_inductor.plan.timeline import Timeline, loads_of
+from cp_inductor.plan.simulate import Timeline, loads_of, simulate
 from cp_inductor.plan.transfers import moves_of
 
 
@@ -85,11 +84,11 @@ class Plan(PlanData):
             names = [("process_name", 0, f"rank {rank}")]
             names += [("thread_name", lane, of) for lane, of in enumerate(("tiles", "exchange"))]
             for kind, lane, name in names:
-                entry = {"name": kind, "ph": "M", "pid": rank, "tid": lane}
-                trace.append({**entry, "args": {"name": name}})
+                at = {"pid": rank, "tid": lane}
+                trace.append({"name": kind, "ph": "M", **at, "args": {"name": name}})
             for event in events:
-                span = {"ts": event.start_s * 1e6, "dur": float(event.seconds[rank]) * 1e6}
                 at = {"pid": rank, "tid": int(event.is_exchange)}
+                span = {"ts": event.start_s * 1e6, "dur": float(event.seconds[rank]) * 1e6}
                 trace.append({"name": event.name, "ph": "X", **at, **span})
         Path(path).write_text(json.dumps({"traceEvents": trace}))
 

@@ -27,9 +27,9 @@ from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span, lengths_of
 from cp_inductor.plan.ir import Direction, Mask, Payload, Shape, Stage, Tile
 from cp_inductor.plan.machine import Machine
+from cp_inductor.plan.simulate import loads_of
 from cp_inductor.plan.strategies import TABLE, parse_strategy
 from cp_inductor.plan.strategies.heads import can_split, in_groups, in_nodes, own_in_groups
-from cp_inductor.plan.timeline import loads_of
 from cp_inductor.plan.transfers import INPUTS, moves_of
 
 MAX_STAGES = 8
@@ -217,19 +217,10 @@ def plan_attention(
     elif machine is not None:
         check_type("machine", machine, Machine, site=site)
     rule = Rule.parse(mask)
-    recipe = Recipe(
-        world_size=world_size,
-        query_length=seq_len,
-        key_length=kv_len,
-        num_heads=num_heads,
-        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
-        head_dim=head_dim,
-        itemsize=itemsize,
-        rule=replace(rule, allowed=normal(rule.allowed)).format(),
-        strategy=strategy,
-        stages=stages,
-        keep=keep,
-    )
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    sizes = world_size, seq_len, kv_len, num_heads, num_kv_heads, head_dim, itemsize
+    text = replace(rule, allowed=normal(rule.allowed)).format()
+    recipe = Recipe(*sizes, rule=text, strategy=strategy, stages=stages, keep=keep)
     return forward_plan(resolve(recipe, site=site, machine=machine))
 
 

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.lower_bound import lower_bound
 from cp_inductor.plan import Machine, Plan, Recipe, backward_plan, forward_plan, resolve
-from cp_inductor.plan.timeline import loads_of
+from cp_inductor.plan.simulate import loads_of
 
 WINDOW = "(k - q <= 0) & (q - k - 4095 <= 0)"
 MASKS = {"causal": "causal", "window": WINDOW}

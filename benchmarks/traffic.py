@@ -52,8 +52,8 @@ from cp_inductor.plan import (
     resolve,
 )
 from cp_inductor.plan.planner import MAX_IMBALANCE, plan_tiles, tiles_of
+from cp_inductor.plan.simulate import loads_of
 from cp_inductor.plan.strategies import TABLE
-from cp_inductor.plan.timeline import loads_of
 
 HEADS = ("8:8", "32:32", "40:40", "32:8", "64:8", "28:4")
 RANKS = (2, 3, 4, 6, 8, 16, 32, 64, 128, 256)

@@ -25,8 +25,8 @@ from cp_inductor.errors import CPError, InvalidArgument, InvalidText
 from cp_inductor.plan import STRATEGIES, Machine, Plan, plan_attention
 from cp_inductor.plan.checks import MAX_WORLD_SIZE, check_count
 from cp_inductor.plan.facade import format_program
-from cp_inductor.plan.machine_file import CALIBRATED
-from cp_inductor.plan.timeline import loads_of
+from cp_inductor.plan.machine import CALIBRATED
+from cp_inductor.plan.simulate import loads_of
 
 if TYPE_CHECKING:
     from cp_inductor.inspect.world import Example

@@ -17,8 +17,7 @@ from typing import Any
 from cp_inductor import config
 from cp_inductor.errors import InvalidArgument, UnsupportedStrategy
 from cp_inductor.plan.checks import MAX_BYTES, check_count, check_speed, check_type
-from cp_inductor.plan.machine import Machine
-from cp_inductor.plan.machine_file import CALIBRATED
+from cp_inductor.plan.machine import CALIBRATED, Machine
 from cp_inductor.plan.planner import MAX_STAGES
 from cp_inductor.plan.strategies import parse_strategy
 

@@ -54,6 +54,7 @@ from cp_inductor.ops.plan_batch import PLAN_BATCH
 from cp_inductor.ops.rules_of_lengths import remember_mask
 from cp_inductor.passes.attentions import Site
 from cp_inductor.passes.nodes import insert_call
+from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.region.flex_bias import bias_of_scores, reads_batch_and_head
 from cp_inductor.region.flex_calls import LSE, OUT, SCORE_MOD, bind_flex, has_natural_lse
 from cp_inductor.tiles.dims import SEQUENCE_DIM
@@ -238,7 +239,7 @@ def _length(site: Site, side: fx.Node, length: int | SymInt) -> fx.Node | int:
 def _made_bias(site: Site, query: fx.Node) -> fx.Node:
     """Insert what the score_mod of flex_attention adds to the scores of this rank's queries."""
     call, recipe = bind_flex(site.node, site.name), site.attention.recipe
-    before = sum(recipe.grid.local_length(rank, of_keys=False) for rank in range(site.axis.rank))
+    before = sum(shard_lengths(recipe.query_length, recipe.world_size)[: site.axis.rank])
     where = (before, recipe.grid.key_length, *reads_batch_and_head(call.score_mod))
     args = (site.node.args[SCORE_MOD], query, _placed(site.query), *where, *call.of_score_mod)
     return insert_call(site.node, bias_of_scores, *args)

@@ -31,8 +31,7 @@ from cp_inductor.plan import Machine, Recipe, forward_plan, resolve
 from cp_inductor.plan.checks import MAX_LENGTH, check_count
 from cp_inductor.plan.grid import shard_lengths
 from cp_inductor.plan.ir import Shape
-from cp_inductor.plan.machine import CHIPS, DEVICES, known_machine
-from cp_inductor.plan.machine_file import CALIBRATED, read_calibrated
+from cp_inductor.plan.machine import CALIBRATED, CHIPS, DEVICES, known_machine, read_calibrated
 from cp_inductor.tiles.dims import SEQUENCE_DIM
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.inductor import cache_folder

@@ -38,9 +38,8 @@ from cp_inductor.errors import InvalidArgument
 from cp_inductor.ops.attention import attention
 from cp_inductor.plan import Recipe, backward_plan, forward_plan, resolve
 from cp_inductor.plan.ir import NUM_MATMULS
-from cp_inductor.plan.machine import DEVICES, LINKS, Device, Level, Machine
-from cp_inductor.plan.machine_file import write_calibrated
-from cp_inductor.plan.timeline import loads_of
+from cp_inductor.plan.machine import DEVICES, LINKS, Device, Level, Machine, write_calibrated
+from cp_inductor.plan.simulate import loads_of
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.inductor import cache_folder
 

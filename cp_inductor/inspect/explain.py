@@ -44,7 +44,7 @@ from cp_inductor.passes.pipeline import judge
 from cp_inductor.passes.settings import read_settings
 from cp_inductor.plan import Machine, Plan, backward_plan, forward_plan
 from cp_inductor.plan.machine import DEVICES
-from cp_inductor.plan.timeline import loads_of
+from cp_inductor.plan.simulate import loads_of
 from cp_inductor.tiles.kernel_table import KERNELS, implementation_of, known_wrong_of
 from cp_inductor.torch_private.dynamo import graph_break_reason
 from cp_inductor.torch_private.sizes import size_hint

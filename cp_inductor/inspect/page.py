@@ -38,7 +38,7 @@ from cp_inductor.plan.planner import (
     forward_plan,
     weigh,
 )
-from cp_inductor.plan.timeline import loads_of
+from cp_inductor.plan.simulate import loads_of
 
 # Ends of a side of the matrix of bytes; with more ranks, each stands for several.
 MAX_ENDS = 256

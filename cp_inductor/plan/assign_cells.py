@@ -17,14 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.plan.grid import Grid, Span, join_spans, tokens_before
-from cp_inductor.plan.ir import Mask, Shape, Tile, Transfers
+from cp_inductor.plan.grid import Grid, Span, tokens_before
+from cp_inductor.plan.ir import Mask, Shape, Tile
 
 # Rows of cells join to one tile under a mask as long as cells that hold pairs are at least this
 # share of it. From LONG_CHUNK_TOKENS on, empty cells cost more than another call, so more is asked.
@@ -44,12 +43,9 @@ Area = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What there is to compute; equal only to itself, so that what was made of it can be kept.
+    """What there is to compute: a `Cell` for each two chunks, (query chunks, key chunks).
 
-    Attributes:
-        grid: the chunks.
-        shape: its heads.
-        cells: a `Cell` for each two chunks, (query chunks, key chunks).
+    It is equal only to itself, so that what was made of it can be kept.
     """
 
     grid: Grid
@@ -96,10 +92,9 @@ class Work:
 
         if (cells == Cell.CAUSAL).any():
             cells = cells.copy()
-            for first, last in _triangles(rows, columns, cells):
-                chunks = rows[first:last]
-                add(_spans(chunks), chunks, Mask.CAUSAL)
-                cells[first:last, np.isin(columns, chunks)] = Cell.EMPTY
+            for run in _triangles(rows, columns, cells):
+                add(_spans(rows[run]), rows[run], Mask.CAUSAL)
+                cells[np.ix_(run, np.isin(columns, rows[run]))] = Cell.EMPTY
         # What is left of triangles is under a mask as any other.
         has_partial = (cells == Cell.PARTIAL) | (cells == Cell.CAUSAL)
         num_partial = has_partial.sum(1)
@@ -132,7 +127,7 @@ def cells_of(grid: Grid, mask: Mask, rule: str) -> np.ndarray:
     elif mask is Mask.PARTIAL:
         bounds = []
         for of_keys in (False, True):
-            before = np.array(tokens_before(grid, of_keys=of_keys), dtype=float)
+            before = tokens_before(grid, of_keys=of_keys).astype(float)
             bounds.append((before[:-1], before[1:] - 1))
         cells = Rule.parse(rule).cells(*bounds).astype(np.int8)
     cells.flags.writeable = False
@@ -168,10 +163,8 @@ def stage_areas(
     return tiles
 
 
-def _triangles(
-    rows: np.ndarray, columns: np.ndarray, cells: np.ndarray
-) -> Iterator[tuple[int, int]]:
-    """Yield runs of rows that are exactly causal against their own chunks.
+def _triangles(rows: np.ndarray, columns: np.ndarray, cells: np.ndarray) -> list[np.ndarray]:
+    """Return runs of rows that are exactly causal against their own chunks.
 
     Rows that have other cells under a mask are left out.
     """
@@ -181,30 +174,25 @@ def _triangles(
     # Below the diagonal all pairs exist, and above it none: which rows before one are wrong?
     is_wrong = np.tril((square != Cell.FULL) | (square.T != Cell.EMPTY), -1)
     last_wrong = np.where(is_wrong.any(1), len(rows) - 1 - is_wrong[:, ::-1].argmax(1), -1)
-    first = 0
-    while first < len(rows):
-        last = first
-        while last < len(rows) and rows[last] == rows[first] + last - first:
-            if not is_alone[last] or last_wrong[last] >= first:
-                break
-            last += 1
-        if last > first:
-            yield first, last
-        first = max(last, first + 1)
+    runs: list[list[int]] = []
+    for row in np.flatnonzero(is_alone).tolist():
+        is_next = runs and runs[-1][-1] == row - 1 and rows[row - 1] == rows[row] - 1
+        if is_next and last_wrong[row] < runs[-1][0]:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return [np.array(run) for run in runs]
 
 
 def _equal_rows(
     rows: np.ndarray, wanted: np.ndarray
 ) -> Iterator[tuple[tuple[Span, ...], np.ndarray]]:
     """Yield the chunks of rows that have the same keys, and where these are."""
-    starts = [0, *(np.flatnonzero((wanted[1:] != wanted[:-1]).any(1)) + 1).tolist(), len(rows)]
-    alike: dict[bytes, list[tuple[int, int]]] = {}
-    for first, last in pairwise(starts):
-        if first < last and wanted[first].any():
-            alike.setdefault(wanted[first].tobytes(), []).append((first, last))
-    for runs in alike.values():
-        spans = join_spans(span for first, last in runs for span in _spans(rows[first:last]))
-        yield spans, np.flatnonzero(wanted[runs[0][0]])
+    alike: dict[bytes, list[int]] = {}
+    for row in np.flatnonzero(wanted.any(1)).tolist():
+        alike.setdefault(wanted[row].tobytes(), []).append(row)
+    for same in alike.values():
+        yield _spans(rows[same]), np.flatnonzero(wanted[same[0]])
 
 
 def _similar_rows(
@@ -253,8 +241,6 @@ def is_head_split(shape: Shape, num_parts: int) -> bool:
 
 
 Assign = Callable[[Work, int], Tiles]
-# (grid, shape, tiles) -> what is fetched before the tiles of each stage.
-Fetch = Callable[[Grid, Shape, Tiles], list[Transfers]]
 
 
 @dataclass(frozen=True)
@@ -268,9 +254,9 @@ class Strategy:
         assign: (work, number of stages) -> tiles.
         assign_backward: the same -> tiles of the backward, as many stages as of the forward, if
             they are others.
-        fetch: tiles -> fetches; None for what `fetches_of` derives.
+        is_ring: keys come from the rank before, which had them one stage before.
         under_rules: the strategy that takes its place under a mask that is neither full nor causal.
-        num_nodes: over how many nodes it splits the heads; see `fetches_of` and `homes_of`.
+        num_nodes: over how many nodes it splits the heads; see `moves_of`.
         num_stages: (ranks) -> the number of stages, if there is no choice; else None.
         splits: (shape, ranks) -> whether it can split the heads of this shape over them.
         free_keep: (shape, stages) -> of how many stages, from the first, the forward keeps what it
@@ -287,7 +273,7 @@ class Strategy:
     name: str
     assign: Assign
     assign_backward: Assign | None = None
-    fetch: Fetch | None = None
+    is_ring: bool = False
     under_rules: Strategy | None = None
     num_nodes: int = 1
     num_stages: Callable[[int], int | None] = lambda world_size: None

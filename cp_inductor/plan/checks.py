@@ -8,7 +8,7 @@ overflow.
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import NoReturn
 
 from cp_inductor.errors import InvalidArgument
@@ -35,35 +35,25 @@ LIMITS = {
 
 
 def check_count(name: str, value: object, least: int, most: int, *, site: str) -> None:
-    """Refuse a value that is not an integer in a range, whose ends are included.
-
-    Raises:
-        InvalidArgument: names the argument. True and False are refused as well.
-    """
+    """Refuse a value that is not an integer in a range, whose ends are included, and bools."""
     if type(value) is not int or not least <= value <= most:
         refuse(name, f"an integer from {least} to {most}", value, site)
 
 
 def check_speed(name: str, value: object, *, site: str, is_zero_allowed: bool = False) -> None:
-    """Refuse a value that is not a finite number above zero, or zero if that has a meaning.
-
-    Raises:
-        InvalidArgument: names the argument.
-    """
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        is_there = value > 0 or (is_zero_allowed and value == 0)
-        if is_there and math.isfinite(value):
-            return
+    """Refuse a value that is not a finite number above zero, or zero if that has a meaning."""
+    if (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and (0 < value <= sys.float_info.max or (is_zero_allowed and value == 0))
+    ):
+        return
     least = "zero, or a finite number above" if is_zero_allowed else "a finite number above zero"
     refuse(name, least, value, site)
 
 
 def check_type(name: str, value: object, kind: type, *, site: str) -> None:
-    """Refuse a value that is not an instance of a class.
-
-    Raises:
-        InvalidArgument: names the argument.
-    """
+    """Refuse a value that is not an instance of a class."""
     if not isinstance(value, kind):
         refuse(name, f"a {kind.__name__}", value, site)
 

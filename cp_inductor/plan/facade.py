@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from cp_inductor.plan.grid import Grid
-from cp_inductor.plan.ir import PlanData, Shape, Stage, Tile, Transfer
+from cp_inductor.plan.grid import Grid, tokens_before
+from cp_inductor.plan.ir import (
+    PAYLOAD,
+    Direction,
+    Payload,
+    PlanData,
+    Shape,
+    Stage,
+    Tile,
+    Transfer,
+    Transfers,
+)
 from cp_inductor.plan.machine import Machine
-from cp_inductor.plan.picture import draw_plan
-from cp_inductor.plan.simulate import simulate
-from cp_inductor.plan.timeline import Timeline, loads_of
-from cp_inductor.plan.transfers import plan_backward
+from cp_inductor.plan.picture import draw_panels, panels_of
+from cp_inductor.plan.simulate import Timeline, loads_of, simulate
+from cp_inductor.plan.transfers import moves_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,10 @@ class Plan(PlanData):
             InvalidArgument: the path ends otherwise, or matplotlib is not installed
                 (``pip install 'cp-inductor[draw]'``).
         """
-        draw_plan(self, path)
+        size, what = self.grid.chunks_per_rank, f"strategy {self.strategy}"
+        starts = (tokens_before(self.grid, of_keys=of_keys) for of_keys in (False, True))
+        ends = [before[size::size].tolist() for before in starts]
+        draw_panels(path, [*panels_of(self)], ends, self.head_pairs, "pairs", what)
 
     def write_trace(self, path: str | Path, machine: Machine | None = None) -> None:
         """Write the predicted timeline as a trace for https://ui.perfetto.dev or chrome://tracing.
@@ -72,17 +84,39 @@ class Plan(PlanData):
             names = [("process_name", 0, f"rank {rank}")]
             names += [("thread_name", lane, of) for lane, of in enumerate(("tiles", "exchange"))]
             for kind, lane, name in names:
-                entry = {"name": kind, "ph": "M", "pid": rank, "tid": lane}
-                trace.append({**entry, "args": {"name": name}})
+                at = {"pid": rank, "tid": lane}
+                trace.append({"name": kind, "ph": "M", **at, "args": {"name": name}})
             for event in events:
-                span = {"ts": event.start_s * 1e6, "dur": float(event.seconds[rank]) * 1e6}
                 at = {"pid": rank, "tid": int(event.is_exchange)}
+                span = {"ts": event.start_s * 1e6, "dur": float(event.seconds[rank]) * 1e6}
                 trace.append({"name": event.name, "ph": "X", **at, **span})
         Path(path).write_text(json.dumps({"traceEvents": trace}))
 
     def backward(self) -> Plan:
         """Return the plan of the backward pass, derived from this one."""
-        return plan_backward(self)
+        assert self.direction is Direction.FORWARD
+        has_others = any(stage.backward_tiles for stage in self.stages)
+        stages = []
+        for index, stage in enumerate(self.stages):
+            is_kept, columns = index < self.num_kept, stage.fetch.columns.copy()
+            is_query = columns[:, PAYLOAD] == Payload.QUERY.order
+            payload = Payload.GRAD_OUT if is_kept else Payload.QUERY_GRAD_OUT
+            columns[is_query, PAYLOAD] = payload.order
+            fetch = Transfers(columns[is_query] if is_kept else columns).sorted()
+            stages.append(Stage(fetch, stage.backward_tiles if has_others else stage.tiles))
+        kept = Transfers.joined(stage.fetch for stage in self.stages[: self.num_kept])
+        backward = replace(
+            self, direction=Direction.BACKWARD, stages=tuple(stages), kept_fetches=kept
+        )
+        return backward.with_results(Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD)
+
+    def with_results(self, *payloads: Payload) -> Plan:
+        """Return the plan with the transfers of its results, perhaps in some stages more."""
+        tiles = [stage.tiles for stage in self.stages]
+        homes = moves_of(self.grid, self.shape, tiles, payloads, num_nodes=self.num_nodes)
+        stages = [*self.stages, *(Stage() for _ in homes[len(tiles) :])]
+        with_homes = (replace(stage, home=home) for stage, home in zip(stages, homes, strict=True))
+        return replace(self, stages=tuple(with_homes))
 
 
 def format_program(plan: PlanData, rank: int) -> str:

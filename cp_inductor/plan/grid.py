@@ -59,30 +59,21 @@ class Grid:
         """Return the chunks that a rank holds."""
         return Span(rank * self.chunks_per_rank, (rank + 1) * self.chunks_per_rank)
 
-    def local_length(self, rank: int, *, of_keys: bool) -> int:
-        """Return how many tokens a rank holds."""
-        length = self.key_length if of_keys else self.query_length
-        return shard_lengths(length, self.world_size)[rank]
-
     def num_tokens(self, span: Span, *, of_keys: bool) -> int:
         """Return how many tokens a span of chunks holds."""
         before = tokens_before(self, of_keys=of_keys)
-        return before[span.stop] - before[span.start]
-
-
-def tokens_before(grid: Grid, *, of_keys: bool) -> tuple[int, ...]:
-    """Return how many tokens are stored before each chunk, and in total."""
-    length = grid.key_length if of_keys else grid.query_length
-    return _tokens_before(length, grid.world_size, grid.chunks_per_rank)
+        return int(before[span.stop] - before[span.start])
 
 
 @lru_cache(maxsize=64)
-def _tokens_before(length: int, world_size: int, chunks_per_rank: int) -> tuple[int, ...]:
-    before, start = [], 0
-    for tokens in shard_lengths(length, world_size):
-        before += [start + c * tokens // chunks_per_rank for c in range(chunks_per_rank)]
-        start += tokens
-    return (*before, length)
+def tokens_before(grid: Grid, *, of_keys: bool) -> np.ndarray:
+    """Return how many tokens are stored before each chunk, and in total."""
+    length, size = grid.key_length if of_keys else grid.query_length, grid.chunks_per_rank
+    tokens = np.array(shard_lengths(length, grid.world_size))[:, None]
+    before = np.cumsum(tokens)[:, None] - tokens + np.arange(size) * tokens // size
+    before = np.append(before, length)
+    before.flags.writeable = False
+    return before
 
 
 def shard_lengths(length: int, world_size: int) -> list[int]:

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -143,37 +143,36 @@ class TileColumns(NamedTuple):
     @staticmethod
     def of(stages: Iterable[Sequence[Tile]]) -> TileColumns:
         """Return the tiles of each stage as columns."""
-        stages = [*stages]
-        tiles = [tile for own in stages for tile in own]
-        stage = [stage for stage, own in enumerate(stages) for _ in own]
-        rows = ((t.rank, t.heads.start, t.heads.stop, t.mask is Mask.CAUSAL) for t in tiles)
-        of_spans = (
-            [number for at, of in enumerate(side) for s in of for number in (at, s.start, s.stop)]
-            for side in ([tile.queries for tile in tiles], [tile.keys for tile in tiles])
+        tiles = [(stage, tile) for stage, own in enumerate(stages) for tile in own]
+        rows = [
+            (stage, t.rank, t.heads.start, t.heads.stop, t.mask is Mask.CAUSAL)
+            for stage, t in tiles
+        ]
+        queries, keys = (
+            [(at, s.start, s.stop) for at, spans in enumerate(side) for s in spans]
+            for side in ([tile.queries for _, tile in tiles], [tile.keys for _, tile in tiles])
         )
         of_tiles, *of_sides = (
-            np.fromiter(numbers, np.int64).reshape(-1, width).T
-            for numbers, width in zip(([*chain(*rows)], *of_spans), (4, 3, 3), strict=True)
+            np.array(numbers, np.int64).reshape(-1, width).T
+            for numbers, width in ((rows, 5), (queries, 3), (keys, 3))
         )
-        return TileColumns(np.array(stage, np.int64), *of_tiles, *of_sides)
+        return TileColumns(*of_tiles, *of_sides)
 
-    def tokens(self, grid: Grid, *, of_keys: bool) -> np.ndarray:
-        """Return (tiles,), how many queries, or keys, each tile has."""
-        of_tile, start, stop = self.keys if of_keys else self.queries
-        before = np.array(tokens_before(grid, of_keys=of_keys))
-        return np.bincount(of_tile, before[stop] - before[start], len(self.rank)).astype(int)
+    def tokens(self, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
+        """Return (tiles,) each, how many queries and how many keys the tiles have."""
+        queries, keys = (
+            np.bincount(of_tile, before[stop] - before[start], len(self.rank)).astype(int)
+            for (of_tile, start, stop), before in (
+                (self.queries, tokens_before(grid, of_keys=False)),
+                (self.keys, tokens_before(grid, of_keys=True)),
+            )
+        )
+        return queries, keys
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Chunks that one rank sends to another.
-
-    Attributes:
-        payload: what is sent.
-        span: the chunks, all of one owner.
-        heads: query heads, or KV heads if the payload is of keys.
-        source, destination: ranks.
-    """
+    """Chunks of one owner that a rank sends to another; its heads are KV heads if it is of keys."""
 
     payload: Payload
     span: Span
@@ -185,9 +184,8 @@ class Transfer:
 class Transfers:
     """The transfers of an exchange, in the order of messages, which both ends derive.
 
-    Attributes:
-        columns: (transfers, 7) integers, in which all are counted and checked at once: a plan of a
-            thousand ranks has half a million.
+    They are (transfers, 7) integers, in which all are counted and checked at once: a plan of a
+    thousand ranks has half a million.
     """
 
     def __init__(self, columns: np.ndarray = _NONE) -> None:
@@ -243,17 +241,13 @@ def message_order(columns: np.ndarray, *before: np.ndarray) -> np.ndarray:
 class Stage:
     """One exchange, the tiles that it feeds, and the results sent home; for all ranks.
 
-    Attributes:
-        fetch: what arrives before the tiles.
-        tiles: the attention calls.
-        home: the results that are sent to their owners after the tiles.
-        backward_tiles: in a forward plan whose backward computes other tiles: those of the backward
-            that this stage's fetch feeds. Whatever they read is fetched in the forward, and kept.
+    If the backward of a forward plan computes other tiles, its stages have those of the backward
+    that their fetch feeds. Whatever these read is fetched in the forward, and kept.
     """
 
-    fetch: Transfers
-    tiles: tuple[Tile, ...]
-    home: Transfers
+    fetch: Transfers = field(default_factory=Transfers)
+    tiles: tuple[Tile, ...] = ()
+    home: Transfers = field(default_factory=Transfers)
     backward_tiles: tuple[Tile, ...] = ()
 
     def of_rank(self, rank: int) -> Stage:
@@ -267,11 +261,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Batch B, query heads H, KV heads G and head dim D of an attention; not its lengths.
-
-    Attributes:
-        itemsize: bytes of an element of query, key and value.
-    """
+    """Batch B, query heads H, KV heads G, head dim D, and bytes of an element; not lengths."""
 
     batch: int
     num_heads: int
@@ -295,13 +285,8 @@ class PlanData:
     """Which rank computes which tile of an attention, what moves, and when; for all ranks.
 
     Attributes:
-        grid: the chunks.
-        shape: the shape of the attention, without its lengths.
-        mask: the mask of the attention.
         strategy: the name of the strategy that assigned the tiles.
-        direction: forward or backward.
         num_kept: number of stages, from the first, whose fetched data is kept for the backward.
-        stages: in order.
         kept_fetches: in a backward plan, the transfers that the forward fetched and kept.
         rule: which pairs exist, if the mask is partial; see `cp_inductor.mask.rule`.
         num_nodes: over how many nodes heads are split. With more than one, inputs enter a node at
@@ -343,6 +328,11 @@ class PlanData:
         return [tile for stage in self.stages for tile in stage.tiles]
 
     @cached_property
+    def columns(self) -> TileColumns:
+        """The tiles of all stages, as integers."""
+        return TileColumns.of(stage.tiles for stage in self.stages)
+
+    @cached_property
     def tiles_of_heads(self) -> list[tuple[Span, list[Tile]]]:
         """Runs of heads that each tile has all of, or none, and the tiles that have them."""
         edges = sorted(
@@ -374,7 +364,7 @@ class PlanData:
         """Return how many bytes each transfer moves."""
         _, _, start, stop, payload, first_head, last_head = transfers.columns.T
         per_row = np.array([bytes_per_row(payload, self.shape) for payload in Payload])
-        before = np.array([tokens_before(self.grid, of_keys=of_keys) for of_keys in (False, True)])
+        before = np.stack([tokens_before(self.grid, of_keys=of_keys) for of_keys in (False, True)])
         kind = IS_OF_KEYS[payload].astype(int)
         rows = (before[kind, stop] - before[kind, start]) * self.shape.batch
         return np.asarray(rows * (last_head - first_head) * per_row[payload])
@@ -400,8 +390,8 @@ class PlanData:
     @cached_property
     def head_pairs(self) -> list[int]:
         """The (query, key, head) triples that each rank computes."""
-        pairs, tiles = [0] * self.grid.world_size, TileColumns.of(s.tiles for s in self.stages)
-        queries, keys = (tiles.tokens(self.grid, of_keys=of_keys) for of_keys in (False, True))
+        pairs, tiles = [0] * self.grid.world_size, self.columns
+        queries, keys = tiles.tokens(self.grid)
         of_head = np.where(tiles.is_causal, queries * (queries + 1) // 2, queries * keys)
         columns = tiles.rank, of_head, tiles.last_head - tiles.first_head
         for rank, num_pairs, num_heads in np.stack(columns, axis=1).tolist():

@@ -31,12 +31,9 @@ _GOLDEN = 0.381966
 
 
 class Area(NamedTuple):
-    """Pairs of one rank.
+    """Pairs of one rank, from the first token of each side to the one behind the last.
 
-    Attributes:
-        rank: who computes them.
-        queries, keys: the first token, and the one behind the last.
-        mask: CAUSAL for the triangle alone; PARTIAL, which is pale, leaves out some of them.
+    A CAUSAL area is the triangle alone. A PARTIAL one is pale, because some pairs do not exist.
     """
 
     rank: int
@@ -59,18 +56,6 @@ class Panel(NamedTuple):
     areas: list[Area]
 
 
-def draw_plan(plan: PlanData, path: str | Path) -> None:
-    """Write a picture of a plan; see `Plan.draw`."""
-    grid = plan.grid
-    ends = [
-        tokens_before(grid, of_keys=of_keys)[grid.chunks_per_rank :: grid.chunks_per_rank]
-        for of_keys in (False, True)
-    ]
-    draw_panels(
-        path, [*panels_of(plan)], ends, plan.head_pairs, "pairs", f"strategy {plan.strategy}"
-    )
-
-
 def panels_of(plan: PlanData) -> Iterator[Panel]:
     """Yield the heads that the same ranks compute alike, and their areas."""
 
@@ -86,7 +71,9 @@ def panels_of(plan: PlanData) -> Iterator[Panel]:
 
 
 def _areas(grid: Grid, tile: Tile) -> Iterator[Area]:
-    of_queries, of_keys = (tokens_before(grid, of_keys=of_keys) for of_keys in (False, True))
+    of_queries, of_keys = (
+        tokens_before(grid, of_keys=of_keys).tolist() for of_keys in (False, True)
+    )
     for queries, keys in product(tile.queries, tile.keys):
         mask = tile.mask
         if mask is Mask.CAUSAL and keys != queries:

@@ -11,8 +11,9 @@ and plans are cached by it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from cp_inductor.errors import InvalidArgument, InvalidText, UnsupportedStrategy
@@ -24,12 +25,12 @@ from cp_inductor.plan.assign_cells import Strategy, Tiles, work_of
 from cp_inductor.plan.checks import LIMITS, MAX_LENGTH, check_count, check_type
 from cp_inductor.plan.facade import Plan
 from cp_inductor.plan.grid import Grid, Span, lengths_of
-from cp_inductor.plan.ir import Direction, Mask, Payload, Shape
+from cp_inductor.plan.ir import Direction, Mask, Payload, Shape, Stage, Tile
 from cp_inductor.plan.machine import Machine
+from cp_inductor.plan.simulate import loads_of
 from cp_inductor.plan.strategies import TABLE, parse_strategy
 from cp_inductor.plan.strategies.heads import can_split, in_groups, in_nodes, own_in_groups
-from cp_inductor.plan.timeline import loads_of
-from cp_inductor.plan.transfers import fetches_of, homes_of, plan_backward, stages_of
+from cp_inductor.plan.transfers import INPUTS, moves_of
 
 MAX_STAGES = 8
 
@@ -62,11 +63,6 @@ MAX_SLOWER = 1.1
 # the largest groups that are possible.
 MAX_OWN_WORLD = 64
 MAX_GROUP_SIZES = 3
-
-# The tiles of all ranks, for each stage: of the forward; of the backward, if they are others.
-Assigned = tuple[Tiles, Tiles]
-
-_MASKS = {"full": Mask.FULL, "causal": Mask.CAUSAL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +150,9 @@ class Recipe:
     @property
     def mask(self) -> Mask:
         """The mask of the attention; PARTIAL if only the rule describes it."""
-        if self.rule == "causal" and self.query_length != self.key_length:
-            return Mask.PARTIAL  # kernels take "causal" for a triangle, and this is none
-        return _MASKS.get(self.rule, Mask.PARTIAL)
+        # Kernels take "causal" for a triangle.
+        is_triangle = self.rule == "causal" and self.query_length == self.key_length
+        return Mask(self.rule) if is_triangle or self.rule == "full" else Mask.PARTIAL
 
     @property
     def shape(self) -> Shape:
@@ -221,19 +217,10 @@ def plan_attention(
     elif machine is not None:
         check_type("machine", machine, Machine, site=site)
     rule = Rule.parse(mask)
-    recipe = Recipe(
-        world_size=world_size,
-        query_length=seq_len,
-        key_length=kv_len,
-        num_heads=num_heads,
-        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
-        head_dim=head_dim,
-        itemsize=itemsize,
-        rule=replace(rule, allowed=normal(rule.allowed)).format(),
-        strategy=strategy,
-        stages=stages,
-        keep=keep,
-    )
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    sizes = world_size, seq_len, kv_len, num_heads, num_kv_heads, head_dim, itemsize
+    text = replace(rule, allowed=normal(rule.allowed)).format()
+    recipe = Recipe(*sizes, rule=text, strategy=strategy, stages=stages, keep=keep)
     return forward_plan(resolve(recipe, site=site, machine=machine))
 
 
@@ -274,7 +261,7 @@ def _resolved(recipe: Recipe, machine: Machine) -> Recipe:
         fast,
         key=lambda it: (
             are_cores_shared and it.balance > MAX_IMBALANCE,
-            it.num_bytes if is_flat else it.exposed_s + it.exchange_s,
+            it.num_bytes if is_flat else it.waited_s,
             it.num_calls,
             it.recipe.stages,
         ),
@@ -296,10 +283,10 @@ def weigh(recipe: Recipe, machine: Machine) -> list[Trial]:
     if not recipe.stages:
         staged += [
             (replace(candidate, late=1), halved)
-            for candidate, tiles in staged
-            if (halved := _halved(candidate, *tiles))
+            for candidate, stages in staged
+            if (halved := _halved(candidate, stages))
         ]
-    return [known.get(tried) or _try(tried, tiles, machine) for tried, tiles in staged]
+    return [known.get(tried) or _try(tried, stages, machine) for tried, stages in staged]
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,10 +294,8 @@ class Trial:
     """What a candidate would cost, forward and backward.
 
     Attributes:
-        recipe: the candidate.
         seconds: by the timeline.
-        exchange_s: what exchanges take, were they not hidden.
-        exposed_s: of these, what no tile hides.
+        waited_s: what exchanges take, of which that counts twice which no tile hides.
         num_bytes: received by the rank that receives most.
         num_calls: tiles of the rank that has most, in both directions.
         balance: pairs of the busiest rank over the mean.
@@ -318,23 +303,22 @@ class Trial:
 
     recipe: Recipe
     seconds: float
-    exchange_s: float
-    exposed_s: float
+    waited_s: float
     num_bytes: float
     num_calls: int
     balance: float
 
 
-def _try(recipe: Recipe, tiles: Assigned, machine: Machine) -> Trial:
-    forward = plan_tiles(recipe, tiles)
-    plans = forward, plan_backward(forward)
+def _try(recipe: Recipe, stages: Sequence[Stage], machine: Machine) -> Trial:
+    forward = plan_tiles(recipe, stages)
+    plans = forward, forward.backward()
     both = [loads_of(plan, machine) for plan in plans]
     timelines = [loads.timeline(machine) for loads in both]
     return Trial(
         recipe,
         seconds=sum(timeline.total_s for timeline in timelines),
-        exchange_s=sum(timeline.exchange_s for timeline in timelines),
-        exposed_s=sum(timeline.exposed_s for timeline in timelines),
+        waited_s=sum(timeline.exposed_s for timeline in timelines)
+        + sum(timeline.exchange_s for timeline in timelines),
         num_bytes=float((both[0].received_over() + both[1].received_over()).max()),
         num_calls=int((both[0].calls.sum(0) + both[1].calls.sum(0)).max()),
         balance=max(plan.balance for plan in plans),
@@ -389,26 +373,24 @@ def _stagings(recipe: Recipe, strategy: Strategy) -> list[Recipe]:
     ]
 
 
-def _halved(recipe: Recipe, tiles: Tiles, later: Tiles) -> Assigned | None:
+def _halved(recipe: Recipe, stages: Sequence[Stage]) -> list[Stage] | None:
     """Move half of the heads of stage 0 behind all other stages, where they hide the last results.
 
     Returns:
         One stage more. None if stage 0 is not of own tiles, or is all there is, or has one KV head.
     """
-    shape, (first, *others) = recipe.shape, tiles
+    shape, (first, *others) = recipe.shape, stages
     strategy = parse_strategy(recipe.strategy)
-    is_passed_on = strategy.fetch is not None or strategy.num_nodes > 1
-    if is_passed_on or not any(others) or shape.num_kv_heads < 2:
+    is_passed_on = strategy.is_ring or strategy.num_nodes > 1
+    # Strategies whose first tiles have all heads begin with own tiles.
+    is_own = all(tile.heads == shape.all_heads for tile in first.tiles)
+    is_all = not any(stage.tiles for stage in others)
+    if is_passed_on or not is_own or is_all or shape.num_kv_heads < 2:
         return None
-    for tile in first:
-        own = recipe.grid.own(tile.rank)
-        spans = [*tile.queries, *tile.keys]
-        if tile.heads != shape.all_heads or any(span.intersect(own) != span for span in spans):
-            return None
     middle = (shape.num_kv_heads + 1) // 2 * (shape.num_heads // shape.num_kv_heads)
     halves = Span(0, middle), Span(middle, shape.num_heads)
-    early, late = ([tile.at(tile.rank, half) for tile in first] for half in halves)
-    return [early, *others, late], [*later, []]
+    early, late = (tuple(tile.at(tile.rank, half) for tile in first.tiles) for half in halves)
+    return [replace(first, tiles=early), *others, Stage(tiles=late)]
 
 
 def _num_chunks(recipe: Recipe, strategy: Strategy) -> int:
@@ -456,34 +438,39 @@ def _check(recipe: Recipe, site: str) -> None:
         )
 
 
-def tiles_of(recipe: Recipe) -> Assigned:
-    """Return the tiles of a resolved recipe, for each stage."""
+def tiles_of(recipe: Recipe) -> list[Stage]:
+    """Return the stages of a resolved recipe, which have tiles, and no transfers yet."""
     grid, shape, strategy = recipe.grid, recipe.shape, parse_strategy(recipe.strategy)
     work = work_of(grid, shape, recipe.mask, recipe.rule)
-    tiles = strategy.assign(work, recipe.stages)
-    later: Tiles = [[] for _ in tiles]
+    tiles, later = strategy.assign(work, recipe.stages), Tiles()
     if strategy.assign_backward is not None and recipe.keep:  # else for inference
         later = strategy.assign_backward(work, recipe.stages)
-    halved = _halved(recipe, tiles, later) if recipe.late else None
-    return halved or (tiles, later)
+    both = zip_longest(tiles, later, fillvalue=())
+    stages = [Stage(tiles=tuple(now), backward_tiles=tuple(then)) for now, then in both]
+    return (_halved(recipe, stages) if recipe.late else None) or stages
 
 
-def plan_tiles(recipe: Recipe, assigned: Assigned) -> Plan:
-    """Return the forward plan of a resolved recipe, given its tiles."""
+def plan_tiles(recipe: Recipe, stages: Sequence[Stage]) -> Plan:
+    """Return the forward plan of a resolved recipe, given the tiles of its stages."""
     grid, shape, mask = recipe.grid, recipe.shape, recipe.mask
     strategy = parse_strategy(recipe.strategy)
-    # A rank without tokens may still hand on what passes it.
-    fetch = strategy.fetch or partial(fetches_of, num_nodes=strategy.num_nodes)
-    fetches = fetch(grid, shape, [now + then for now, then in zip(*assigned, strict=True)])
+    tiles = [stage.tiles + stage.backward_tiles for stage in stages]
+    num_nodes, is_ring = strategy.num_nodes, strategy.is_ring
+    fetches = moves_of(grid, shape, tiles, INPUTS, num_nodes=num_nodes, is_ring=is_ring)
     is_short = any(0 in lengths_of(grid, of_keys=of_keys) for of_keys in (False, True))
-    with_tokens = (
-        [[tile for tile in stage if not is_short or all(tile.num_tokens(grid))] for stage in tiles]
-        for tiles in assigned
-    )
-    stages = enumerate(zip(fetches, *with_tokens, strict=True))
-    used = [stage for index, stage in stages if any(stage) or not index]
-    fetches, tiles, later = map(list, zip(*used, strict=True))
-    homes = homes_of(grid, shape, tiles, (Payload.PARTIAL,), strategy.num_nodes)
+
+    def with_tokens(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+        return tuple(tile for tile in tiles if all(tile.num_tokens(grid))) if is_short else tiles
+
+    stages = [
+        Stage(fetch, with_tokens(stage.tiles), backward_tiles=with_tokens(stage.backward_tiles))
+        for fetch, stage in zip(fetches, stages, strict=True)
+    ]
+    stages = [
+        stage
+        for index, stage in enumerate(stages)
+        if not index or stage.fetch or stage.tiles or stage.backward_tiles
+    ]
     return Plan(
         grid,
         shape,
@@ -491,11 +478,11 @@ def plan_tiles(recipe: Recipe, assigned: Assigned) -> Plan:
         recipe.strategy,
         Direction.FORWARD,
         # If the backward computes other tiles, all that these read is kept.
-        max(recipe.keep, len(tiles)) if any(later) else recipe.keep,
-        stages_of(fetches, tiles, homes, later),
+        max(recipe.keep, len(stages) * any(stage.backward_tiles for stage in stages)),
+        tuple(stages),
         rule=recipe.rule if mask is Mask.PARTIAL else "",
-        num_nodes=strategy.num_nodes,
-    )
+        num_nodes=num_nodes,
+    ).with_results(Payload.PARTIAL)
 
 
 @lru_cache(maxsize=64)

@@ -2,19 +2,24 @@
 
 A plan is wrong if a (query, key, head) that is needed is not computed exactly once; if a tile runs
 before its data arrives; if a rank sends data that it does not have; or if results are not sent home
-exactly once.
+exactly once. A plan that passes cannot deadlock: exchanges are collectives, in the order of the
+stages on all ranks, and the data to send is there before an exchange starts.
 
-A plan that passes cannot deadlock: exchanges are collectives, in the order of the stages on all
-ranks, and the data to send is there before an exchange starts.
+fetch 0 . tiles 0         fetch i + 1 runs during tiles i
+          fetch 1 . tiles 1
+                    home 0      results go home during the tiles of the next stage
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from cp_inductor.mask.rule import Cell
 from cp_inductor.plan.assign_cells import causal_cells, cells_of
-from cp_inductor.plan.grid import lengths_of
+from cp_inductor.plan.grid import Span, lengths_of
 from cp_inductor.plan.ir import (
     DESTINATION,
     FIRST_HEAD,
@@ -30,9 +35,9 @@ from cp_inductor.plan.ir import (
     Stage,
     Tile,
     Transfers,
+    flops_per_pair,
 )
-from cp_inductor.plan.machine import Machine
-from cp_inductor.plan.timeline import Timeline, loads_of
+from cp_inductor.plan.machine import Level, Machine
 
 
 class InvalidPlan(AssertionError):
@@ -66,12 +71,10 @@ def _check_coverage(plan: PlanData) -> None:
     """Check that each needed pair of chunks is computed once for every head, and no other."""
     grid, whole = plan.grid, plan.shape.all_heads
     cells = cells_of(grid, plan.mask, plan.rule)
-    queries, keys = (lengths_of(grid, of_keys=of_keys) for of_keys in (False, True))
-    has_tokens = (queries[:, None] > 0) & (keys[None] > 0)
+    has_tokens = np.logical_and.outer(*(lengths_of(grid, of_keys=k) > 0 for k in (False, True)))
     needed = (cells != Cell.EMPTY) & has_tokens
-    runs, seen = plan.tiles_of_heads, set()
-    is_whole = not runs or (runs[0][0].start, runs[-1][0].stop) == (whole.start, whole.stop)
-    require(is_whole, "heads are missing")
+    runs, seen = plan.tiles_of_heads or [(whole, [])], set()
+    require(Span(runs[0][0].start, runs[-1][0].stop) == whole, "heads are missing")
     for heads, tiles in runs:
         # Groups of ranks that split the heads compute the same tiles, each for heads of its own.
         same = tuple(sorted((tile.queries, tile.keys, tile.mask.value) for tile in tiles))
@@ -80,7 +83,10 @@ def _check_coverage(plan: PlanData) -> None:
         seen.add(same)
         computed = np.zeros(cells.shape, dtype=np.int16)
         for tile in tiles:
-            _add_pairs(computed, tile, cells, plan.mask)
+            sides = ([slice(s.start, s.stop) for s in of] for of in (tile.queries, tile.keys))
+            area = np.ix_(*(np.r_[tuple(spans)] for spans in sides))
+            _check_mask(tile, cells[area], plan.mask)
+            computed[area] += cells[area] != Cell.EMPTY
         wrong = np.argwhere(computed * has_tokens != needed)
         require(
             not len(wrong),
@@ -88,24 +94,17 @@ def _check_coverage(plan: PlanData) -> None:
         )
 
 
-def _add_pairs(computed: np.ndarray, tile: Tile, cells: np.ndarray, mask: Mask) -> None:
-    """Count the cells of a tile, and check its mask against them."""
-    area = np.ix_(
-        *(
-            [chunk for span in spans for chunk in range(span.start, span.stop)]
-            for spans in (tile.queries, tile.keys)
-        )
-    )
-    part = cells[area]
+def _check_mask(tile: Tile, cells: np.ndarray, mask: Mask) -> None:
+    """Check a tile's mask against its cells."""
     if tile.mask is Mask.CAUSAL:
         require(tile.queries == tile.keys, tile, "is causal and not square")
         require(tile.queries == tuple(sorted(tile.queries)), tile, "is not in order of position")
-        require(np.array_equal(part, causal_cells(len(part))), tile, "is not causal under the mask")
+        is_causal = np.array_equal(cells, causal_cells(len(cells)))
+        require(is_causal, tile, "is not causal under the mask")
     elif tile.mask is Mask.FULL:
-        require(bool((part == Cell.FULL).all()), tile, "sees pairs that do not exist")
+        require(bool((cells == Cell.FULL).all()), tile, "sees pairs that do not exist")
     else:
         require(mask is Mask.PARTIAL, tile, "is under a mask that the plan has not")
-    computed[area] += part != Cell.EMPTY
 
 
 def _check_exchanges(plan: PlanData) -> None:
@@ -221,3 +220,144 @@ def _check_homes(plan: PlanData, places: _Places) -> None:
     home = sent | places.own
     require(not (home & ~added).any(), f"{what} that nobody has computed are sent")
     require(not (added & ~home).any(), what, "stay away from home")
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """How long a plan takes, in seconds, with all ranks in step.
+
+    Attributes:
+        total_s: from the first start to the last combine.
+        compute_s: the tiles of the busiest rank of each stage.
+        exchange_s: the collectives, one after another.
+        exposed_s: the part of exchange_s that no tile hides.
+    """
+
+    total_s: float
+    compute_s: float
+    exchange_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True)
+class Event:
+    """Tiles or an exchange of one stage, such as "fetch 1", and how long each rank takes, (P,)."""
+
+    name: str
+    is_exchange: bool
+    start_s: float
+    seconds: np.ndarray
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What each rank does in each stage of one direction.
+
+    Attributes:
+        fetch, home: (levels, stages, 2, P), bytes that each rank sends and receives over each
+            level of links.
+        flops: (stages, P), of the tiles, and what kernels compute beyond them, in whole blocks of
+            causal tiles.
+        calls: (stages, P), the number of tiles.
+    """
+
+    fetch: np.ndarray
+    home: np.ndarray
+    flops: np.ndarray
+    calls: np.ndarray
+
+    def events(self, machine: Machine) -> list[Event]:
+        """Return what each rank does when, all in step; exchanges follow each other on the links.
+
+        The levels of links move data at the same time.
+        """
+        fetch, home = (
+            [_exchange_s(stage, machine.levels) for stage in exchanges.swapaxes(0, 1)]
+            for exchanges in (self.fetch, self.home)
+        )
+        device = machine.device
+        compute = self.flops / device.flops_per_s + self.calls * device.launch_s
+        if device.at_once:
+            compute = _shared_s(compute, machine)
+        events: list[Event] = []
+        now = network = 0.0
+
+        def exchange(name: str, seconds: np.ndarray) -> None:
+            nonlocal network
+            start = max(network, now)
+            events.append(Event(name, True, start, seconds))
+            network = start + float(seconds.max())
+
+        exchange("fetch 0", fetch[0])
+        now = network
+        for index, tiles in enumerate(compute):
+            if index + 1 < len(fetch):
+                exchange(f"fetch {index + 1}", fetch[index + 1])
+            arrived = network
+            if device.hidden < 1 and tiles.any():
+                # The cores that compute move the data, too.
+                during = min(float(tiles.max()), max(0.0, network - now))
+                tiles = tiles + (1 - device.hidden) * during
+            events.append(Event(f"tiles {index}", False, now, tiles))
+            now += float(tiles.max())
+            exchange(f"home {index}", home[index])
+            now = max(now, arrived)
+        return [event for event in events if event.seconds.any()]
+
+    def timeline(self, machine: Machine) -> Timeline:
+        """Return how long the stages take, with all ranks in step."""
+        events = self.events(machine)
+        total = max((event.start_s + float(event.seconds.max()) for event in events), default=0.0)
+        exchange, compute = (
+            sum(float(event.seconds.max()) for event in events if event.is_exchange is kind)
+            for kind in (True, False)
+        )
+        return Timeline(total, compute, exchange, total - compute)
+
+    def received_over(self, level: int | slice = slice(None)) -> np.ndarray:
+        """(P,), the bytes that each rank receives over some levels, or all; -1 is the outermost."""
+        moved = (self.fetch + self.home)[level, ..., 1, :]
+        return np.asarray(moved.reshape(-1, moved.shape[-1]).sum(0))
+
+
+def _exchange_s(num_bytes: np.ndarray, levels: Sequence[Level]) -> np.ndarray:
+    """Return (P,) seconds of (levels, 2, P) bytes that ranks send and receive."""
+    most = num_bytes.max(1)
+    seconds = [
+        np.where(row > 0, level.latency_s + row / level.bytes_per_s, 0.0)
+        for row, level in zip(most, levels, strict=True)
+    ]
+    return np.asarray(np.max(seconds, axis=0))
+
+
+def _shared_s(seconds: np.ndarray, machine: Machine) -> np.ndarray:
+    """Return (stages, P) seconds where the ranks of a node share its cores."""
+    nodes = np.array([machine.node_of(rank) for rank in range(seconds.shape[1])])
+    for node in range(int(nodes[-1]) + 1):
+        of_node = seconds[:, nodes == node]
+        together = of_node.sum(1, keepdims=True) / machine.device.at_once
+        seconds[:, nodes == node] = np.maximum(of_node, np.where(of_node > 0, together, 0.0))
+    return seconds
+
+
+def loads_of(plan: PlanData, machine: Machine | None = None) -> Loads:
+    """Count what a plan moves, over each level of links, and computes."""
+    machine = machine or Machine()
+    moved = [plan.loads]
+    if len(machine.levels) > 1:
+        outer = plan.loads_between([machine.node_of(rank) for rank in range(plan.grid.world_size)])
+        moved = [plan.loads - outer, outer]
+    fetch, home = np.array(moved, dtype=float).transpose(2, 0, 1, 3, 4)
+    tiles = plan.columns
+    queries, keys = tiles.tokens(plan.grid)
+    more = np.minimum(queries * machine.device.causal_keys, queries * (queries - 1)) / 2
+    pairs = np.where(tiles.is_causal, queries * (queries + 1) / 2 + more, queries * keys)
+    num_heads = tiles.last_head - tiles.first_head
+    tile_flops = pairs * num_heads * flops_per_pair(plan.direction, plan.shape)
+    size = len(plan.stages), plan.grid.world_size
+    at = np.ravel_multi_index((tiles.stage, tiles.rank), size)
+    flops, calls = (
+        np.bincount(at, weights, size[0] * size[1]).reshape(size)
+        for weights in (tile_flops, np.ones(len(at)))
+    )
+    return Loads(fetch, home, flops, calls)

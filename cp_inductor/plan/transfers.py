@@ -22,9 +22,6 @@ it is passed on, so that no stage passes on what it brings. Results go back the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import zip_longest
-from typing import TypeVar
 
 import numpy as np
 
@@ -38,107 +35,52 @@ from cp_inductor.plan.ir import (
     STAGE,
     START,
     STOP,
-    Direction,
     Payload,
-    PlanData,
     Shape,
-    Stage,
     Tile,
     TileColumns,
     Transfers,
     message_order,
 )
 
-# What each stage fetches, or sends home.
-Fetches = Sequence[Transfers]
-
-AnyPlan = TypeVar("AnyPlan", bound=PlanData)
+INPUTS = Payload.QUERY, Payload.KEY_VALUE
 
 
-def plan_backward(plan: AnyPlan) -> AnyPlan:
-    """Return the backward plan of a forward plan."""
-    assert plan.direction is Direction.FORWARD
-    has_others = any(stage.backward_tiles for stage in plan.stages)
-    tiles = [stage.backward_tiles if has_others else stage.tiles for stage in plan.stages]
-    payloads = Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD
-    homes = homes_of(plan.grid, plan.shape, tiles, payloads, plan.num_nodes)
-    again = [
-        _refetch(stage.fetch, is_kept=index < plan.num_kept)
-        for index, stage in enumerate(plan.stages)
-    ]
-    return replace(
-        plan,
-        direction=Direction.BACKWARD,
-        stages=stages_of(again, tiles, homes),
-        kept_fetches=Transfers.joined(stage.fetch for stage in plan.stages[: plan.num_kept]),
-    )
-
-
-def stages_of(
-    fetches: Fetches,
-    tiles: Sequence[Sequence[Tile]],
-    homes: Fetches,
-    later: Sequence[Sequence[Tile]] = (),
-) -> tuple[Stage, ...]:
-    """Return stages, given what each fetches, computes, sends home, and leaves to the backward.
-
-    Results may be on their way for some stages more, in which nothing else happens.
-    """
-    parts = zip_longest(fetches, tiles, homes, later, fillvalue=())
-    return tuple(
-        Stage(Transfers.of(fetch), tuple(own), Transfers.of(home), tuple(of_backward))
-        for fetch, own, home, of_backward in parts
-    )
-
-
-def _refetch(fetch: Transfers, *, is_kept: bool) -> Transfers:
-    """Return what the backward fetches for a fetch of the forward."""
-    columns = fetch.columns.copy()
-    is_query = columns[:, PAYLOAD] == Payload.QUERY.order
-    columns[is_query, PAYLOAD] = (Payload.GRAD_OUT if is_kept else Payload.QUERY_GRAD_OUT).order
-    return Transfers(columns[is_query] if is_kept else columns).sorted()
-
-
-def fetches_of(
-    grid: Grid, shape: Shape, tiles: Sequence[Sequence[Tile]], num_nodes: int = 1
-) -> list[Transfers]:
-    """Return, for each stage, what its tiles need and do not have yet.
-
-    Over several nodes, tiles of the first stage read only what enters at their rank.
-    """
-    columns, found = TileColumns.of(tiles), []
-    for payload in (Payload.QUERY, Payload.KEY_VALUE):
-        uses = _with_entries(grid, _uses_of(grid, shape, columns, payload), num_nodes, later=-1)
-        uses = _joined(uses)
-        uses[:, SOURCE] = _neighbors(grid, uses, num_nodes)
-        found.append(uses)
-    return by_stage(found, len(tiles))
-
-
-def homes_of(
+def moves_of(
     grid: Grid,
     shape: Shape,
     tiles: Sequence[Sequence[Tile]],
     payloads: Sequence[Payload],
+    *,
     num_nodes: int = 1,
+    is_ring: bool = False,
 ) -> list[Transfers]:
-    """Return, for each stage, the results to send home after it: those whose last tile is in it.
+    """Return, for each stage, the inputs that its tiles need and ranks have not yet, or results.
 
-    Over several nodes, a rank passes results on, with its own, when all have arrived: perhaps in
-    one more stage.
+    Results are sent home after the last tile that adds to them. Over several nodes, tiles of the
+    first stage read only what enters at their rank, and a rank passes results on, with its own,
+    when all have arrived: perhaps in one more stage. In a ring, a rank gets keys from the one
+    before it, to which it passes on nothing, and hands them on even if it has no queries.
     """
-    columns, found = TileColumns.of(tiles), []
+    columns, moves = TileColumns.of(tiles), []
     for payload in payloads:
-        uses = _uses_of(grid, shape, columns, payload, by_chunk=num_nodes > 1)
-        uses = _with_entries(grid, uses, num_nodes, later=1)
+        is_input = payload in INPUTS
+        uses = _uses_of(
+            *(grid, shape, columns, payload),
+            by_chunk=num_nodes > 1 and not is_input,
+            is_passed_on=is_ring,
+        )
         if num_nodes > 1 and len(uses):
-            _spread_last_hops(grid, uses, num_nodes, of_keys=payload.is_of_keys)
+            uses = _with_entries(grid, uses, num_nodes, later=-1 if is_input else 1)
+            if not is_input:
+                _spread_last_hops(grid, uses, num_nodes, of_keys=payload.is_of_keys)
         uses = _joined(uses)
-        ends = uses[:, DESTINATION], _neighbors(grid, uses, num_nodes)
-        uses[:, [SOURCE, DESTINATION]] = np.stack(ends, axis=1)
-        found.append(uses)
-    num_stages = max(len(tiles), *(1 + int(uses[:, STAGE].max(initial=0)) for uses in found))
-    return by_stage(found, num_stages)
+        before = (uses[:, DESTINATION] - 1) % grid.world_size
+        uses[:, SOURCE] = before if is_ring else _neighbors(grid, uses, num_nodes)
+        if not is_input:
+            uses[:, [SOURCE, DESTINATION]] = uses[:, [DESTINATION, SOURCE]]
+        moves.append(uses)
+    return by_stage(moves, max(len(tiles), *(1 + uses[:, STAGE].max(initial=0) for uses in moves)))
 
 
 def _neighbors(grid: Grid, uses: np.ndarray, num_nodes: int) -> np.ndarray:
@@ -151,8 +93,6 @@ def _neighbors(grid: Grid, uses: np.ndarray, num_nodes: int) -> np.ndarray:
 
 def _with_entries(grid: Grid, uses: np.ndarray, num_nodes: int, *, later: int) -> np.ndarray:
     """Return uses, and those of the ranks that pass something on, so many stages later; sorted."""
-    if num_nodes == 1:
-        return uses
     neighbor = _neighbors(grid, uses, num_nodes)
     is_passed = neighbor != uses[:, SOURCE]
     passed = uses[is_passed]
@@ -172,7 +112,7 @@ def _spread_last_hops(grid: Grid, uses: np.ndarray, num_nodes: int, *, of_keys: 
     """
     at = np.flatnonzero(_neighbors(grid, uses, num_nodes) == uses[:, SOURCE])
     owner, rank, start, stop, _, first_head, last_head, stage = uses[at].T
-    before = np.array(tokens_before(grid, of_keys=of_keys))
+    before = tokens_before(grid, of_keys=of_keys)
     size = (last_head - first_head) * (before[stop] - before[start])
     # One chunk of each owner, then the next, so that owners receive as evenly.
     turn = start % grid.chunks_per_rank
@@ -194,7 +134,13 @@ def _spread_last_hops(grid: Grid, uses: np.ndarray, num_nodes: int, *, of_keys: 
 
 
 def _uses_of(
-    grid: Grid, shape: Shape, tiles: TileColumns, payload: Payload, *, by_chunk: bool = False
+    grid: Grid,
+    shape: Shape,
+    tiles: TileColumns,
+    payload: Payload,
+    *,
+    by_chunk: bool,
+    is_passed_on: bool,
 ) -> np.ndarray:
     """Return (n, 8), what ranks read and do not store, as transfers; sorted by rank and span.
 
@@ -211,18 +157,17 @@ def _uses_of(
     # A rank with heads, a part and a stage are one number: few of many uses are the first.
     lines = (tiles.rank << 34) + (heads[0] << 17) + heads[1]
     _, first_tile, line = np.unique(lines, return_index=True, return_inverse=True)
-    is_used = tiles.tokens(grid, of_keys=not of_keys)[tile] > 0
+    is_used = is_passed_on | (tiles.tokens(grid)[not of_keys][tile] > 0)
     of_span, place = spread((part_of[stop] - part_of[start]) * is_used)
     numbers = (line[tile] * len(edges) + part_of[start]) * num_stages + tiles.stage[tile]
     numbers, stage = np.divmod(np.sort(numbers[of_span] + place * num_stages), num_stages)
-    is_first = payload in (Payload.QUERY, Payload.KEY_VALUE)
-    is_new = np.diff(numbers, **{"prepend" if is_first else "append": -1})
+    is_new = np.diff(numbers, **{"prepend" if payload in INPUTS else "append": -1})
     line, part = np.divmod(numbers[is_new != 0], len(edges))
     tile, owner = first_tile[line], edges[part] // grid.chunks_per_rank
     kind, rank, edges = np.full_like(part, payload.order), tiles.rank[tile], edges[[part, part + 1]]
     stage = stage[is_new != 0]
     uses = np.stack([owner, rank, *edges, kind, *(of[tile] for of in heads), stage], axis=1)
-    before = np.array(tokens_before(grid, of_keys=of_keys))[edges]
+    before = tokens_before(grid, of_keys=of_keys)[edges]
     return uses[(owner != rank) & (before[0] < before[1])]
 
 

@@ -23,8 +23,7 @@ from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.inspect.calibrate import _fit
-from cp_inductor.plan.machine import Machine
-from cp_inductor.plan.machine_file import CALIBRATED, read_calibrated, write_calibrated
+from cp_inductor.plan.machine import CALIBRATED, Machine, read_calibrated, write_calibrated
 from tests.support.graphs import attend_causal
 from tests.support.processes import run_python
 from tests.support.ranks import fake_rank, on_ranks, run_ranks, world_mesh

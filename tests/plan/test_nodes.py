@@ -12,7 +12,7 @@ from cp_inductor.inspect.targets import GPUS
 from cp_inductor.plan import InvalidPlan, Machine, Payload, Plan
 from cp_inductor.plan.ir import Transfers
 from cp_inductor.plan.machine import DEVICES, known_machine
-from cp_inductor.plan.timeline import loads_of
+from cp_inductor.plan.simulate import loads_of
 from cp_inductor.tiles.kernel_table import KERNELS
 from tests.support.plans import make_plan
 

@@ -37,8 +37,8 @@ from cp_inductor.plan import (
     resolve,
 )
 from cp_inductor.plan.ir import Transfers
+from cp_inductor.plan.simulate import loads_of
 from cp_inductor.plan.strategies import TABLE
-from cp_inductor.plan.timeline import loads_of
 from tests.support.plans import make_plan, received_bytes
 from tests.support.processes import run_python
 

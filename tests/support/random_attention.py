@@ -572,8 +572,8 @@ def fewest_keys(case: Attention, recipe: Recipe) -> int:
 
 
 def tokens_of(case: Attention, recipe: Recipe) -> Tokens:
-    grid = recipe.grid
-    return Tokens(grid, *(grid.local_length(0, of_keys=of_keys) for of_keys in (False, True)))
+    grid, own = recipe.grid, recipe.grid.own(0)
+    return Tokens(grid, *(grid.num_tokens(own, of_keys=of_keys) for of_keys in (False, True)))
 
 
 def pairs_of_tiles(case: Attention, recipe: Recipe) -> Tensor:

@@ -24,6 +24,7 @@ Communication-avoiding attention: Attention2D (arXiv 2503.15758), Mesh-Attention
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
@@ -181,16 +182,13 @@ def _received(blocks: list[Block], owners: np.ndarray, prices: Prices) -> np.nda
 
 def _smallest_maximum(cost: np.ndarray) -> int:
     """Return the least bound under which every row can have its own column."""
-    bounds = np.unique(cost)
-    low, high = 0, len(bounds) - 1
-    while low < high:
-        middle = (low + high) // 2
-        allowed = csr_array(cost <= bounds[middle])
-        if (maximum_bipartite_matching(allowed, perm_type="column") >= 0).all():
-            high = middle
-        else:
-            low = middle + 1
-    return int(bounds[low])
+
+    def is_enough(bound: int) -> bool:
+        columns = maximum_bipartite_matching(csr_array(cost <= bound), perm_type="column")
+        return bool((columns >= 0).all())
+
+    bounds = np.unique(cost).tolist()
+    return int(bounds[bisect_left(bounds[:-1], True, key=is_enough)])
 
 
 BLOCKS = Strategy("blocks", blocks, is_groupable=True, fine=1, moves_queries=True)

@@ -23,8 +23,8 @@ have as much to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, product, zip_longest
 
 import numpy as np
@@ -42,19 +42,6 @@ from cp_inductor.plan.ir import Shape, Tile
 from cp_inductor.plan.strategies.blocks import BLOCKS
 
 
-def heads(work: Work, num_stages: int) -> Tiles:
-    """Every rank computes the whole sequence for its heads, some heads in each stage."""
-    tiles, world_size = _tiles_of_all(work), work.grid.world_size
-    num_parts = num_parts_of(work.shape, world_size, num_stages)
-    return [_copies(tiles, part) for part in parts_of(work.shape.all_heads, world_size, num_parts)]
-
-
-@lru_cache(maxsize=4)
-def _tiles_of_all(work: Work) -> list[Tile]:
-    chunks = np.arange(work.grid.num_chunks)
-    return work.tiles(0, chunks, chunks)
-
-
 def num_parts_of(shape: Shape, num_ranks: int, num_stages: int) -> int:
     """Return in how many parts the heads of a rank, or node, come, so that one hides the next."""
     return max(n for n in range(1, num_stages + 1) if is_head_split(shape, num_ranks * n))
@@ -67,7 +54,17 @@ def parts_of(heads: Span, num_ranks: int, num_parts: int = 1) -> list[list[Span]
     return [spans[part::num_parts] for part in range(num_parts)]
 
 
-def _copies(tiles: Iterable[Tile], heads: Sequence[Span], num_ranks: int = 1) -> list[Tile]:
+def _split(tiles: Iterable[Tile], heads: Span, num_ranks: int) -> list[Tile]:
+    """Split the tiles of groups, which have these heads only, among the ranks of each group."""
+    (parts,) = parts_of(heads, num_ranks)
+    return [
+        tile.at(tile.rank * num_ranks + number, part)
+        for tile in tiles
+        for number, part in enumerate(parts)
+    ]
+
+
+def _copies(tiles: Iterable[Tile], heads: Sequence[Span], num_ranks: int) -> list[Tile]:
     """Return tiles of `num_ranks` ranks for these and as many behind them, each with its heads."""
     return [
         tile.at(number * num_ranks + tile.rank, own)
@@ -76,51 +73,22 @@ def _copies(tiles: Iterable[Tile], heads: Sequence[Span], num_ranks: int = 1) ->
     ]
 
 
-HEADS = Strategy(
-    name="heads",
-    assign=heads,
-    splits=is_head_split,
-    free_keep=lambda shape, num_stages: num_stages,
-    min_chunks=1,
-    moves_queries=True,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Query heads that groups of `num_groups` ranks split evenly."""
-
-    heads: Span
-    num_groups: int
-
-    def split(self, tiles: Iterable[Tile]) -> list[Tile]:
-        """Split the tiles of groups, which have these heads only, among the ranks of each group."""
-        (parts,) = parts_of(self.heads, self.num_groups)
-        return [
-            tile.at(tile.rank * self.num_groups + number, part)
-            for tile in tiles
-            for number, part in enumerate(parts)
-        ]
-
-
-def shares_of(shape: Shape, world_size: int, num_groups: int) -> list[Share]:
-    """Split the heads into shares, the first of them for groups of `num_groups` ranks.
+def shares_of(shape: Shape, world_size: int, num_ranks: int) -> Iterator[tuple[Span, int]]:
+    """Yield shares of the heads, and how many ranks a group that splits each has.
 
     KV heads that do not divide by them are split among smaller groups: of 8 heads on 6 ranks, all
     ranks split 6, and groups of 2 ranks split the other 2.
     """
-    if is_head_split(shape, num_groups):
-        return [Share(shape.all_heads, num_groups)]
-    size = shape.num_heads // shape.num_kv_heads
-    shares: list[Share] = []
-    start = 0
+    if is_head_split(shape, num_ranks):
+        yield shape.all_heads, num_ranks
+        return
+    group, start = shape.num_heads // shape.num_kv_heads, 0
     while start < shape.num_kv_heads:
         left = shape.num_kv_heads - start
-        num_groups = max(n for n in range(1, min(num_groups, left) + 1) if world_size % n == 0)
-        stop = start + left // num_groups * num_groups
-        shares.append(Share(Span(start * size, stop * size), num_groups))
+        num_ranks = max(n for n in range(1, min(num_ranks, left) + 1) if world_size % n == 0)
+        stop = start + left // num_ranks * num_ranks
+        yield Span(start * group, stop * group), num_ranks
         start = stop
-    return shares
 
 
 def can_split(shape: Shape, world_size: int, num_groups: int) -> bool:
@@ -145,11 +113,12 @@ def in_groups(num_groups: int, rest: Strategy) -> Strategy:
     """
 
     def assign(work: Work, num_stages: int) -> Tiles:
-        of_shares = []
-        for share in shares_of(work.shape, work.grid.world_size, num_groups):
-            groups = groups_of(work, share.num_groups, share.heads)
-            of_shares.append(map(share.split, rest.assign(groups, num_stages)))
-        return [[*chain(*stages)] for stages in zip_longest(*of_shares, fillvalue=())]
+        shares = [
+            [_split(stage, heads, size) for stage in rest.assign(groups, num_stages)]
+            for heads, size in shares_of(work.shape, work.grid.world_size, num_groups)
+            for groups in [groups_of(work, size, heads)]
+        ]
+        return [[*chain(*stages)] for stages in zip_longest(*shares, fillvalue=())]
 
     return replace(
         rest,
@@ -186,20 +155,19 @@ def heads_own(work: Work, num_stages: int, num_groups: int = 0) -> Tiles:
     world_size = work.grid.world_size
     chunks = np.arange(work.grid.num_chunks)
     weights = np.count_nonzero(work.far(chunks, chunks), axis=1).reshape(world_size, -1).sum(1)
-    for share in shares_of(work.shape, world_size, num_groups or world_size):
-        size, num_within = share.num_groups, num_stages
-        groups = groups_of(work, size, share.heads)
+    for heads, size in shares_of(work.shape, world_size, num_groups or world_size):
+        groups, num_within = groups_of(work, size, heads), num_stages
         if size < world_size:
             for stage, more in zip(tiles[1:], BLOCKS.assign(groups, num_stages)[1:], strict=True):
-                stage += share.split(more)
+                stage += _split(more, heads, size)
             num_within = 1
-        parts = parts_of(share.heads, size, num_parts_of(groups.shape, size, num_within))
+        parts = parts_of(heads, size, num_parts_of(groups.shape, size, num_within))
         num_slices = num_within // len(parts)
         slice_of = parts_of_equal_weight(weights, num_slices)
         sliced = product(range(num_slices), parts)  # there may be fewer than stages
         for stage, (number, part) in zip(tiles[1:], sliced, strict=False):
             for owner in np.flatnonzero(slice_of == number).tolist():
-                stage += _copies(_row(work, owner, size), part)
+                stage += _copies(_row(work, owner, size), part, num_ranks=1)
     return tiles
 
 
@@ -209,23 +177,6 @@ def _row(work: Work, owner: int, size: int) -> list[Tile]:
     owners, group = work.owners, owner // size
     columns = np.flatnonzero((owners // size == group) & (owners != owner))
     return work.tiles(group * size, work.own_chunks(owner), columns)
-
-
-HEADS_OWN = own_in_groups(0)
-
-# The backward computes own tiles by heads, too: so it reads nothing but what the forward fetched,
-# which therefore takes the place of the shard's q, k and v.
-HEADS_OWN_FORWARD = replace(
-    HEADS_OWN,
-    name="heads_own_forward",
-    assign=lambda work, num_stages: heads_own(
-        work, num_parts_of(work.shape, work.grid.world_size, num_stages)
-    ),
-    # That of `heads`, whose first stage is fed by the forward's second one.
-    assign_backward=lambda work, num_stages: [[], *heads(work, num_stages)],
-    splits=is_head_split,
-    free_keep=lambda shape, num_stages: num_stages + 2,  # and own tiles, first and last
-)
 
 
 def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
@@ -258,3 +209,31 @@ def in_nodes(num_nodes: int, rest: Strategy) -> Strategy:
         fine=num_nodes * rest.fine,
         moves_queries=True,
     )
+
+
+# Each rank computes the whole sequence for its heads, as a node of one rank would.
+_WHOLE = Strategy("whole", lambda work, num_stages: [work.own_tiles])
+HEADS = Strategy(
+    name="heads",
+    assign=lambda work, num_stages: in_nodes(work.grid.world_size, _WHOLE).assign(work, num_stages),
+    splits=is_head_split,
+    free_keep=lambda shape, num_stages: num_stages,
+    min_chunks=1,
+    moves_queries=True,
+)
+
+HEADS_OWN = own_in_groups(0)
+
+# The backward computes own tiles by heads, too: so it reads nothing but what the forward fetched,
+# which therefore takes the place of the shard's q, k and v.
+HEADS_OWN_FORWARD = replace(
+    HEADS_OWN,
+    name="heads_own_forward",
+    assign=lambda work, num_stages: heads_own(
+        work, num_parts_of(work.shape, work.grid.world_size, num_stages)
+    ),
+    # That of `heads`, whose first stage is fed by the forward's second one.
+    assign_backward=lambda work, num_stages: [[], *HEADS.assign(work, num_stages)],
+    splits=is_head_split,
+    free_keep=lambda shape, num_stages: num_stages + 2,  # and own tiles, first and last
+)

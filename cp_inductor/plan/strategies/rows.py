@@ -11,8 +11,7 @@ import numpy as np
 
 from cp_inductor.mask.rule import Cell
 from cp_inductor.plan.assign_cells import Strategy, Tiles, Work, causal_cells, stage_areas
-from cp_inductor.plan.grid import Grid
-from cp_inductor.plan.ir import Mask, Payload, Shape, Tile, Transfer, Transfers
+from cp_inductor.plan.ir import Mask, Tile
 
 # A cell of which all pairs exist, or half of them, is a tile of that mask.
 _MASKS = {Cell.FULL: Mask.FULL, Cell.CAUSAL: Mask.CAUSAL}
@@ -62,24 +61,10 @@ def ring(work: Work, num_stages: int) -> Tiles:
     ]
 
 
-def fetch_from_neighbours(grid: Grid, shape: Shape, tiles: Tiles) -> list[Transfers]:
-    """Fetch keys from the neighbour, which had them one stage before."""
-    heads = shape.kv_heads(shape.all_heads)
-    return [
-        Transfers.of(
-            Transfer(Payload.KEY_VALUE, tile.keys[0], heads, before, tile.rank)
-            for tile in stage * bool(index)
-            for before in [(tile.rank - 1) % grid.world_size]
-            if grid.num_tokens(tile.keys[0], of_keys=True)
-        ).sorted()
-        for index, stage in enumerate(tiles)
-    ]
-
-
 RING = Strategy(
     name="ring",
     assign=ring,
-    fetch=fetch_from_neighbours,
+    is_ring=True,
     under_rules=ROWS,
     num_stages=lambda world_size: max(1, world_size - 1),
     is_of_auto=False,

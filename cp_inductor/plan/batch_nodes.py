@@ -94,13 +94,10 @@ class Nodes:
 def assign_over_nodes(cells: Cells, world_size: int, prices: Prices, nodes: Nodes) -> np.ndarray:
     """Return the rank of each cell."""
     rank = np.full(len(cells.query), NOBODY)
-    share = float(cells.weight.sum()) / world_size
-    if not share:
-        return rank
     imports = _Imports(cells, world_size, prices, nodes)
     least = np.inf
     for most in (MAX_IMBALANCE_OF_NODES, *MORE_IMBALANCE):
-        taken = imports.search(most * share)
+        taken = imports.search(most * imports.share)
         work, waiting = taken.work, float(taken.received.max()) * imports.unit * nodes.wait / 1000
         if work + waiting < least:
             rank, least = imports.with_crossing(taken), work + waiting
@@ -111,15 +108,13 @@ def assign_over_nodes(cells: Cells, world_size: int, prices: Prices, nodes: Node
         first = node * nodes.size
         size = min(nodes.size, world_size - first)
         mine = np.flatnonzero(of_cell == node)
-        if not len(mine):
-            continue
         (queries, query), (keys, key) = (
             _view(chunks, chunk[mine], first, size, nodes.price) for chunks, chunk in cells.sides
         )
         local = Cells(queries, keys, query, key, cells.weight[mine])
         taken_here = np.where(rank[mine] == NOBODY, NOBODY, rank[mine] - first)
         of_node = float(local.weight.sum()) / size
-        max_load = MAX_IMBALANCE * max(share, of_node / MAX_IMBALANCE_OF_NODES)
+        max_load = MAX_IMBALANCE * max(imports.share, of_node / MAX_IMBALANCE_OF_NODES)
         rank[mine] = first + assign_ranks(
             local, size + 1, prices, taken=taken_here, num_growing=size, max_load=max_load
         )

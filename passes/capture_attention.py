@@ -50,8 +50,7 @@ from cp_inductor.graph.nodes import graphs_of, place_of, recompile_all
 from cp_inductor.graph.subgraphs import Calls, bodies_of, bring_in, calls_of, drop_unused_inputs
 from cp_inductor.mask.reader.writes import Writes, is_in_place
 from cp_inductor.ops.attention import FORWARD, attention_of
-from cp_inductor.ops.plan_batch import PLAN_BATCH
-from cp_inductor.ops.rules_of_lengths import remember_mask
+from cp_inductor.ops.plan_batch import PLAN_BATCH, remember_mask
 from cp_inductor.passes.attentions import Site
 from cp_inductor.passes.nodes import insert_call
 from cp_inductor.plan.grid import shard_lengths

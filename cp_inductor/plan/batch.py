@@ -67,12 +67,9 @@ TINY = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan(Cells):
-    """Who computes which cell, a query chunk x a key chunk that may hold pairs, and when.
+    """Who computes which cell, and when.
 
     Attributes:
-        queries, keys: the chunks; both have equally many groups of heads.
-        query, key: the chunks of each cell, sorted by (query, key).
-        weight: blocks of 128 x 128 that may hold pairs, of each cell.
         world_size: number of ranks.
         stages: the last stage; stage 0 is of cells whose chunks their rank stores.
         rank: who computes each cell.
@@ -186,30 +183,24 @@ class BatchPlan(Cells):
     ) -> int:
         """Return the bytes that a rank receives, forward and backward, if nothing is kept."""
         prices = Prices.of(Shape(1, num_heads, num_kv_heads, head_dim, itemsize))
-        moved = Transfers.joined((*self.fetches, *self.homes)).columns
-        moved = moved[moved[:, DESTINATION] == rank]
         received = 0
-        for payload, chunks, price in (
-            (Payload.QUERY, self.queries, prices.query_in),
-            (Payload.QUERY_GRAD, self.queries, prices.query_home),
-            (Payload.KEY_VALUE, self.keys, prices.key_in),
-            (Payload.KEY_VALUE_GRAD, self.keys, prices.key_home),
+        for (chunks, _), uses, price_in, price_home in zip(
+            self.sides,
+            self._uses,
+            (prices.query_in, prices.key_in),
+            (prices.query_home, prices.key_home),
+            strict=True,
         ):
-            which = moved[moved[:, PAYLOAD] == payload.order, START]
-            received += int(price) * int(chunks.length[which].sum())
+            length, is_first = chunks.length[uses[:, START]], begins(uses, [DESTINATION, START])
+            received += int(price_in) * int(length[is_first & (uses[:, DESTINATION] == rank)].sum())
+            received += int(price_home) * int(length[uses[:, SOURCE] == rank].sum())
         return received // self.num_groups
 
 
 def groups_of_heads(
     rule: Rule, num_heads: int, num_kv_heads: int, world_size: int, nodes: Nodes | None = None
 ) -> int:
-    """Return how many groups the heads of an attention are cut into; 1 if its rule knows heads.
-
-    Args:
-        rule: which pairs exist, and what is added to their scores.
-        num_heads, num_kv_heads, world_size: of the attention.
-        nodes: which ranks share a node; None if all are alike.
-    """
+    """Return how many groups the heads of an attention are cut into; 1 if its rule knows heads."""
     if world_size == 1 or num_heads % num_kv_heads or rule.knows_heads:
         return 1
     most = MAX_GROUPS if nodes is None else MAX_GROUPS_OVER_NODES
@@ -282,8 +273,6 @@ def assign_stages(
     nearest = np.maximum(*away)
     stage = np.zeros(len(rank), dtype=np.int64)
     far = np.flatnonzero(nearest)
-    if not len(far):
-        return stage
     # Cells that wait for the same owner stay in the order that they are in.
     far = far[np.argsort((rank * world_size + nearest)[far], kind="stable")]
     at, weight = rank[far], cells.weight[far]

@@ -137,18 +137,15 @@ class _Growth:
 
     def __init__(self, cells: Cells, rank: np.ndarray, lines: Lines, world_size: int) -> None:
         todo, done = np.flatnonzero(rank == NOBODY), np.flatnonzero(rank != NOBODY)
-        # Which lines a rank has.
-        ranks = np.arange(world_size)[:, None]
-        is_own = lines.owner[None] == ranks
-        is_fetched = np.zeros_like(is_own)
-        is_fetched[rank[done], lines.row[done]] = True
-        is_fetched[rank[done], lines.num_rows + lines.column[done]] = True
-        is_fetched &= ~is_own
-        self.received = lines.received(is_fetched)
+        has = np.zeros((world_size, len(lines.owner)), dtype=bool)
+        has[rank[done], lines.row[done]] = True
+        has[rank[done], lines.num_rows + lines.column[done]] = True
+        self.received = lines.received(has)
         rows, row = np.unique(lines.row[todo], return_inverse=True)
         columns, column = np.unique(lines.column[todo], return_inverse=True)
         kept = np.concatenate([rows, lines.num_rows + columns])
-        self.has = (is_own | is_fetched)[:, kept]
+        # Which lines a rank has.
+        self.has = (has | lines.is_own(world_size))[:, kept]
         names = "owner", "group", "cost_in", "cost_home"
         arrays = {name: getattr(lines, name)[kept] for name in names}
         self.lines = replace(lines, row=row, column=column, num_rows=len(rows), **arrays)
@@ -164,6 +161,7 @@ class _Growth:
         self.has_asked = np.zeros(world_size, dtype=bool)
         # Costs are in halves.
         self.negligible = 2 * NEGLIGIBLE_SHARE_OF_KEYS * (cells.keys.length.sum() / world_size)
+        ranks = np.arange(world_size)[:, None]
         self.welcome = 1 - DISTANCE_PENALTY * np.abs(self.owner[None] - ranks) / world_size
         if (num_groups := cells.queries.num_groups) > 1:
             self.welcome[self.lines.group[None] == ranks % num_groups] *= 1 + GROUP_BONUS

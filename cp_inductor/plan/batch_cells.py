@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import sympy
@@ -128,29 +129,10 @@ class Cells:
         return (self.queries, self.query), (self.keys, self.key)
 
 
-@dataclass(frozen=True, eq=False)
-class _Level:
-    """Nodes, which are runs of blocks of a batch entry, sorted by (entry, position).
-
-    All entries are cut alike: node n is the (n % num_of_entry)-th of its entry.
-
-    Attributes:
-        first, last: positions of the first and the last token.
-        entry: the batch entry.
-        num_of_entry: nodes of an entry.
-        child, num_children: the first node of the next level, and how many there are.
-    """
-
-    first: np.ndarray
-    last: np.ndarray
-    entry: np.ndarray
-    num_of_entry: int
-    child: np.ndarray
-    num_children: np.ndarray
-
-
-# Nodes of the queries, and of the keys.
-_Levels = tuple[_Level, _Level]
+# Nodes are runs of blocks. Where those of a level begin in an entry, and the last ends: its token,
+# and its node of the next level (of the last level, its token).
+_Edges = tuple[np.ndarray, np.ndarray]
+_Level = tuple[_Edges, _Edges]  # of the queries, and of the keys
 
 
 def find_cells(
@@ -165,131 +147,101 @@ def find_cells(
     """Return the cells that may hold pairs, by what the rule allows; see `plan_batch`."""
     if not len(queries) or not len(keys):
         return Cells(queries, keys, np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
-    orders = _by_position(queries), _by_position(keys)
-    # Runs of chunks, chunks, parts of chunks, ..., blocks.
-    sides = _levels_of(queries, orders[0], batch), _levels_of(keys, orders[1], batch)
-    levels = list(zip(*sides, strict=True))
+    levels = list(zip(_levels_of(queries), _levels_of(keys), strict=True))
     condition = _decidable(rule.allowed, True)
     tables = {
         number: _renumbered(table) if number in _only_equated(condition) else table
         for number, table in tables.items()
     }
-    bounds: list[dict[Expr, Bounds]] = [{} for _ in levels]
-    for read in sorted(tables_of(condition), key=str):
-        _add_bounds_of_read(bounds, read, tables, levels, batch, num_heads)
+    bounds = {
+        read: _bounds_of_read(read, tables, levels, batch, num_heads)
+        for read in sorted(tables_of(condition), key=str)
+    }
 
-    # A query node and a key node for each box: first all of the same entry.
-    of_query, of_key = levels[0]
-    at_query, inside = spread(np.full(len(of_query.entry), of_key.num_of_entry))
-    boxes = np.stack([at_query, of_query.entry[at_query] * of_key.num_of_entry + inside])
-    _, may = _decide(condition, boxes, levels[0], bounds[0], num_heads)
-    boxes, _ = _cut(boxes[:, may], levels[0])
-    chunks, weight, origin = boxes, np.zeros(boxes.shape[1]), np.arange(boxes.shape[1])
-    for level, nodes in enumerate(levels[1:], 1):
-        must, may = _decide(condition, boxes, nodes, bounds[level], num_heads)
-        is_last = nodes is levels[-1]
+    def decide_boxes(level: int, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each box whether all pairs surely exist, and whether any may."""
+        entry, *nodes = boxes
+        box = {BATCH: _float(entry, entry), HEAD: (np.array(0.0), np.array(num_heads - 1.0))}
+        for index, (edges, _), at in zip((QUERY, KEY), levels[level], nodes, strict=True):
+            box[index] = _float(edges[at], edges[at + 1] - 1)
+        for read, of_levels in bounds.items():
+            if of_levels:
+                low, high = of_levels[level]
+                place = tuple(at if n > 1 else 0 for at, n in zip(boxes, low.shape, strict=True))
+                box[read] = low[place], high[place]
+        must, may = decide(condition, box)
+        return np.broadcast_to(must, entry.shape), np.broadcast_to(may, entry.shape)
+
+    # Each box is an entry, a query node and a key node.
+    boxes = np.indices((batch, *(len(edges) - 1 for edges, _ in levels[0]))).reshape(3, -1)
+    _, may = decide_boxes(0, boxes)
+    chunks, _ = _cut(boxes[:, may], levels[0])
+    boxes, weight, origin = chunks, np.zeros(chunks.shape[1]), np.arange(chunks.shape[1])
+    for level in range(1, len(levels)):
+        must, may = decide_boxes(level, boxes)
+        is_last = level == len(levels) - 1
         is_counted = may if is_last else must
-        num_blocks = np.ones(np.count_nonzero(is_counted))
-        for side, at in zip(nodes, boxes, strict=True):
-            num_blocks *= ((side.last - side.first) // BLOCK + 1)[at[is_counted]]
-        weight += np.bincount(origin[is_counted], num_blocks, len(weight))
+        of_query, of_key = (
+            (-(-np.diff(edges) // BLOCK))[at]
+            for (edges, _), at in zip(levels[level], boxes[1:, is_counted], strict=True)
+        )
+        weight += np.bincount(origin[is_counted], of_query * of_key, len(weight))
         if not is_last:
             is_open = may & ~must
-            boxes, of_box = _cut(boxes[:, is_open], nodes)
+            boxes, of_box = _cut(boxes[:, is_open], levels[level])
             origin = origin[is_open][of_box]
     # The cells of each group of heads are the same.
-    chunks, weight = chunks[:, weight > 0], weight[weight > 0]
-    query, key = (order[at].ravel() for order, at in zip(orders, chunks, strict=True))
-    order = np.argsort(query * len(keys) + key, kind="stable")
+    (entry, *nodes), weight = chunks[:, weight > 0], weight[weight > 0]
+    orders = (np.lexsort((side.group, side.first, side.entry)) for side in (queries, keys))
+    query, key = (
+        order.reshape(batch, -1, keys.num_groups)[entry, at].ravel()
+        for order, at in zip(orders, nodes, strict=True)
+    )
     weight = np.repeat(weight, keys.num_groups)
+    order = np.argsort(query * len(keys) + key, kind="stable")
     return Cells(queries, keys, query[order], key[order], weight[order])
 
 
-def _decide(
-    condition: Boolean,
-    boxes: np.ndarray,
-    nodes: _Levels,
-    reads: Mapping[Expr, Bounds],
-    num_heads: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each box whether all pairs surely exist, and whether any may.
-
-    Reads have bounds by (entry, query node of the entry, key node of the entry); a dim is 1 where
-    the read does not depend on it.
-    """
-    (queries, keys), (at_query, at_key) = nodes, boxes
-    entry = queries.entry[at_query]
-    index = entry, at_query % queries.num_of_entry, at_key % keys.num_of_entry
-    box: dict[Expr, Bounds] = {
-        QUERY: _float(queries.first[at_query], queries.last[at_query]),
-        KEY: _float(keys.first[at_key], keys.last[at_key]),
-        BATCH: _float(entry, entry),
-        HEAD: (np.array(0.0), np.array(num_heads - 1.0)),
-    }
-    for read, (low, high) in reads.items():
-        place = tuple(at if size > 1 else 0 for at, size in zip(index, low.shape, strict=True))
-        box[read] = low[place], high[place]
-    must, may = decide(condition, box)
-    return np.broadcast_to(must, entry.shape), np.broadcast_to(may, entry.shape)
-
-
-def _float(low: np.ndarray, high: np.ndarray) -> Bounds:
-    return low.astype(np.float64), high.astype(np.float64)
-
-
-def _by_position(chunks: Chunks) -> np.ndarray:
-    """Return (n, groups), the chunks in the order of (entry, position)."""
-    order = np.lexsort((chunks.group, chunks.first, chunks.entry))
-    return order.reshape(-1, chunks.num_groups)
-
-
-def _levels_of(chunks: Chunks, order: np.ndarray, batch: int) -> list[_Level]:
-    """Return the nodes of each level, from runs of chunks to blocks, given `_by_position`."""
-    order = order[:, 0]
-    chunk, place = spread(chunks.num_blocks[order])
-    first = chunks.first[order][chunk] + place * BLOCK
-    last = np.minimum(first + BLOCK, (chunks.first + chunks.length)[order][chunk]) - 1
-    entry = chunks.entry[order][chunk]
-    # The blocks at which nodes of each level begin.
-    starts = [np.flatnonzero((place == 0) & (chunk % (len(order) // batch) % CUT == 0))]
-    size = chunks.size
-    while True:
-        place = place % (size // BLOCK)
-        starts.append(np.flatnonzero(place == 0))
-        if size == BLOCK:
-            break
+def _levels_of(chunks: Chunks) -> list[_Edges]:
+    """Return the levels of a side: runs of chunks, chunks, parts of chunks, ..., blocks."""
+    is_lane = (chunks.entry == 0) & (chunks.group == 0)
+    edges = np.append(chunks.first[is_lane], chunks.length[is_lane].sum())
+    levels, size = [np.append(edges[:-1:CUT], edges[-1]), edges], chunks.size
+    while size > BLOCK:
         size = max(BLOCK, size // CUT // BLOCK * BLOCK)
-    levels = []
-    for at, finer in zip(starts, [*starts[1:], starts[-1]], strict=True):
-        child, end = np.searchsorted(finer, at), np.append(at[1:], len(chunk)) - 1
-        num_children = np.diff(child, append=len(finer))
-        num_of_entry = len(at) // batch
-        levels.append(_Level(first[at], last[end], entry[at], num_of_entry, child, num_children))
-    return levels
+        node, place = spread(-(-np.diff(edges) // size))
+        edges = np.append(edges[node] + size * place, edges[-1])
+        levels.append(edges)
+    children = [np.searchsorted(finer, coarse) for coarse, finer in pairwise(levels)]
+    return list(zip(levels, [*children, edges], strict=True))
 
 
-def _cut(boxes: np.ndarray, nodes: _Levels) -> tuple[np.ndarray, np.ndarray]:
+def _cut(boxes: np.ndarray, level: _Level) -> tuple[np.ndarray, np.ndarray]:
     """Return the boxes of the next level that boxes consist of, and the box of each."""
-    num_queries, num_keys = (side.num_children[at] for side, at in zip(nodes, boxes, strict=True))
+    entry, *nodes = boxes
+    children = [of_side for _, of_side in level]
+    num_queries, num_keys = (np.diff(of)[at] for of, at in zip(children, nodes, strict=True))
     of_box, index = spread(num_queries * num_keys)
     inside = np.divmod(index, num_keys[of_box])
-    parts = [side.child[at][of_box] + n for side, at, n in zip(nodes, boxes, inside, strict=True)]
-    return np.stack(parts), of_box
+    parts = [of[at][of_box] + n for of, at, n in zip(children, nodes, inside, strict=True)]
+    return np.stack([entry[of_box], *parts]), of_box
 
 
-def _add_bounds_of_read(
-    bounds: Sequence[dict[Expr, Bounds]],
+def _bounds_of_read(
     read: Expr,
     tables: Mapping[int, np.ndarray],
-    levels: Sequence[_Levels],
+    levels: Sequence[_Level],
     batch: int,
     num_heads: int,
-) -> None:
-    """Add the bounds of a read of a table to those of every level, if it has any."""
+) -> list[Bounds]:
+    """Return the bounds of a read of a table for each level, if it has any.
+
+    They are by (entry, query node, key node); a dim is 1 where the read does not depend on it.
+    """
     table = tables.get(number_of(read))
     if table is None or table.ndim != len(read.args):
-        return
-    lengths = [int(side.last[-1]) + 1 for side in levels[0]]
+        return []
+    lengths = (int(edges[-1]) for edges, _ in levels[0])
     sizes = dict(zip((BATCH, HEAD, QUERY, KEY), (batch, num_heads, *lengths), strict=True))
     place: list[slice | int] = []
     symbols: list[Expr] = []
@@ -300,7 +252,7 @@ def _add_bounds_of_read(
             place.append(slice(None))
             symbols.append(index)
         else:
-            return
+            return []
     table = table[tuple(place)]
     order = [symbols.index(symbol) for symbol in sizes if symbol in symbols]
     missing = tuple(axis for axis, symbol in enumerate(sizes) if symbol not in symbols)
@@ -309,14 +261,18 @@ def _add_bounds_of_read(
         low = high = table[:, 0]
     else:
         low, high = table.min(axis=1), table.max(axis=1)  # of heads
-    for level in reversed(range(len(levels))):
-        for axis, nodes in enumerate(levels[level], 1):
+    bounds = []
+    for level in reversed(levels):
+        for axis, (_, children) in enumerate(level, 1):
             if low.shape[axis] > 1:
-                starts = nodes.first if level == len(levels) - 1 else nodes.child
-                starts = starts[: nodes.num_of_entry]
-                low = np.minimum.reduceat(low, starts, axis=axis)
-                high = np.maximum.reduceat(high, starts, axis=axis)
-        bounds[level][read] = _exact(low, high)
+                low = np.minimum.reduceat(low, children[:-1], axis=axis)
+                high = np.maximum.reduceat(high, children[:-1], axis=axis)
+        bounds.append(_exact(low, high))
+    return bounds[::-1]
+
+
+def _float(low: np.ndarray, high: np.ndarray) -> Bounds:
+    return low.astype(np.float64), high.astype(np.float64)
 
 
 @lru_cache(maxsize=256)
@@ -337,28 +293,19 @@ def _only_equated(condition: Boolean) -> frozenset[int]:
 
 
 def _renumbered(table: np.ndarray) -> np.ndarray:
-    """Number the values of each row in the order in which they occur, if they are not in order.
+    """Number the values of each row by where they occur first.
 
     Document numbers may be anything, such as hashes; in order, their bounds say more.
     """
     if table.dtype.kind not in "iu" or table.size == 0:
         return table
-    rows = table.reshape(-1, table.shape[-1])
-    is_new = np.ones(rows.shape, dtype=bool)
-    np.not_equal(rows[:, 1:], rows[:, :-1], out=is_new[:, 1:])
-    falls = (rows[:, 1:] < rows[:, :-1]).any(1)
-    is_far = (rows.min(1) < -MAX_EXACT) | (rows.max(1) > MAX_EXACT)
-    which = np.flatnonzero(falls | is_far)
-    if not len(which):
-        return table
-    result = np.where(is_far[:, None], 0, rows).astype(np.int64)
-    for row in which:
-        starts = np.flatnonzero(is_new[row])
-        _, first, place = np.unique(rows[row, starts], return_index=True, return_inverse=True)
-        number = np.empty(len(first), dtype=np.int64)
-        number[np.argsort(first, kind="stable")] = np.arange(len(first))
-        result[row] = np.repeat(number[place], np.diff(starts, append=rows.shape[1]))
-    return result.reshape(table.shape)
+    result = np.empty(table.shape, np.int64)
+    num = table.shape[-1]
+    for values, numbers in zip(table.reshape(-1, num), result.reshape(-1, num), strict=True):
+        starts = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
+        _, first, place = np.unique(values[starts], return_index=True, return_inverse=True)
+        numbers[:] = np.repeat(first[place], np.diff(starts, append=num))
+    return result
 
 
 def _exact(low: np.ndarray, high: np.ndarray) -> Bounds:

@@ -16,7 +16,6 @@ adds them up.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -57,10 +56,15 @@ class Lines:
     cost_in: np.ndarray
     cost_home: np.ndarray
 
-    def received(self, is_fetched: np.ndarray) -> np.ndarray:
-        """Return what each rank receives, if (ranks, segments) says which it fetches."""
+    def is_own(self, world_size: int) -> np.ndarray:
+        """Return (ranks, segments), which each rank stores."""
+        return np.asarray(self.owner == np.arange(world_size)[:, None])
+
+    def received(self, has: np.ndarray) -> np.ndarray:
+        """Return what each rank receives, if (ranks, segments) says which it computes with."""
+        is_fetched = has & ~self.is_own(len(has))
         home = self.cost_home * is_fetched.sum(0)
-        return is_fetched @ self.cost_in + np.bincount(self.owner, home, len(is_fetched))
+        return is_fetched @ self.cost_in + np.bincount(self.owner, home, len(has))
 
     def sum(self, weight: np.ndarray) -> np.ndarray:
         """Return (rows, columns), the weight of the cells of two segments."""
@@ -75,12 +79,8 @@ class Lines:
         return rows, columns - self.num_rows
 
 
-class LineMove(NamedTuple):
-    """A line that moves between ranks."""
-
-    source: int
-    destination: int
-    line: int
+# A rank that gives a line away, the rank that gets it, and the line.
+Move = tuple[int, int, int]
 
 
 class LineMoves:
@@ -106,20 +106,14 @@ class LineMoves:
         of_cell = self.rank[row, column]
         self.load = np.bincount(of_cell, self.weight[row, column], self.world_size) + fixed
         # How many cells of each segment a rank computes, (ranks, segments).
-        flat = np.concatenate([row, lines.num_rows + column]) + np.tile(of_cell, 2) * num_lines
-        num_cells = np.bincount(flat, minlength=self.world_size * num_lines)
-        self.num_cells = num_cells.reshape(self.world_size, num_lines)
-        self.is_own = lines.owner[None] == np.arange(self.world_size)[:, None]
-
-    def received(self) -> np.ndarray:
-        """Return what each rank receives."""
-        return self.lines.received((self.num_cells > 0) & ~self.is_own)
+        self.num_cells = np.zeros((self.world_size, num_lines), np.int64)
+        np.add.at(self.num_cells, (of_cell, row), 1)
+        np.add.at(self.num_cells, (of_cell, lines.num_rows + column), 1)
 
     def improve(self) -> np.ndarray:
         """Move lines of the ranks that receive most, while that helps; return who has each cell."""
-        received = self.received()
-        least = _badness(received)
-        rejected: set[LineMove] = set()
+        received = self.lines.received(self.num_cells > 0)
+        rejected: set[Move] = set()
         is_stuck = np.zeros(self.world_size, dtype=bool)
         for _ in range(MAX_MOVES):
             busiest = np.argsort(-received, kind="stable")[:MAX_MOVING_RANKS]
@@ -131,11 +125,11 @@ class LineMoves:
             if move is None:
                 is_stuck[rank] = True
                 continue
-            handed_over = self._apply(move)
-            now = self.received()
-            is_even = max(self.load[move.source], self.load[move.destination]) <= self.max_load
-            if is_even and _badness(now) < least:
-                received, least = now, _badness(now)
+            handed_over = self._apply(*move)
+            now = self.lines.received(self.num_cells > 0)
+            is_even = self.load[[*move[:2]]].max() <= self.max_load
+            if is_even and _badness(now) < _badness(received):
+                received = now
                 is_stuck[:] = False
             else:
                 for rows, columns, source, destination in handed_over[::-1]:
@@ -145,13 +139,11 @@ class LineMoves:
 
     def _has(self) -> np.ndarray:
         """Return (ranks, segments), which each rank stores or fetches."""
-        return self.is_own | (self.num_cells > 0)
+        return (self.num_cells > 0) | self.lines.is_own(self.world_size)
 
     # --- Which line to move -------------------------------------------------------------------
 
-    def _best_move(
-        self, rank: int, received: np.ndarray, rejected: set[LineMove]
-    ) -> LineMove | None:
+    def _best_move(self, rank: int, received: np.ndarray, rejected: set[Move]) -> Move | None:
         """Return the move of a line of a rank that saves most; None if none saves anything."""
         # The segments of which the rank computes cells, and these cells.
         lines, used = self.lines, np.flatnonzero(self.num_cells[rank])
@@ -165,7 +157,7 @@ class LineMoves:
         # What it costs that a rank has a segment of another, (ranks, segments).
         cost = lines.cost_in[used] * dear[:, None] + lines.cost_home[used] * dear[lines.owner[used]]
         missing = np.where(has[:, used], 0.0, cost)
-        paid = np.where(self.is_own[rank, used], 0.0, cost[rank])
+        paid = np.where(lines.owner[used] == rank, 0.0, cost[rank])
         # A segment across a line is saved as well if no other line has cells of it.
         saved_across = paid * (self.num_cells[rank, used] == 1)
         # Cells of which the rank has both segments: the other rank may give them back for a line.
@@ -187,7 +179,7 @@ class LineMoves:
                 line, to = divmod(int(gain.argmax()), self.world_size)
                 if gain[line, to] <= most:
                     break
-                move = LineMove(rank, to, int(used[at[line]]))
+                move = rank, to, int(used[at[line]])
                 if move not in rejected:
                     best, most = move, float(gain[line, to])
                     break
@@ -196,10 +188,11 @@ class LineMoves:
 
     # --- Moving it ----------------------------------------------------------------------------
 
-    def _apply(self, move: LineMove) -> list[tuple[np.ndarray, np.ndarray, int, int]]:
+    def _apply(
+        self, source: int, destination: int, line: int
+    ) -> list[tuple[np.ndarray, np.ndarray, int, int]]:
         """Move a line, and make room for it; return how `_hand_over` was called."""
-        (source, destination, line), num_rows = move, self.lines.num_rows
-        has = self._has()[source]
+        num_rows, has = self.lines.num_rows, self._has()[source]
         has[line] = False
         if line < num_rows:
             across = num_rows + np.flatnonzero(self.rank[line] == source)

@@ -94,13 +94,10 @@ class Nodes:
 def assign_over_nodes(cells: Cells, world_size: int, prices: Prices, nodes: Nodes) -> np.ndarray:
     """Return the rank of each cell."""
     rank = np.full(len(cells.query), NOBODY)
-    share = float(cells.weight.sum()) / world_size
-    if not share:
-        return rank
     imports = _Imports(cells, world_size, prices, nodes)
     least = np.inf
     for most in (MAX_IMBALANCE_OF_NODES, *MORE_IMBALANCE):
-        taken = imports.search(most * share)
+        taken = imports.search(most * imports.share)
         work, waiting = taken.work, float(taken.received.max()) * imports.unit * nodes.wait / 1000
         if work + waiting < least:
             rank, least = imports.with_crossing(taken), work + waiting
@@ -111,15 +108,13 @@ def assign_over_nodes(cells: Cells, world_size: int, prices: Prices, nodes: Node
         first = node * nodes.size
         size = min(nodes.size, world_size - first)
         mine = np.flatnonzero(of_cell == node)
-        if not len(mine):
-            continue
         (queries, query), (keys, key) = (
             _view(chunks, chunk[mine], first, size, nodes.price) for chunks, chunk in cells.sides
         )
         local = Cells(queries, keys, query, key, cells.weight[mine])
         taken_here = np.where(rank[mine] == NOBODY, NOBODY, rank[mine] - first)
         of_node = float(local.weight.sum()) / size
-        max_load = MAX_IMBALANCE * max(share, of_node / MAX_IMBALANCE_OF_NODES)
+        max_load = MAX_IMBALANCE * max(imports.share, of_node / MAX_IMBALANCE_OF_NODES)
         rank[mine] = first + assign_ranks(
             local, size + 1, prices, taken=taken_here, num_growing=size, max_load=max_load
         )
@@ -157,8 +152,8 @@ class _Imports:
         self.of_cell = self.node[queries.rank[cells.query]]
         self.num_ranks = np.bincount(self.node)
         self.load = np.bincount(self.of_cell, cells.weight, len(self.num_ranks))
-        self.of_query = np.bincount(cells.query, cells.weight, len(queries))
         self.share = float(cells.weight.sum()) / world_size
+        self.least = NEGLIGIBLE_SHARE * self.share
         # Of each chunk, what a rank receives that fetches it, and what its owner receives then.
         of_query, of_key = queries.length / self.unit, keys.length / self.unit
         self.cost_in = prices.query_in * of_query, prices.key_in * of_key
@@ -173,13 +168,10 @@ class _Imports:
         self.crossing = self.enters + np.bincount(
             keys.rank[crosses], self.cost_home[1][crosses], world_size
         )
-        self.sources: dict[int, _Source] = {}
-
-    def source(self, node: int) -> _Source:
-        """Return what a node may give away."""
-        if node not in self.sources:
-            self.sources[node] = _Source(self, node)
-        return self.sources[node]
+        excess = self.load - MAX_IMBALANCE_OF_NODES * self.share * self.num_ranks
+        self.sources = {
+            node: _Source(self, node) for node in np.flatnonzero(excess > self.least).tolist()
+        }
 
     def with_crossing(self, taken: _Taken) -> np.ndarray:
         """Return the rank of each cell that was taken, or has keys of another node.
@@ -259,43 +251,39 @@ class _Taken:
         self.imports, self.limit = imports, limit
         spare = kept * imports.num_ranks - imports.load
         self.room, self.excess = np.maximum(spare, 0), np.maximum(-spare, 0)
-        self.least = NEGLIGIBLE_SHARE * imports.share
         self.of_rank = np.full(imports.world_size, MAX_SHARE_TAKEN * imports.share)
         self.received = imports.crossing.copy()
         # What is left of each query, and who has taken it.
-        self.left, self.taken = imports.of_query.copy(), np.full(len(imports.of_query), NOBODY)
+        queries, cells = imports.cells.queries, imports.cells
+        self.left = np.bincount(cells.query, cells.weight, len(queries))
+        self.taken = np.full(len(queries), NOBODY)
         # Which of a source's keys a rank has.
         ranks = np.arange(imports.world_size)[:, None]
-        self.has = {
-            node: imports.source(node).owner[None] == ranks
-            for node in np.flatnonzero(self.excess > self.least).tolist()
-        }
+        self.has = {node: source.owner == ranks for node, source in imports.sources.items()}
 
     def run(self) -> bool:
         """Let ranks take cells; return whether no node has too many then."""
-        is_stuck = np.zeros((self.imports.world_size, len(self.room)), dtype=bool)
-        while self.excess.max() > self.least:
-            may_give = np.array([self.excess[node] > self.least for node in self.has])
-            can_take = np.minimum(self.of_rank, self.room[self.imports.node])
-            can_take[is_stuck[:, list(self.has)][:, may_give].all(1)] = 0
+        least, room, excess = self.imports.least, self.room, self.excess
+        is_stuck = np.zeros((self.imports.world_size, len(room)), dtype=bool)
+        while excess.max() > least:
+            can_take = np.minimum(self.of_rank, room[self.imports.node])
+            can_take[is_stuck[:, excess > least].all(1)] = 0
             # Of those that can take most, the one that receives least.
             rank = int(np.lexsort((self.received, -can_take))[0])
-            if can_take[rank] <= self.least:
+            if can_take[rank] <= least:
                 return False
             # It takes row after row, so that its box grows, until it has enough.
-            source = NOBODY
-            node = self.imports.node[rank]
-            while (room := float(min(self.of_rank[rank], self.room[node]))) > self.least:
-                if source == NOBODY or self.excess[source] <= self.least:
-                    source = int(np.where(is_stuck[rank], 0, self.excess).argmax())
-                if self.excess[source] <= self.least or is_stuck[rank, source]:
+            node, source = self.imports.node[rank], int(excess.argmax())
+            while (most := float(min(self.of_rank[rank], room[node]))) > least:
+                on_offer = np.where(is_stuck[rank], 0, excess)
+                if on_offer[source] <= least:
+                    source = int(on_offer.argmax())
+                if on_offer[source] <= least:
                     break
-                got = self._grow(source, rank, room)
-                if not got:
-                    is_stuck[rank, source], source = True, NOBODY
-                    continue
-                self.excess[source] -= got
-                self.room[node] -= got
+                got = self._grow(source, rank, most)
+                is_stuck[rank, source] = not got
+                excess[source] -= got
+                room[node] -= got
                 self.of_rank[rank] -= got
         return True
 
@@ -318,7 +306,7 @@ class _Taken:
         It takes the whole row, because the results of a part of it are as many bytes.
         """
         imports, limit, received = self.imports, self.limit, self.received
-        source, has = imports.source(node), self.has[node][rank]
+        source, has = imports.sources[node], self.has[node][rank]
         dear = 1 + LIMIT_PENALTY * (received / limit) ** LIMIT_POWER
         # Keys that a rank of the same node stores do not come from other nodes, and are cheaper.
         is_near = imports.node[source.owner] == imports.node[rank]

@@ -148,13 +148,11 @@ class _NumbersOfRank:
         # The cells that this rank computes in each stage; of own cells, half are late.
         mine = np.flatnonzero(plan.rank == rank)
         stage = plan.stage[mine]
-        own = np.flatnonzero(stage == 0)
-        if len(own):
-            # By whole chunks of queries: what one row sees is computed at once.
-            queries = plan.query[mine][own]
-            by_query = np.bincount(queries, plan.weight[mine][own])
-            before = np.cumsum(by_query) - by_query
-            stage[own[before[queries] >= by_query.sum() / 2]] = self.layout.last
+        own = mine[stage == 0]
+        # By whole chunks of queries: what one row sees is computed at once.
+        by_query = np.bincount(plan.query[own], plan.weight[own])
+        is_late = np.cumsum(by_query) - by_query >= by_query.sum() / 2
+        stage[stage == 0] = np.where(is_late[plan.query[own]], self.layout.last, 0)
         self.cells = [mine[stage == number] for number in range(self.layout.last + 1)]
         # The chunks that each stage computes with, in order.
         self.used = {
@@ -243,11 +241,10 @@ class _NumbersOfRank:
         sources, destinations, which = transfers.columns[is_of_side, :STOP].T
         lengths = chunks.length[which]
         is_sent, is_received = sources == self.rank, destinations == self.rank
-        of_ranks = [
-            np.bincount(others[is_mine], lengths[is_mine], self.layout.world_size)
-            for others, is_mine in ((destinations, is_sent), (sources, is_received))
-        ]
-        self.rows[part] = np.concatenate([*of_ranks, [lengths.sum()]]).astype(np.int64)
+        to_ranks = np.bincount(destinations[is_sent], lengths[is_sent], self.layout.world_size)
+        of_ranks = np.bincount(sources[is_received], lengths[is_received], self.layout.world_size)
+        counts = np.concatenate([to_ranks, of_ranks, [lengths.sum()]])
+        self.rows[part] = counts.astype(np.int64)
         return which[is_sent], which[is_received]
 
     def _sum(self, side: Side, chunks: Chunks, which: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
     mask (s0, s0), within lengths_as({s0: 512})     read as one of (512, 512); s0 stays a symbol
 
 The rule that is read holds for these numbers only. Other numbers need another reading: see
-`cp_inductor.ops.rules_of_lengths`. Other symbols become numbers of the graph.
+`cp_inductor.ops.plan_batch`. Other symbols become numbers of the graph.
 """
 
 from __future__ import annotations

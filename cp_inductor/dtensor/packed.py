@@ -20,9 +20,8 @@ replica says in the same message what its batch cannot do, so that all refuse to
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -89,12 +88,13 @@ def pad_packed(
             it holds boundaries of sequences, which would have to count the padding; or nothing in
             it tells documents apart, so that tokens would attend to the padding.
     """
-    given = {**_FIXED, "input_ids": pad_token_id, **(values or {})}
-    if not isinstance(batch, Mapping):
-        raise _no_padding("inputs by name", _kind(batch), "give a dict, as in {'input_ids': ids}")
-    tokens = batch.get("input_ids")
-    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
-        raise _no_padding("input_ids of shape (B, S)", _kind(tokens), "name the tokens so")
+    fixed = {**_FIXED, "input_ids": pad_token_id, **(values or {})}
+    tokens = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+    if tokens is batch or not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        got = (
+            f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        )
+        raise _no_padding("input_ids of shape (B, S)", got, "give a dict, {'input_ids': ids, ...}")
     shape = tokens.shape
     missing = (capacity_of(shape[1]) if length is None else length) - shape[1]
     if missing < 0:
@@ -111,8 +111,8 @@ def pad_packed(
     for name, tensor in batch.items():
         if not isinstance(tensor, Tensor) or tensor.shape != shape or not missing:
             continue
-        if name in given:
-            end = tensor.new_full((shape[0], missing), given[name])
+        if name in fixed:
+            end = tensor.new_full((shape[0], missing), fixed[name])
         elif name in _NUMBERED:
             numbers = torch.arange(1, missing + 1, dtype=tensor.dtype, device=tensor.device)
             end = tensor.amax(1, keepdim=True) + numbers
@@ -180,16 +180,16 @@ def balanced(
     group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     source = iter(batches)
     while True:
+        said: _Said | tuple[str, ...] | None
         batch, fields, said, failed = None, dict[str, Tensor](), None, None
         try:
             batch = next(source, None)
             if batch is not None:
                 said, fields = _documents_of(batch)
         except InvalidArgument as error:
-            said = _Said(refusal=(error.expected, error.got, error.remedy))
+            said = error.expected, error.got, error.remedy
         except Exception as error:  # of the loader; the others would wait
-            got, failed = type(error).__name__, error
-            said = _Said(refusal=("a batch", got, "see the error on that replica"))
+            said, failed = ("a batch", type(error).__name__, "see the error on that replica"), error
         all_said: list[Any] = [None] * len(ranks)
         dist.all_gather_object(all_said, said, group=group)
         if failed is not None:
@@ -197,8 +197,8 @@ def balanced(
         _check(all_said)
         if batch is None:
             return
-        lengths = [one.lengths for one in all_said]
-        goes = assign(lengths, [one.labelled for one in all_said], even_length, max_tokens)
+        lengths, labelled, _ = zip(*all_said, strict=True)
+        goes = assign(lengths, labelled, even_length, max_tokens)
         moved = {} if goes is None else _hand_over(fields, lengths, goes, group)
         yield pad_packed({**batch, **moved})
 
@@ -212,47 +212,43 @@ def _hand_over(
     """Return (1, T, ...), the documents that this replica gets of each field (B S, ...)."""
     rank = dist.get_rank(group)
     pairs = [list(zip(*row, strict=True)) for row in zip(lengths, goes, strict=True)]
-    gets = [[length for length, to in row if to == rank] for row in pairs]
+    own = [[length for length, to in row if to == rank] for row in pairs]
     # Tokens, by the replica that they come from, or go to.
-    arriving = list(map(sum, gets))
+    arriving = list(map(sum, own))
     leaving = [sum(n for n, to in pairs[rank] if to == goal) for goal in range(len(goes))]
+    # By where they go, else in their order.
+    order = sorted(range(len(pairs[rank])), key=goes[rank].__getitem__)
     moved = {}
     for name, tensor in fields.items():
         if name in _NUMBERED:
-            own = torch.tensor([n for row in gets for n in row])
-            whole = torch.arange(len(own)).repeat_interleave(own)
+            documents = torch.tensor([length for row in own for length in row])
+            whole = torch.arange(len(documents)).repeat_interleave(documents)
         else:
-            documents = zip(goes[rank], tensor.cpu().split(list(lengths[rank])), strict=True)
-            # By where they go, else in their order.
-            sent = torch.cat([one for _, one in sorted(documents, key=lambda pair: pair[0])])
+            parts = tensor.cpu().split(list(lengths[rank]))
+            sent = torch.cat([parts[index] for index in order])
             whole = sent.new_empty(sum(arriving), *sent.shape[1:])
             dist.all_to_all_single(whole, sent, arriving, leaving, group=group)
         moved[name] = whole.to(tensor)[None]
     return moved
 
 
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """What a replica tells the others of its batch; None where it has had the last one.
+class _Said(NamedTuple):
+    """What a replica tells the others of its batch.
 
-    Attributes:
-        lengths: of its documents, one behind the other, in tokens.
-        labelled: whether each has a token to learn from; true where the batch has no labels.
-        kinds: names and dtypes of what moves.
-        refusal: why its documents cannot move: expected, got, remedy.
+    Why its documents cannot move (expected, got, remedy), it tells instead; and None, where it has
+    had the last one.
     """
 
-    lengths: tuple[int, ...] = ()
-    labelled: tuple[bool, ...] = ()
-    kinds: tuple[tuple[str, str], ...] = ()
-    refusal: tuple[str, str, str] | None = None
+    lengths: tuple[int, ...]  # of its documents, one behind the other, in tokens
+    labelled: tuple[bool, ...]  # whether each has a token to learn from; true without labels
+    kinds: tuple[tuple[str, str], ...]  # names and dtypes of what moves
 
 
-def _check(all_said: Sequence[_Said | None]) -> None:
+def _check(all_said: Sequence[Any]) -> None:
     """Refuse, on all replicas, what one of them cannot do."""
     for rank, said in enumerate(all_said):
-        if said is not None and said.refusal is not None:
-            expected, got, remedy = said.refusal
+        if said is not None and not isinstance(said, _Said):
+            expected, got, remedy = said
             raise _refusal(expected, f"{got} on replica {rank}", remedy)
     ended = [rank for rank, said in enumerate(all_said) if said is None]
     if ended and len(ended) < len(all_said):
@@ -260,7 +256,7 @@ def _check(all_said: Sequence[_Said | None]) -> None:
         raise _refusal("a batch of every replica", f"none of replicas {ended}", remedy)
     kinds = {said.kinds for said in all_said if said is not None}
     if len(kinds) > 1:
-        got = " and ".join(str(dict(one)) for one in sorted(kinds))
+        got = " and ".join(str(dict(fields)) for fields in sorted(kinds))
         raise _refusal("the same inputs, of the same dtypes, on all replicas", got, "give them all")
 
 
@@ -363,17 +359,17 @@ def loss_weight(batch: Mapping[str, Any], replicas: DeviceMesh) -> float:
     """
     site = "cp_inductor.loss_weight"
     check_mesh(replicas, site=site)
-    given = batch if isinstance(batch, Mapping) else {}
-    labels = given.get("shift_labels", given.get("labels"))
+    named = batch if isinstance(batch, Mapping) else {}
+    labels = named.get("shift_labels", named.get("labels"))
     is_there = isinstance(labels, Tensor) and labels.ndim > 1
-    first = 0 if "shift_labels" in given else 1
+    first = 0 if "shift_labels" in named else 1
     own = int((labels[:, first:] != IGNORED_LABEL).sum()) if is_there else 0
     # Those that have none say so before they raise: the others would wait.
     sums = torch.tensor([own, not own, not is_there]).double().to(replicas.device_type)
     dist.all_reduce(sums, group=replicas.get_group())
     total, without, unnamed = sums.tolist()
     if unnamed:
-        names = ", ".join(map(str, given)) or type(batch).__name__
+        names = ", ".join(map(str, named)) or type(batch).__name__
         got = f"none on {unnamed:.0f} of {replicas.size()} replicas; here {names}"
         raise _refusal("labels or shift_labels of shape (B, S)", got, "name them so", site)
     if without:
@@ -388,7 +384,3 @@ def _refusal(expected: str, got: str, remedy: str, site: str = BALANCED) -> Inva
 
 
 _no_padding = partial(_refusal, site="pad_packed")
-
-
-def _kind(value: object) -> str:
-    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

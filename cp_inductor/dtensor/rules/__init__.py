@@ -10,7 +10,7 @@ All are registered here. Where no sequences lie (`dtensor/axis.py`), losses, num
 DTensor's own. Programs that do not use the library keep all of its rules.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch.distributed.tensor.experimental import register_sharding
@@ -25,15 +25,15 @@ from cp_inductor.torch_private.dtensor import (
     ops_that_draw,
     register_dtensor_handler,
     varlen_op,
-    without_handler,
 )
 from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
 
 aten = torch.ops.aten
 
 
+@cache
 def register_rules() -> None:
-    """Register all, when the library is first used over DTensors; again, nothing changes.
+    """Register all, once, when the library is first used over DTensors.
 
     That is when a backend is loaded, a model parallelized, a tensor sharded, or an attention met.
     Handlers of attention of torch's context parallelism stay while its dispatcher is on (on CUDA).
@@ -48,10 +48,6 @@ def register_rules() -> None:
         for op in ops:
             if dtensor_handler(op) is dispatch_as_dtensor:
                 register_dtensor_handler(op, handler)
-    for op in on_whole.HANDLED:
-        before = dtensor_handler(op)
-        is_dispatch = before is dispatch_as_dtensor
-        on_whole.TORCHS.setdefault(op, without_handler if is_dispatch else before)
     table = {
         attention.handle_forward: FORWARD_OPS,
         attention.handle_backward: BACKWARD_OPS,

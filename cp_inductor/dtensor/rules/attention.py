@@ -118,22 +118,14 @@ def handle_forward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
 def handle_flex(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tell Dynamo the shapes of flex_attention on DTensors; refuse it in eager code."""
     query, key, value, *_ = args
+    site = "flex_attention on DTensors"
     is_propagating = is_propagating_shapes(held_by_rank(query))
     if is_propagating and any(map(is_sequence_sharded, (query, key, value))):
         # The graph pass reads the functions, and refuses with the source line what it cannot.
         with suppress(CPError):
-            site = "flex_attention on DTensors"
             query = _placed(query, axis_and_placements(query, key, value, site=site)[1])
-        statistic = query[..., 0].to(torch.promote_types(query.dtype, torch.float32))
-        return torch.empty_like(query), statistic, torch.empty_like(statistic)
-    error = UnsupportedAttention(
-        site="flex_attention on DTensors",
-        expected="query, key and value that are sharded along the sequence, in a model compiled"
-        " with backend='cp_inductor' or 'cp_aot_eager'",
-        got="eager code, another backend, or other placements, which DTensor cannot shard",
-        remedy="compile the whole model; in eager code, call scaled_dot_product_attention with"
-        " is_causal=True or a mask over the whole sequence",
-    )
+        return torch.empty_like(query), _statistic(query), _statistic(query)
+    error = _not_compiled(site)
     if is_propagating:
         # Dynamo breaks the graph on NotImplementedError. Eager code then raises the other error.
         raise NotImplementedError(str(error))
@@ -145,18 +137,25 @@ def handle_varlen(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     query = bind_arguments(op, args, kwargs)["query"]
     if not isinstance(query, DTensor) or Shard(0) not in query.placements:
         return dispatch_as_dtensor(op, args, kwargs)
-    if is_propagating_shapes(query.to_local()):
-        # The graph pass writes it as flex_attention, and refuses with the source line.
-        statistic = query[..., 0].transpose(0, 1)
-        statistic = statistic.to(torch.promote_types(query.dtype, torch.float32))
-        state = torch.empty(2, dtype=torch.uint64, device=query.device)
-        return torch.empty_like(query), statistic, state
-    raise UnsupportedAttention(
-        site="varlen_attn on DTensors",
+    if not is_propagating_shapes(query.to_local()):
+        raise _not_compiled("varlen_attn on DTensors")
+    # The graph pass writes it as flex_attention, and refuses with the source line.
+    state = torch.empty(2, dtype=torch.uint64, device=query.device)
+    return torch.empty_like(query), _statistic(query.transpose(0, 1)), state
+
+
+def _statistic(query: Tensor) -> Tensor:
+    """Return a number of any value for each row of a query, as flex_attention returns them."""
+    return query[..., 0].to(torch.promote_types(query.dtype, torch.float32))
+
+
+def _not_compiled(site: str) -> UnsupportedAttention:
+    return UnsupportedAttention(
+        site=site,
         expected="sharded tokens in a model compiled with backend='cp_inductor' or 'cp_aot_eager'",
-        got="eager code, or another backend",
-        remedy="compile the whole model; or number the documents, and compare the numbers in a mask"
-        " of scaled_dot_product_attention",
+        got="eager code, another backend, or tensors that are not sharded along the sequence",
+        remedy="compile the whole model; in eager code, call scaled_dot_product_attention with"
+        " is_causal=True or a mask over the whole sequence, as of the numbers of documents",
     )
 
 

@@ -28,7 +28,7 @@ activations have rules in the forward alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -179,64 +179,32 @@ def places(num_results: int, *given: Any) -> list[tuple[list[Any], list[Any]]]:
     return shardings
 
 
-_Results = tuple[Tensor, ...]
-
-
-def _further(is_further: Callable[[Tensor, Tensor], Tensor], last: _Results, own: _Results) -> Any:
-    """Choose values and their indices: the last of equal ones, and of those not numbers."""
-    is_own = own[0].isnan() | (is_further(own[0], last[0]) & ~last[0].isnan())
-    return tuple(torch.where(is_own, *pair) for pair in zip(own, last, strict=True))
-
-
-# What a rank makes of what those before it leave, and its own.
-ACCUMULATED: dict[Any, Callable[[_Results, _Results], _Results]] = {
-    aten.cumsum.default: lambda last, own: (torch.add(*last, *own),),
-    aten.logcumsumexp.default: lambda last, own: (torch.logaddexp(*last, *own),),
-    aten.cumprod.default: lambda last, own: (torch.mul(*last, *own),),
-    aten.cummax.default: partial(_further, torch.ge),
-    aten.cummin.default: partial(_further, torch.le),
+# What a rank makes of its own and of what those before it end with; what would change nothing.
+ACCUMULATED: dict[Any, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
+    aten.cumsum.default: (torch.add, 0),
+    aten.cumprod.default: (torch.mul, 1),
+    aten.logcumsumexp.default: (torch.logaddexp, -torch.inf),
 }
 
 
 def accumulate(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     """Accumulate along a sharded dim, a column of every rank gathered; other dims as DTensor."""
-    bound = bind_arguments(op, args, kwargs)
-    tensor, dim = bound["self"], bound["dim"]
-    axis = _axis_of(tensor, dim)
-    if axis is None:
+    tensor, mesh, places = args[0], args[0].device_mesh, args[0].placements
+    dim = args[1] % max(tensor.ndim, 1)
+    axes = [axis for axis, place in enumerate(places) if place == Shard(dim)]
+    is_odd = any(type(place) not in (Shard, Replicate) for place in places)
+    if len(axes) != 1 or is_odd or mesh.get_coordinate() is None:
         return without_handler(op, args, kwargs)
-    mesh, part, dim = tensor.device_mesh, tensor.to_local(), dim % tensor.ndim
-    found = op(part, *args[1:], **kwargs)
-    own = found if isinstance(found, tuple) else (found,)
-    rank, length = mesh.get_local_rank(axis), part.shape[dim]
-    if len(own) == 2:  # the second are indices
-        own = own[0], own[1] + rank * -(-tensor.shape[dim] // mesh.size(axis))
+    own = op(tensor.to_local(), *args[1:], **kwargs)
+    length = own.shape[dim]
     # Ranks without elements are the last, and no other reads what they send.
-    shape = (*part.shape[:dim], 1, *part.shape[dim + 1 :])
-    columns = [
-        values.narrow(dim, length - 1, 1) if length else values.new_zeros(shape) for values in own
-    ]
-    places: list[Any] = [Replicate()] * mesh.ndim
-    places[axis] = Shard(0)
-    parts = (column[None].contiguous() for column in columns)
-    wrapped = (DTensor.from_local(part, mesh, places, run_check=False) for part in parts)
-    before = list(zip(*(whole_tensor(column).unbind(0) for column in wrapped), strict=True))
-    joined = ACCUMULATED[op](reduce(ACCUMULATED[op], before[: max(rank, 1)]), own)
-    if not (rank and length):
-        # Every rank reads what it has gathered: where a compiled forward does not, torch's
-        # partitioner lets the backward of other ranks alone gather again.
-        always = torch.ones((), dtype=torch.bool, device=part.device)
-        joined = tuple(torch.where(always, *pair) for pair in zip(own, joined, strict=True))
-    outs = tuple(wrap_parts(out, mesh, tensor.placements, tensor.shape) for out in joined)
-    return outs if isinstance(found, tuple) else outs[0]
-
-
-def _axis_of(tensor: Any, dim: int) -> int | None:
-    """Return the one axis that shards a dim, if the others shard other dims or nothing."""
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
-        return None
-    if any(type(place) not in (Shard, Replicate) for place in tensor.placements):
-        return None
-    along = Shard(dim % max(tensor.ndim, 1))
-    axes = [axis for axis, place in enumerate(tensor.placements) if place == along]
-    return axes[0] if len(axes) == 1 else None
+    last = own.select(dim, length - 1) if length else own.sum(dim, dtype=own.dtype)
+    gathered = [Shard(0) if axis == axes[0] else Replicate() for axis in range(mesh.ndim)]
+    columns = whole_tensor(DTensor.from_local(last[None].contiguous(), mesh, gathered))
+    join, nothing = ACCUMULATED[op]
+    # Every rank reads what it has gathered: where a compiled forward does not, torch's partitioner
+    # lets the backward of other ranks alone gather again.
+    ranks = torch.arange(len(columns), device=own.device).view(-1, *[1] * last.ndim)
+    before = columns.masked_fill(ranks >= mesh.get_local_rank(axes[0]), nothing)
+    joined = join(reduce(join, before.unbind(0)).unsqueeze(dim), own)
+    return wrap_parts(joined, mesh, places, tensor.shape)

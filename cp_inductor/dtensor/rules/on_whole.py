@@ -41,7 +41,12 @@ from cp_inductor.kept import cache
 from cp_inductor.source import user_line
 from cp_inductor.torch_private.arguments import bind_arguments, tensors_written_by
 from cp_inductor.torch_private.dispatch import as_view, become, is_composite
-from cp_inductor.torch_private.dtensor import replicated
+from cp_inductor.torch_private.dtensor import (
+    dispatch_as_dtensor,
+    dtensor_handler,
+    replicated,
+    without_handler,
+)
 
 log = logging.getLogger("cp_inductor")
 
@@ -79,8 +84,9 @@ COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_me
 
 def run_if_right(op: Any, args: Any, kwargs: Any) -> Any:
     """Call what torch has for an op, if it gets the call right."""
-    is_right = HANDLED[op](bind_arguments(op, args, kwargs))
-    return (TORCHS[op] if is_right else run_on_whole)(op, args, kwargs)
+    if not HANDLED[op](bind_arguments(op, args, kwargs)):
+        return run_on_whole(op, args, kwargs)
+    return TORCHS.get(op, without_handler)(op, args, kwargs)
 
 
 def _is_found_in_parts(bound: dict[str, Any]) -> bool:
@@ -128,8 +134,8 @@ HANDLED: dict[Any, Callable[[dict[str, Any]], bool]] = {
     # It draws for elements below 0 alone.
     aten.rrelu_with_noise.default: lambda bound: not bound["training"],
 }
-# What torch calls for them.
-TORCHS: dict[Any, Callable[..., Any]] = {}
+# What torch calls for some of them.
+TORCHS = {op: own for op in HANDLED if (own := dtensor_handler(op)) is not dispatch_as_dtensor}
 
 
 def view_as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,17 +205,17 @@ def run_on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
         assert error is not None, op
         raise error
     written = tensors_written_by(op, args, kwargs)
-    for tensor in written:
-        if not isinstance(tensor, DTensor):  # of which no rank could keep its part
-            raise UnsupportedPlacement(
-                site=f"{op} ({user_line()})",
-                expected="a DTensor to write a DTensor into",
-                got=f"a plain tensor of shape {tuple(tensor.shape)}",
-                remedy="make it from a DTensor (torch.zeros_like, x.new_zeros), write"
-                " x.full_tensor(), or name the module that does it in parallelize(..., whole=)",
-            )
+    plain = next((tensor for tensor in written if not isinstance(tensor, DTensor)), None)
+    if plain is not None:  # of which no rank could keep its part
+        raise UnsupportedPlacement(
+            site=f"{op} ({user_line()})",
+            expected="a DTensor to write a DTensor into",
+            got=f"a plain tensor of shape {tuple(plain.shape)}",
+            remedy="make it from a DTensor (torch.zeros_like, x.new_zeros), write x.full_tensor(),"
+            " or name the module that does it in parallelize(..., whole=)",
+        )
     _tell(op, given)
-    mesh = given[0].device_mesh
+    mesh, is_view = given[0].device_mesh, op._schema._is_view_op()
     whole_args, whole_kwargs = pytree.tree_map_only(DTensor, whole_tensor, (args, kwargs))
     results = op(*whole_args, **whole_kwargs)
     copies = tensors_written_by(op, whole_args, whole_kwargs)
@@ -217,11 +223,29 @@ def run_on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
         for drawn in (*pytree.tree_leaves(results), *copies):
             if type(drawn) is Tensor:  # a fake one is traced
                 take_from_first(replicated(drawn, mesh))
+    # What was written to is returned itself, also beside other results and in lists.
+    returned = dict[int, DTensor]()
     for tensor, whole in zip(written, copies, strict=True):
         assert isinstance(tensor, DTensor)
+        returned[id(whole)] = tensor
         if not is_whole(tensor):  # else it was written to itself
             tensor.to_local().detach().copy_(part_of(whole, tensor))
-    return _wrapped(op, results, args, kwargs, given)
+
+    def wrap(whole: Tensor) -> DTensor:
+        """Shard a result like the first sharded input of its shape, or like what is convolved."""
+        if id(whole) in returned:
+            return returned[id(whole)]
+        made = replicated(whole, mesh)
+        for like in given:
+            is_sharded = not is_view and any(place.is_shard() for place in like.placements)
+            is_convolved = op is aten.convolution.default and like is given[0]
+            if is_sharded and (is_convolved or whole.shape == like.shape):
+                places = [place if place.is_shard() else Replicate() for place in like.placements]
+                return made.redistribute(placements=places)
+        return made
+
+    made = pytree.tree_map_only(Tensor, wrap, results)
+    return as_view(op, args, kwargs, made) if is_view else made
 
 
 def _change_shape(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -253,32 +277,3 @@ def _tell_once(op: torch._ops.OpOverload, num_bytes: int) -> None:
         f"{op} ({user_line()}): DTensor has no sharding rule for it, so every rank gathers its"
         f" inputs, {num_bytes:,} bytes, and computes all of it"
     )
-
-
-def _wrapped(op: Any, results: Any, args: Any, kwargs: Any, given: Sequence[DTensor]) -> Any:
-    """Return what an op was given to write to, or its results on whole tensors as DTensors.
-
-    A result is sharded like the first sharded input of its shape, or like what is convolved.
-    """
-    is_view = op._schema._is_view_op()
-
-    def wrap(whole: Tensor) -> DTensor:
-        made = replicated(whole, given[0].device_mesh)
-        for like in given:
-            is_sharded = not is_view and any(place.is_shard() for place in like.placements)
-            is_convolved = op is aten.convolution.default and like is given[0]
-            if is_sharded and (is_convolved or whole.shape == like.shape):
-                places = [place if place.is_shard() else Replicate() for place in like.placements]
-                return made.redistribute(placements=places)
-        return made
-
-    made = pytree.tree_map_only(Tensor, wrap, results)
-    if is_view:
-        return as_view(op, args, kwargs, made)
-    # Not so for others: torch refuses what is written to beside what is not, and misses lists.
-    outs, bound = [*made] if isinstance(made, tuple) else [made], bind_arguments(op, args, kwargs)
-    aliases = [(it.alias_info, bound[it.name]) for it in op._schema.arguments if it.alias_info]
-    for place, alias in enumerate(returned.alias_info for returned in op._schema.returns):
-        if alias is not None and alias.is_write:
-            outs[place] = next(it for of, it in aliases if of.before_set == alias.before_set)
-    return tuple(outs) if isinstance(made, tuple) else outs[0]

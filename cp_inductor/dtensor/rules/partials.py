@@ -159,26 +159,27 @@ CLASS_DIM = 1
 
 
 def compute_loss(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-    """Compute a loss; or leave it to `loss_parallel` if that is on, and else to DTensor.
+    """Compute a loss of what is sharded; leave others to `loss_parallel` if that is on, or DTensor.
 
     No loss is partial, whoever computes it.
     """
     bound, parallel = bind_arguments(op, args, kwargs), handler_of_loss_parallel(op)
-    results = COMPUTED[op](parallel, op, bound)
+    placed = [value for value in bound.values() if isinstance(value, DTensor)]
+    mesh = placed[0].device_mesh
+    is_ours, results = holds_sequences(mesh), None
+    if is_ours and not all(map(is_whole, placed)):
+        results = COMPUTED[op](parallel, op, bound, mesh)
     if results is None:
         results = (parallel or dispatch_as_dtensor)(op, args, kwargs)
-    given = [bound[name] for name in ("self", "target") if isinstance(bound[name], DTensor)]
-    if "grad_output" in bound or not holds_sequences(given[0].device_mesh):
+    if "grad_output" in bound or not is_ours:
         return results
     return pytree.tree_map_only(DTensor, make_whole, results)
 
 
-def _mean_loss(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
-    logits = bound["self"]
-    if not _is_mean_of_tokens(bound) or not holds_sequences(logits.device_mesh):
+def _mean_loss(parallel: Any, op: Any, bound: dict[str, Any], mesh: DeviceMesh) -> Any:
+    if not _is_mean_of_tokens(bound):
         return None
     total, weight = (parallel or dispatch_as_dtensor)(op, _as_sum(bound), {})
-    mesh = total.device_mesh
     if parallel is None:
         count = whole_tensor(weight)
         return _divided(total, count), wrap_whole(count, mesh)
@@ -193,57 +194,46 @@ def _divided(total: DTensor, count: Any) -> DTensor:
     return DTensor.from_local(mean, total.device_mesh, total.placements, run_check=False)
 
 
-def _mean_loss_backward(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
+def _mean_loss_backward(parallel: Any, op: Any, bound: dict[str, Any], mesh: DeviceMesh) -> Any:
     weight = bound["total_weight"]
     # Our count covers all ranks; DTensor sums its own later. Between a forward and its backward, a
     # mesh may have started to hold sequences.
-    is_ours = parallel is None and isinstance(weight, DTensor) and is_whole(weight)
-    if not is_ours or not _is_mean_of_tokens(bound):
+    is_counted = parallel is None and isinstance(weight, DTensor) and is_whole(weight)
+    if not is_counted or not _is_mean_of_tokens(bound):
         return None
-    return _sum_backward(op, bound, weight.device_mesh, weight.to_local())
+    return _sum_backward(op, bound, mesh, weight.to_local())
 
 
-def _sum_backward(
-    op: torch._ops.OpOverload, bound: dict[str, Any], mesh: DeviceMesh, count: Any
-) -> Any:
+def _sum_backward(op: Any, bound: dict[str, Any], mesh: DeviceMesh, count: Any) -> Any:
     """Call the backward of the sum, with the gradient of a mean over a count."""
     grad = bound["grad_output"]
     grad = wrap_whole((whole_tensor(grad) if isinstance(grad, DTensor) else grad) / count, mesh)
     return dispatch_as_dtensor(op, _as_sum(bound | {"grad_output": grad}), {})
 
 
-def _mean_of_elements(_: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
-    sharded = _sharded_of(bound)
-    if bound["reduction"] != MEAN or not sharded or not holds_sequences(sharded[0].device_mesh):
+def _mean_of_elements(_: Any, op: Any, bound: dict[str, Any], mesh: DeviceMesh) -> Any:
+    if bound["reduction"] != MEAN:
         return None
     count = prod(torch.broadcast_shapes(bound["self"].shape, bound["target"].shape))
     if "grad_output" in bound:
-        return _sum_backward(op, bound, sharded[0].device_mesh, count)
+        return _sum_backward(op, bound, mesh, count)
     return _divided(dispatch_as_dtensor(op, _as_sum(bound), {}), count)
 
 
-def _with_logits(parallel: Any, op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
+def _with_logits(parallel: Any, op: Any, bound: dict[str, Any], mesh: DeviceMesh) -> Any:
     """Compute the loss of each element, by the formula of ATen (Loss.cpp), and reduce these."""
-    logits, target, sharded = bound["self"], bound["target"], _sharded_of(bound)
-    if parallel is not None or not sharded:
+    if parallel is not None:
         return None
-    if bound["reduction"] == MEAN and not holds_sequences(sharded[0].device_mesh):
-        return None
+    logits, target = bound["self"], bound["target"]
     of_ones = torch.nn.functional.logsigmoid(logits)
     if bound["pos_weight"] is not None:
         of_ones = of_ones * (1 + (bound["pos_weight"] - 1) * target)
     losses = (1 - target) * logits - of_ones
     if bound["weight"] is not None:
         losses = losses * bound["weight"]
-    if bound["reduction"] not in (MEAN, SUM):
-        return losses
-    total = losses.sum()
-    return total / losses.numel() if bound["reduction"] == MEAN else total
-
-
-def _sharded_of(bound: dict[str, Any]) -> list[DTensor]:
-    placed = [t for t in (bound["self"], bound["target"]) if isinstance(t, DTensor)]
-    return [t for t in placed if any(place.is_shard() for place in t.placements)]
+    if bound["reduction"] == MEAN:
+        return losses.sum() / losses.numel()
+    return losses.sum() if bound["reduction"] == SUM else losses
 
 
 def _is_mean_of_tokens(bound: dict[str, Any]) -> bool:
@@ -257,9 +247,9 @@ def _as_sum(bound: dict[str, Any]) -> tuple[Any, ...]:
     return tuple((bound | {"reduction": SUM}).values())
 
 
-# (what `loss_parallel` computes the op by; the op; its arguments by name) -> the results, or None
-# to leave the op to those who would compute it otherwise.
-COMPUTED: dict[Any, Callable[[Any, torch._ops.OpOverload, dict[str, Any]], Any]] = {
+# (what `loss_parallel` computes the op by; the op; its arguments by name; their mesh) -> the
+# results, or None to leave the op to those who would compute it otherwise.
+COMPUTED: dict[Any, Callable[[Any, Any, dict[str, Any], DeviceMesh], Any]] = {
     aten.nll_loss_forward.default: _mean_loss,
     aten.nll_loss2d_forward.default: _mean_loss,
     aten.nll_loss_backward.default: _mean_loss_backward,

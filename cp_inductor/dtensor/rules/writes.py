@@ -61,10 +61,10 @@ SCALED = {
     *(aten._foreach_mul_, aten._foreach_div_, aten._foreach_neg_),
 }
 ADDED = {aten.add_, aten.sub_, aten._foreach_add_, aten._foreach_sub_, aten.copy_}
-# From a tensor to the copies that DTensor made of it instead of views.
+# From a tensor to what are views of it on one process, and copies here.
 _copies: Any = WeakTensorKeyDictionary()
-# Under inference_mode: from such a copy, or what is made of it, to the tensor.
-_copied: Any = WeakTensorKeyDictionary()
+# From a view that was made under inference_mode, where torch notes no base, to the tensor.
+_bases: Any = WeakTensorKeyDictionary()
 _is_strict: ContextVar[bool] = ContextVar("is_strict", default=False)
 
 
@@ -111,18 +111,19 @@ def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
             views = run(op, (copied, *args[1:]), kwargs)
     is_view = op is not aten._unsafe_view.default
     if is_view and not is_fake(local_of(of)) and not is_compiled(local_of(of)):
+        base = _base_of(of)
         for made in views if isinstance(views, (tuple, list)) else (views,):
-            is_copy = memory_of(local_of(made)) != memory_of(local_of(of))
-            source = _copied.get(of, of if is_copy else None)
-            if source is not None:
-                _copies.setdefault(_root(source), []).append(weakref.ref(made))
-                if torch.is_inference_mode_enabled():
-                    _copied[made] = source
+            if memory_of(local_of(made)) != memory_of(local_of(base)):
+                _copies[base] = [*_living_copies(base), weakref.ref(made)]
+            if torch.is_inference_mode_enabled():
+                _bases[made] = base
     return views
 
 
-def _root(tensor: DTensor) -> Tensor:
-    return tensor if tensor._base is None else tensor._base
+def _base_of(tensor: DTensor) -> DTensor:
+    """Return what a tensor is a view of on one process; itself if it is none."""
+    base = _bases.get(tensor, tensor._base)
+    return base if isinstance(base, DTensor) else tensor
 
 
 def _write(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,8 +167,8 @@ def _trace(
 
 
 def _check(op: torch._ops.OpOverload, tensor: DTensor) -> None:
-    base = _copied.get(tensor, tensor._base)
-    if isinstance(base, DTensor) and (memory_of(local_of(base)) != memory_of(local_of(tensor))):
+    base = _base_of(tensor)
+    if memory_of(local_of(tensor)) != memory_of(local_of(base)):
         raise _refusal(
             str(op),
             f"a view with the placements of its tensor, {base.placements}",
@@ -191,14 +192,14 @@ def refuse_stale_copies(tensor: DTensor, site: str) -> None:
 
 def note_copies(tensors: Sequence[Any]) -> None:
     """Note tensors that are one memory on one process, and each its own here."""
-    for one in tensors:
-        if isinstance(one, DTensor):
-            others = (weakref.ref(other) for other in tensors if other is not one)
-            _copies[_root(one)] = [*_living_copies(one), *others]
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            others = (weakref.ref(other) for other in tensors if other is not tensor)
+            _copies[_base_of(tensor)] = [*_living_copies(tensor), *others]
 
 
 def _living_copies(tensor: DTensor) -> list[Any]:
-    return [copy for copy in _copies.get(_root(tensor), ()) if copy() is not None]
+    return [copy for copy in _copies.get(_base_of(tensor), ()) if copy() is not None]
 
 
 def _refusal(site: str, expected: str, got: str) -> UnsupportedWrite:

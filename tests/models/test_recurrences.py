@@ -36,16 +36,16 @@ from cp_inductor import (
     pass_states,
     tokens_before,
 )
+from cp_inductor.integrations.recurrence_forms import (
+    share_chunk_scan,
+    share_keyed,
+    share_short_convolution,
+)
 from cp_inductor.integrations.transformers_recurrences import find_recurrence
 from cp_inductor.modules import along_sequence
 from cp_inductor.modules.along_sequence import SharedSequence, last_tokens
 from cp_inductor.modules.reading import computing_with
-from cp_inductor.modules.recurrences import (
-    share_chunk_scan,
-    share_functions,
-    share_keyed,
-    share_short_convolution,
-)
+from cp_inductor.modules.recurrences import share_functions
 from tests.support.combinations import AOT, EAGER, assert_beside, check_distributed
 from tests.support.models import LENGTH, VOCABULARY, make
 from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh

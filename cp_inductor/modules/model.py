@@ -34,7 +34,7 @@ from cp_inductor.modules.mixers import CONVOLUTIONS, OnOwnTokens, OnWhole
 from cp_inductor.modules.reading import Local, ReadsLocally, libraries, read_locally, reading_of
 from cp_inductor.modules.recurrences import share_functions
 from cp_inductor.modules.tokenwise import OnShards, check_styles, is_tensor_parallel, router
-from cp_inductor.modules.weights import Options
+from cp_inductor.modules.weights import Options, ShardedWeights
 from cp_inductor.trust.agreement import agree_once
 from cp_inductor.trust.record import Entry
 
@@ -84,7 +84,11 @@ def check_arguments(
         if others[name] not in known:
             expected = f"{known[0]!r} or {known[1]!r}"
             refuse_argument(name, expected, f"{others[name]!r}", "name one of the two")
-    dims = others["seq_dims"]
+    weights, dims = others["weights"], others["seq_dims"]
+    is_stored = weights is None or (isinstance(weights, ShardedWeights) and weights.mesh.ndim == 1)
+    if not is_stored:
+        expected = "a DeviceMesh of one axis"
+        refuse_argument("weights", expected, f"{weights!r:.80}", 'pass weights=mesh["cp"]')
     is_table = isinstance(dims, Mapping) and all(
         isinstance(name, str) and (dim is None or type(dim) is int) for name, dim in dims.items()
     )

@@ -124,9 +124,10 @@ def parallelize(
         RanksDisagree: the model of another rank has other modules or tensors. Nothing is changed.
     """
     classes = {"tokenwise": tokenwise, "recurrent": recurrent, "whole": whole}
-    check_arguments(model, mesh, classes, seq_dims=seq_dims, outputs=outputs, gradients=gradients)
-    mesh = _first_equal(mesh)
     stored = ShardedWeights(weights) if isinstance(weights, DeviceMesh) else weights
+    others = {"outputs": outputs, "gradients": gradients, "weights": stored}
+    check_arguments(model, mesh, classes, seq_dims=seq_dims, **others)
+    mesh = _first_equal(mesh)
     named = tuple(tokenwise), tuple(recurrent), tuple(whole)
     options = Options(mesh, *named, dict(seq_dims or {}), outputs, stored, gradients)
     before = options_of(model)

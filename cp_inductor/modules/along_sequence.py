@@ -218,15 +218,16 @@ def _exchange_states(
     if sequence.rank > 0:
         initial = _in_place_of(initial, 0.0)
     final = times(kept, initial) + final
-    ranks, shape = sequence.world_size, final.shape
-    if times is torch.mul:  # a unit is an element
-        kept, final = (part.reshape(-1, 1, 1) for part in (kept.expand(shape), final))
-    else:  # some columns of a state, beside its matrix, so that there are as many as ranks
-        blocks = min(shape[-1], math.ceil(ranks / math.prod(shape[:-2])))
-        width = math.ceil(shape[-1] / blocks)
-        final = F.pad(final, (0, blocks * width - shape[-1])).unflatten(-1, (blocks, width))
-        final = final.movedim(-2, -3).flatten(0, -3)
-        kept = kept.unsqueeze(-3).expand(*shape[:-2], blocks, -1, -1).flatten(0, -3)
+    ranks, whole = sequence.world_size, final.shape
+    if times is torch.mul:  # each element is a state, and what is kept of it a matrix
+        kept, final = (part[..., None, None] for part in (kept.expand(whole), final))
+    # A unit is some columns of a state, beside its matrix, so that there are as many as ranks.
+    shape = final.shape
+    blocks = min(shape[-1], math.ceil(ranks / math.prod(shape[:-2])))
+    width = math.ceil(shape[-1] / blocks)
+    final = F.pad(final, (0, blocks * width - shape[-1])).unflatten(-1, (blocks, width))
+    final = final.movedim(-2, -3).flatten(0, -3)
+    kept = kept.unsqueeze(-3).expand(*shape[:-2], blocks, -1, -1).flatten(0, -3)
     count, sizes = final.shape[0], [kept.shape[-1], final.shape[-1]]
     pairs = F.pad(torch.cat([kept, final], -1), (0, 0, 0, 0, 0, -count % ranks))
     some = sequence.exchange(pairs).unflatten(0, (ranks, -1))
@@ -234,11 +235,10 @@ def _exchange_states(
     states = _compose(kept, final, times)
     before = torch.cat([torch.zeros_like(states[:1]), states[:-1]])
     both = torch.cat([before, states[-1:].expand_as(states)], -1)
+    both = sequence.exchange(both.flatten(0, 1))[:count].unflatten(0, (*shape[:-2], blocks))
     before, after = (
-        state.reshape(shape)
-        if times is torch.mul
-        else state.unflatten(0, (*shape[:-2], blocks)).movedim(-3, -2).flatten(-2)[..., : shape[-1]]
-        for state in sequence.exchange(both.flatten(0, 1))[:count].chunk(2, -1)
+        state.movedim(-3, -2).flatten(-2)[..., : shape[-1]].reshape(whole)
+        for state in both.chunk(2, -1)
     )
     return before + initial, after
 

@@ -341,10 +341,8 @@ def _adopt(model: nn.Module) -> None:
             watch_gradients(str(group.group_name), list(model.parameters()))
     for module in model.modules():
         read_as_dtensors(module, options)
-        # Such as adapters, in a module that computes on a rank's own tokens.
-        new = [one for one in module.modules() if not isinstance(one, ReadsLocally)]
-        for inner in new if isinstance(module, ReadsLocally) else ():
-            read_locally(inner, ReadsLocally)
+        if isinstance(module, ReadsLocally):  # such as adapters, inside it
+            read_locally(module, ReadsLocally, {})
 
 
 _parallelized: WeakSet[nn.Module] = WeakSet()

@@ -237,7 +237,7 @@ def run_beside_tensor_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
         if is_tensor_parallel(module, mesh):
             if isinstance(module, ReadsLocally):
                 raise _refused(name, "one within a module that runs on a rank's own tokens")
-            read_locally(module, _OnTokens)
+            read_locally(module, _OnTokens, {})
 
 
 def _has_style(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 
-def when_imported(names: set[str], then: Callable[[], None]) -> None:
+def when_imported(names: set[str], then: Callable[[], object]) -> None:
     """Call `then` behind the import of each module, and now if one has been imported.
 
     Args:
@@ -34,7 +34,7 @@ def when_imported(names: set[str], then: Callable[[], None]) -> None:
 class _Finder(MetaPathFinder):
     """Leaves finding modules to the others, and adds a call to what they find."""
 
-    def __init__(self, waiting: set[str], then: Callable[[], None]) -> None:
+    def __init__(self, waiting: set[str], then: Callable[[], object]) -> None:
         self.waiting, self.then = waiting, then
 
     def find_spec(
@@ -51,6 +51,6 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-def _run(run: Callable[[ModuleType], None], then: Callable[[], None], module: ModuleType) -> None:
+def _run(run: Callable[[ModuleType], None], then: Callable[[], object], module: ModuleType) -> None:
     run(module)
     then()

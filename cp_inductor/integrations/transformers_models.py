@@ -21,13 +21,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_inductor.integrations.transformers_recurrences import find_recurrence
 from cp_inductor.modules.mixers import OnWhole, gathered, own_part
 from cp_inductor.modules.reading import Local, libraries
-from cp_inductor.modules.tokenwise import OnShards, ProjectsOnShards
+from cp_inductor.modules.tokenwise import OnShards
 
 # A mixture of experts holds a child "experts" and one of these.
 ROUTERS = ("gate", "router")
@@ -44,10 +44,7 @@ _SHIFT_FUNCTION = "shift_tokens_right"
 _PLACE_OF_DECODER = 2
 
 
-def register_models() -> None:
-    """Let `parallelize` ask this file."""
-    if sys.modules[__name__] not in libraries:
-        libraries.append(sys.modules[__name__])
+libraries.append(sys.modules[__name__])  # `parallelize` asks this file
 
 
 def adapt(model: nn.Module) -> None:
@@ -77,10 +74,29 @@ def find_local(module: nn.Module) -> Local | None:
     if name in RECURRENT or any(map(_convolves_channels, module.children())):
         return Local(OnWhole)
     if name == PROJECTING:
-        return Local(ProjectsOnShards)
+        return Local(_Projects)
     has_experts = isinstance(getattr(module, "experts", None), nn.Module)
     has_router = any(isinstance(getattr(module, name, None), nn.Module) for name in ROUTERS)
     return Local(OnShards) if (has_experts and has_router) or name in MIXTURES else None
+
+
+class _Projects(OnShards):
+    """Projects to queries and back by experts, on this rank's tokens (JetMoE).
+
+    What `map` says of the routing, in a tuple, stays this rank's: only `reduce` reads it.
+    """
+
+    keeps_routing = True
+
+    def map(self, tokens: Tensor) -> Any:
+        """Project this rank's tokens."""
+        mapped: Any = super().map  # type: ignore[misc]
+        return self.on_shards(mapped, tokens)
+
+    def reduce(self, tokens: Tensor, routing: Any) -> Any:
+        """Project this rank's tokens back."""
+        reduced: Any = super().reduce  # type: ignore[misc]
+        return self.on_shards(reduced, tokens, routing)
 
 
 def find_routers(model: nn.Module) -> Mapping[type, int]:

@@ -28,11 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cp_inductor.modules.along_sequence import last_tokens, pass_states
-from cp_inductor.modules.mixers import CONVOLUTIONS, OnOwnTokens
-from cp_inductor.modules.reading import Local, ReadsLocally, computing
-from cp_inductor.modules.recurrences import (
-    Form,
+from cp_inductor.integrations.recurrence_forms import (
     refuse_steps,
     share_chunk_scan,
     share_gated,
@@ -41,6 +37,10 @@ from cp_inductor.modules.recurrences import (
     share_selective_scan,
     share_short_convolution,
 )
+from cp_inductor.modules.along_sequence import last_tokens, pass_states
+from cp_inductor.modules.mixers import CONVOLUTIONS, OnOwnTokens
+from cp_inductor.modules.reading import Local, ReadsLocally, computing
+from cp_inductor.modules.recurrences import Form
 
 # Classes whose forwards mix tokens by the functions below alone.
 MIXERS = frozenset(

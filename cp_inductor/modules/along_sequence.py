@@ -22,6 +22,7 @@ several, each of which shards the parts of those before it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,9 @@ from cp_inductor.torch_private.groups import exchange_rows
 
 # In meta["custom"] of the node, in Dynamo's graph, that gathers a part of each rank.
 GATHERS = "cp_gathers_along_sequence"
+
+# What is kept of a state: `torch.mul` of a decay, `torch.matmul` of a matrix, and a state.
+Product = Callable[[Tensor, Tensor], Tensor]
 
 # Sites at which a part that is compiled on its own has asked for the sequence.
 _asking: set[str] = set()
@@ -184,62 +188,57 @@ def pass_states(
     if kept is None or (matrix is not None and decay is not None):
         raise TypeError("pass_states takes either decay= or matrix=")
     _check_plain(final, kept, initial)
-    with torch.autocast(final.device.type, enabled=False):
-        return _pass_states(final, kept, initial, matrix is not None)
-
-
-def _pass_states(
-    final: Tensor, kept: Tensor, initial: Tensor | None, is_matrix: bool
-) -> tuple[Tensor, Tensor]:
+    times = torch.mul if matrix is None else torch.matmul
     dtype = torch.promote_types(final.dtype, torch.float32)
     final, kept = final.to(dtype), kept.to(dtype)
     state = torch.zeros_like(final) if initial is None else initial.to(dtype)
-    sequence = shared_sequence()
-    if sequence is None:
-        return state, _step(is_matrix, kept, final, state)
-    if sequence.lengths[sequence.rank] == 0:
-        # It is given one token, of zeros, and takes part in the backward of the gather.
-        size = kept.shape[-1]
-        identity = torch.eye(size, dtype=dtype, device=kept.device) if is_matrix else 1.0
-        kept, final = _in_place_of(kept, identity), _in_place_of(final, 0.0)
-    if not sequence.is_gathered:
-        return _exchange_states(sequence, kept, final, state, is_matrix)
-    states = [state]
-    for pair in sequence.gather(torch.cat([kept.flatten(), final.flatten()])).unbind(0):
-        one, other = pair.split([kept.numel(), final.numel()])
-        state = _step(is_matrix, one.view(kept.shape), other.view(final.shape), state)
-        states.append(state)
-    # Every rank reads all states, so that every rank takes part in the backward of the gather.
-    stacked = torch.stack(states)
-    return stacked[sequence.rank], stacked[-1]
+    with torch.autocast(final.device.type, enabled=False):
+        sequence = shared_sequence()
+        if sequence is None:
+            return state, times(kept, state) + final
+        if sequence.lengths[sequence.rank] == 0:
+            # It is given one token, of zeros, and takes part in the backward of the gather.
+            size = kept.shape[-1]
+            identity = 1.0 if matrix is None else torch.eye(size, dtype=dtype, device=kept.device)
+            kept, final = _in_place_of(kept, identity), _in_place_of(final, 0.0)
+        if not sequence.is_gathered:
+            return _exchange_states(sequence, kept, final, state, times)
+        states = [state]
+        for pair in sequence.gather(torch.cat([kept.flatten(), final.flatten()])).unbind(0):
+            one, other = pair.split([kept.numel(), final.numel()])
+            states.append(times(one.view(kept.shape), states[-1]) + other.view(final.shape))
+        # Every rank reads all states, so that every rank takes part in the backward of the gather.
+        stacked = torch.stack(states)
+        return stacked[sequence.rank], stacked[-1]
 
 
 def _exchange_states(
-    sequence: SharedSequence, kept: Tensor, final: Tensor, initial: Tensor, is_matrix: bool
+    sequence: SharedSequence, kept: Tensor, final: Tensor, initial: Tensor, times: Product
 ) -> tuple[Tensor, Tensor]:
     if sequence.rank > 0:
         initial = _in_place_of(initial, 0.0)
-    final = _step(is_matrix, kept, final, initial)
-    ranks, shape = sequence.world_size, final.shape
-    if not is_matrix:  # a unit is an element
-        kept, final = (one.reshape(-1, 1, 1) for one in (kept.expand(shape), final))
-    else:  # some columns of a state, beside its matrix, so that there are as many as ranks
-        blocks = min(shape[-1], math.ceil(ranks / math.prod(shape[:-2])))
-        width = math.ceil(shape[-1] / blocks)
-        final = F.pad(final, (0, blocks * width - shape[-1])).unflatten(-1, (blocks, width))
-        final = final.movedim(-2, -3).flatten(0, -3)
-        kept = kept.unsqueeze(-3).expand(*shape[:-2], blocks, -1, -1).flatten(0, -3)
+    final = times(kept, initial) + final
+    ranks, whole = sequence.world_size, final.shape
+    if times is torch.mul:  # each element is a state, and what is kept of it a matrix
+        kept, final = (part[..., None, None] for part in (kept.expand(whole), final))
+    # A unit is some columns of a state, beside its matrix, so that there are as many as ranks.
+    shape = final.shape
+    blocks = min(shape[-1], math.ceil(ranks / math.prod(shape[:-2])))
+    width = math.ceil(shape[-1] / blocks)
+    final = F.pad(final, (0, blocks * width - shape[-1])).unflatten(-1, (blocks, width))
+    final = final.movedim(-2, -3).flatten(0, -3)
+    kept = kept.unsqueeze(-3).expand(*shape[:-2], blocks, -1, -1).flatten(0, -3)
     count, sizes = final.shape[0], [kept.shape[-1], final.shape[-1]]
     pairs = F.pad(torch.cat([kept, final], -1), (0, 0, 0, 0, 0, -count % ranks))
     some = sequence.exchange(pairs).unflatten(0, (ranks, -1))
-    states = _compose(is_matrix, *some.split(sizes, -1))
+    kept, final = some.split(sizes, -1)
+    states = _compose(kept, final, times)
     before = torch.cat([torch.zeros_like(states[:1]), states[:-1]])
     both = torch.cat([before, states[-1:].expand_as(states)], -1)
+    both = sequence.exchange(both.flatten(0, 1))[:count].unflatten(0, (*shape[:-2], blocks))
     before, after = (
-        one.reshape(shape)
-        if not is_matrix
-        else one.unflatten(0, (*shape[:-2], blocks)).movedim(-3, -2).flatten(-2)[..., : shape[-1]]
-        for one in sequence.exchange(both.flatten(0, 1))[:count].chunk(2, -1)
+        state.movedim(-3, -2).flatten(-2)[..., : shape[-1]].reshape(whole)
+        for state in both.chunk(2, -1)
     )
     return before + initial, after
 
@@ -250,7 +249,7 @@ def _in_place_of(tensor: Tensor, other: Any) -> Tensor:
     return torch.where(always, other, tensor)
 
 
-def _compose(is_matrix: bool, kept: Tensor, final: Tensor) -> Tensor:
+def _compose(kept: Tensor, final: Tensor, times: Product) -> Tensor:
     """Return the state after each rank, of pairs (P, U, K, K) and (P, U, K, V).
 
     Runs of ranks are composed side by side, then one after the other.
@@ -258,24 +257,18 @@ def _compose(is_matrix: bool, kept: Tensor, final: Tensor) -> Tensor:
     count = final.shape[0]
     size = math.isqrt(count - 1) + 1
     kept, final = (
-        F.pad(one, (0, 0, 0, 0, 0, 0, 0, -count % size)).unflatten(0, (-1, size))
-        for one in (kept, final)
+        F.pad(part, (0, 0, 0, 0, 0, 0, 0, -count % size)).unflatten(0, (-1, size))
+        for part in (kept, final)
     )
     pairs = [(kept[:, 0], final[:, 0])]
     for one, other in zip(kept.unbind(1)[1:], final.unbind(1)[1:], strict=True):
         before, state = pairs[-1]
-        pairs.append(
-            (one @ before if is_matrix else one * before, _step(is_matrix, one, other, state))
-        )
-    kept, final = (torch.stack(ones, 1) for ones in zip(*pairs, strict=True))
+        pairs.append((times(one, before), times(one, state) + other))
+    kept, final = (torch.stack(parts, 1) for parts in zip(*pairs, strict=True))
     states = [torch.zeros_like(final[0, 0])]
     for one, other in zip(kept[:-1, -1], final[:-1, -1], strict=True):
-        states.append(_step(is_matrix, one, other, states[-1]))
-    return _step(is_matrix, kept, final, torch.stack(states)[:, None]).flatten(0, 1)[:count]
-
-
-def _step(is_matrix: bool, kept: Tensor, final: Tensor, state: Tensor) -> Tensor:
-    return (kept @ state if is_matrix else kept * state) + final
+        states.append(times(one, states[-1]) + other)
+    return (times(kept, torch.stack(states)[:, None]) + final).flatten(0, 1)[:count]
 
 
 def tokens_before(tokens: Tensor, count: int, dim: int) -> Tensor:

@@ -34,7 +34,7 @@ from cp_inductor.modules.mixers import CONVOLUTIONS, OnOwnTokens, OnWhole
 from cp_inductor.modules.reading import Local, ReadsLocally, libraries, read_locally, reading_of
 from cp_inductor.modules.recurrences import share_functions
 from cp_inductor.modules.tokenwise import OnShards, check_styles, is_tensor_parallel, router
-from cp_inductor.modules.weights import Options
+from cp_inductor.modules.weights import Options, ShardedWeights
 from cp_inductor.trust.agreement import agree_once
 from cp_inductor.trust.record import Entry
 
@@ -84,7 +84,11 @@ def check_arguments(
         if others[name] not in known:
             expected = f"{known[0]!r} or {known[1]!r}"
             refuse_argument(name, expected, f"{others[name]!r}", "name one of the two")
-    dims = others["seq_dims"]
+    weights, dims = others["weights"], others["seq_dims"]
+    is_stored = weights is None or (isinstance(weights, ShardedWeights) and weights.mesh.ndim == 1)
+    if not is_stored:
+        expected = "a DeviceMesh of one axis"
+        refuse_argument("weights", expected, f"{weights!r:.80}", 'pass weights=mesh["cp"]')
     is_table = isinstance(dims, Mapping) and all(
         isinstance(name, str) and (dim is None or type(dim) is int) for name, dim in dims.items()
     )
@@ -241,25 +245,18 @@ def adapt(model: nn.Module, options: Options) -> None:
         hold_sequences_along(options.mesh, str(group.group_name))
     for library in libraries:
         library.adapt(model)
-    places = {cls: at for one in libraries for cls, at in one.find_routers(model).items()}
-    routers = {cls: router(place) for cls, place in places.items()}
+    places = [place for library in libraries for place in library.find_routers(model).items()]
+    routers = {cls: router(place) for cls, place in places}
     known_on_whole: Counter[str] = Counter()
     for module in list(model.modules()):
         local = None if isinstance(module, ReadsLocally) else local_of(module, options)
         if local is None:
             continue
         if issubclass(local.mixin, OnOwnTokens):
-            is_everywhere = local is RECURRENT
-            share_functions(module.modules(), local.functions, is_everywhere=is_everywhere)
+            share_functions(module.modules(), local.functions, is_everywhere=local is RECURRENT)
         if local.mixin is OnWhole and local is not WHOLE:
             known_on_whole[type(module).__name__] += 1
-        mixins = {**local.inner, **routers}
-        for inner in list(module.modules()):
-            # Where its weight is sharded, the class is a subclass of that of the router.
-            known = (mixins[cls] for cls in type(inner).__mro__ if cls in mixins)
-            if not isinstance(inner, ReadsLocally):
-                mixin = local.mixin if inner is module else next(known, ReadsLocally)
-                read_locally(inner, mixin)
+        read_locally(module, local.mixin, {**local.inner, **routers})
     if known_on_whole and is_first_rank(options.mesh):
         size = options.mesh.size()
         names = ", ".join(f"{count} x {name}" for name, count in known_on_whole.items())

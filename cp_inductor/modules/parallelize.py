@@ -124,9 +124,10 @@ def parallelize(
         RanksDisagree: the model of another rank has other modules or tensors. Nothing is changed.
     """
     classes = {"tokenwise": tokenwise, "recurrent": recurrent, "whole": whole}
-    check_arguments(model, mesh, classes, seq_dims=seq_dims, outputs=outputs, gradients=gradients)
-    mesh = _first_equal(mesh)
     stored = ShardedWeights(weights) if isinstance(weights, DeviceMesh) else weights
+    others = {"outputs": outputs, "gradients": gradients, "weights": stored}
+    check_arguments(model, mesh, classes, seq_dims=seq_dims, **others)
+    mesh = _first_equal(mesh)
     named = tuple(tokenwise), tuple(recurrent), tuple(whole)
     options = Options(mesh, *named, dict(seq_dims or {}), outputs, stored, gradients)
     before = options_of(model)
@@ -340,10 +341,8 @@ def _adopt(model: nn.Module) -> None:
             watch_gradients(str(group.group_name), list(model.parameters()))
     for module in model.modules():
         read_as_dtensors(module, options)
-        # Such as adapters, in a module that computes on a rank's own tokens.
-        new = [one for one in module.modules() if not isinstance(one, ReadsLocally)]
-        for inner in new if isinstance(module, ReadsLocally) else ():
-            read_locally(inner, ReadsLocally)
+        if isinstance(module, ReadsLocally):  # such as adapters, inside it
+            read_locally(module, ReadsLocally, {})
 
 
 _parallelized: WeakSet[nn.Module] = WeakSet()

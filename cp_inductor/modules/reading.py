@@ -192,16 +192,24 @@ def read_as_dtensors(module: nn.Module, reading: Options) -> None:
         module.__class__ = _subclass(cls, None, names, reading)
 
 
-def read_locally(module: nn.Module, mixin: type[ReadsLocally]) -> None:
-    """Let a module read local tensors, and override its methods by those of a mixin.
+def read_locally(
+    outer: nn.Module, mixin: type[ReadsLocally], inner: Mapping[type, type[ReadsLocally]]
+) -> None:
+    """Let a module, and those inside it that do not do so yet, read local tensors.
 
-    The new methods call the old ones `locally`. Modules inside it do not change.
+    Its mixin overrides its methods; so do those of `inner`, by the classes of modules inside it.
     """
-    # Also what hooks set, as in weight_norm.
-    held = (name for name, value in vars(module).items() if isinstance(value, Tensor))
-    names = tuple(dict.fromkeys((*module._parameters, *module._buffers, *held)))
-    cls, methods = cast("Any", type(module)), cast("Any", mixin)
-    module.__class__ = _subclass(cls, methods, names, reading_of(module))
+    for module in outer.modules():
+        cls: Any = type(module)
+        if issubclass(cls, ReadsLocally):
+            continue
+        # Where its weight is sharded, the class is a subclass of that of a router.
+        known = (inner[base] for base in cls.__mro__ if base in inner)
+        methods: Any = mixin if module is outer else next(known, ReadsLocally)
+        # Also what hooks set, as in weight_norm.
+        held = (name for name, value in vars(module).items() if isinstance(value, Tensor))
+        names = tuple(dict.fromkeys((*module._parameters, *module._buffers, *held)))
+        module.__class__ = _subclass(cls, methods, names, reading_of(module))
 
 
 def reading_of(module: nn.Module) -> Options | None:

@@ -63,17 +63,22 @@ from cp_inductor.modules.whole_batches import map_parts, tensors_of
 
 
 class OnShards(ReadsLocally):
-    """Computes on this rank's tokens."""
+    """Computes on this rank's tokens.
 
-    _keeps_routing = False
+    Attributes:
+        keeps_routing: whether a tuple within a result stays this rank's.
+    """
+
+    keeps_routing = False
 
     def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Take this rank's part of the arguments, and compute."""
         if isinstance(tokens, DTensor):
             args, kwargs = map_parts(lambda _, other: part_beside(other, tokens), (args, kwargs))
-        return self._on_shards(super().forward, tokens, *args, **kwargs)
+        return self.on_shards(super().forward, tokens, *args, **kwargs)
 
-    def _on_shards(self, method: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def on_shards(self, method: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call a method for this rank's tokens."""
         if not isinstance(tokens, DTensor):
             return method(tokens, *args, **kwargs)
         given = tokens.placements
@@ -93,30 +98,11 @@ class OnShards(ReadsLocally):
         outs = [*result] if isinstance(result, tuple) else [result]
         outs[0] = _flat(outs[0], local, tokens)
         for place, out in enumerate(outs):
-            if not self._keeps_routing or not isinstance(out, tuple):
+            if not self.keeps_routing or not isinstance(out, tuple):
                 outs[place] = map_parts(
                     lambda _, part: _distributed(part, local, tokens, given), out, is_ours=True
                 )
         return tuple(outs) if isinstance(result, tuple) else outs[0]
-
-
-class ProjectsOnShards(OnShards):
-    """Projects to queries and back by experts, on this rank's tokens (JetMoE).
-
-    What `map` says of the routing, in a tuple, stays this rank's: only `reduce` reads it.
-    """
-
-    _keeps_routing = True
-
-    def map(self, tokens: Tensor) -> Any:
-        """Project this rank's tokens."""
-        mapped: Any = super().map  # type: ignore[misc]
-        return self._on_shards(mapped, tokens)
-
-    def reduce(self, tokens: Tensor, routing: Any) -> Any:
-        """Project this rank's tokens back."""
-        reduced: Any = super().reduce  # type: ignore[misc]
-        return self._on_shards(reduced, tokens, routing)
 
 
 class _Router(ReadsLocally):
@@ -251,7 +237,7 @@ def run_beside_tensor_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
         if is_tensor_parallel(module, mesh):
             if isinstance(module, ReadsLocally):
                 raise _refused(name, "one within a module that runs on a rank's own tokens")
-            read_locally(module, _OnTokens)
+            read_locally(module, _OnTokens, {})
 
 
 def _has_style(module: nn.Module) -> bool:

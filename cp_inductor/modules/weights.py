@@ -25,8 +25,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -34,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from cp_inductor.dtensor.axis import is_first_rank
-from cp_inductor.dtensor.wrap import wrap_parts
+from cp_inductor.dtensor.wrap import wrap_parts, wrap_whole
 from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
 from cp_inductor.kept import cache
 from cp_inductor.torch_private.dynamo import graph_inputs
@@ -176,7 +178,6 @@ class Options:
     Attributes:
         mesh, tokenwise, recurrent, whole, seq_dims, outputs, gradients: arguments of `parallelize`.
         weights: how parameters are stored in shards; None leaves them.
-        everywhere: placements of a tensor that every rank has whole.
     """
 
     mesh: DeviceMesh
@@ -187,10 +188,6 @@ class Options:
     outputs: str = "sharded"
     weights: ShardedWeights | None = None
     gradients: str = "sum"
-    everywhere: tuple[Replicate, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.everywhere = (Replicate(),) * self.mesh.ndim
 
     @property
     def everybody(self) -> DeviceMesh:
@@ -208,14 +205,12 @@ class Options:
             whole = cast("DTensor", self.as_dtensor(tensor.to_local()))
             local = whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
             return wrap_parts(local, tensor.device_mesh, tensor.placements, tensor.shape)
-        of_gradient: list[Partial] | None = None
-        if self.gradients == "partial":
-            of_gradient = [Partial()] * self.mesh.ndim
-            if tensor.requires_grad:
-                tensor = scale_gradient(tensor, self.mesh.size())
-        return DTensor.from_local(
-            tensor, self.mesh, self.everywhere, run_check=False, grad_placements=of_gradient
-        )
+        if self.gradients == "sum":
+            return wrap_whole(tensor, self.mesh)
+        if tensor.requires_grad:
+            tensor = scale_gradient(tensor, self.mesh.size())
+        places, parts = [Replicate()] * self.mesh.ndim, [Partial()] * self.mesh.ndim
+        return DTensor.from_local(tensor, self.mesh, places, run_check=False, grad_placements=parts)
 
     def is_beside(self, tensor: Tensor) -> bool:
         """Whether a tensor is a DTensor over other ranks, which is read as it is."""
@@ -252,7 +247,7 @@ def check_ties(graph: fx.Graph) -> None:
     for (name, one, local, is_table), (other_name, other, other_local, is_other_table) in pairs:
         if one is other or not (one.requires_grad or other.requires_grad):
             continue
-        if _is_one_memory(local, other_local):
+        if _share_elements(local, other_local):
             raise UntiedWeights(
                 site=f"{name} and {other_name}",
                 expected="one parameter under both names",
@@ -265,38 +260,26 @@ def check_ties(graph: fx.Graph) -> None:
             _warn(name, other_name)
 
 
-def _is_one_memory(one: Tensor, other: Tensor) -> bool:
-    if one.is_meta or not one.numel():
-        return False
-    address = one.untyped_storage().data_ptr()
-    # A weight that FSDP has freed has no address.
-    is_same = address != 0 and address == other.untyped_storage().data_ptr()
-    return is_same and _share_elements(one, other)
-
-
 def _share_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether two plain tensors of one storage have an element in common.
+    """Whether two plain tensors have an element in common, and not bytes of one storage alone.
 
-    Bytes in common are not enough: interleaved parts of one tensor, such as its even and its odd
-    columns, have no element in common.
+    Interleaved parts of one tensor, such as its even and its odd columns, have none.
     """
-    (start, end), (other_start, other_end) = (_extent(tensor) for tensor in (one, other))
-    if start >= other_end or other_start >= end:
-        return False
-    size, first = one.element_size(), min(start, other_start)
-    if size != other.element_size():
-        return True
-    marks = torch.zeros((max(end, other_end) - first) // size, dtype=torch.bool)
-    marks.as_strided(one.size(), one.stride(), (start - first) // size).fill_(True)
-    return bool(marks.as_strided(other.size(), other.stride(), (other_start - first) // size).any())
+    address = one.untyped_storage().data_ptr()
+    # A tensor on "meta" has no address, nor has a weight that FSDP has freed.
+    is_same = address != 0 and address == other.untyped_storage().data_ptr()
+    return is_same and np.shares_memory(_where_elements_are(one), _where_elements_are(other))
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of its storage that a tensor reads, and the byte after the last."""
-    start = int(tensor.storage_offset())
-    span = zip(tensor.size(), tensor.stride(), strict=True)
-    last = start + sum((int(size) - 1) * int(stride) for size, stride in span)
-    return start * tensor.element_size(), (last + 1) * tensor.element_size()
+def _where_elements_are(tensor: Tensor) -> np.ndarray:
+    """Return an array at the address of a tensor, which may be a device's: nobody may read it."""
+    size = tensor.element_size()
+    interface = {
+        **{"version": 3, "typestr": f"|V{size}", "data": (tensor.data_ptr(), True)},
+        "shape": tuple(tensor.shape),
+        "strides": tuple(size * stride for stride in tensor.stride()),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:

@@ -656,11 +656,10 @@ def refusals(mesh: DeviceMesh) -> Iterator[tuple[type[Exception], str, Any]]:
     yield InvalidArgument, "has none", lambda: call(make_model(), mesh, whole=[nn.GRU])
     yield InvalidArgument, "a list of classes", lambda: call(make_model(), mesh, whole=nn.Linear)
     lazy = nn.Sequential(nn.LazyLinear(3))
-    yield (
-        UnsupportedPlacement,
-        r"0.weight: .*with a shape.*call the model",
-        lambda: call(lazy, mesh),
-    )
+    words = r"0.weight: .*with a shape.*call the model"
+    yield UnsupportedPlacement, words, lambda: call(lazy, mesh)
+    for other in ("text", plane):
+        yield InvalidArgument, "of one axis", partial(call, make_model(), mesh, weights=other)
     for part in (split.bias.detach(), split.bias.detach()[2:]):
         views = nn.ParameterList([split.bias, part])
         yield UntiedWeights, "0 and 1: .*share memory", lambda v=views: call(v, mesh, weights=mesh)

@@ -36,16 +36,16 @@ from cp_inductor import (
     pass_states,
     tokens_before,
 )
+from cp_inductor.integrations.recurrence_forms import (
+    share_chunk_scan,
+    share_keyed,
+    share_short_convolution,
+)
 from cp_inductor.integrations.transformers_recurrences import find_recurrence
 from cp_inductor.modules import along_sequence
 from cp_inductor.modules.along_sequence import SharedSequence, last_tokens
 from cp_inductor.modules.reading import computing_with
-from cp_inductor.modules.recurrences import (
-    share_chunk_scan,
-    share_functions,
-    share_keyed,
-    share_short_convolution,
-)
+from cp_inductor.modules.recurrences import share_functions
 from tests.support.combinations import AOT, EAGER, assert_beside, check_distributed
 from tests.support.models import LENGTH, VOCABULARY, make
 from tests.support.ranks import fake_mesh, on_ranks, run_ranks, world_mesh
@@ -272,9 +272,9 @@ def test_pairs_of_any_number_of_ranks_compose(is_matrix: bool) -> None:
         )
         state = torch.zeros(2, size, 1, dtype=torch.float64)
         states = [state := kept[at] @ state + final[at] for at in range(ranks)]
-        torch.testing.assert_close(
-            along_sequence._compose(is_matrix, kept, final), torch.stack(states)
-        )
+        times = torch.matmul if is_matrix else torch.mul
+        composed = along_sequence._compose(kept, final, times)
+        torch.testing.assert_close(composed, torch.stack(states))
 
 
 def count_exchanged(ranks: int, **kept: Tensor) -> int:

@@ -12,15 +12,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_inductor.modules.along_sequence import SharedSequence
-from cp_inductor.modules.reading import computing_with
-from cp_inductor.modules.recurrences import (
+from cp_inductor.integrations.recurrence_forms import (
     share_chunk_scan,
     share_gated,
     share_keyed,
     share_selective_scan,
     share_short_convolution,
 )
+from cp_inductor.modules.along_sequence import SharedSequence
+from cp_inductor.modules.reading import computing_with
 from tests.support.ranks import world_mesh
 from tests.support.reference import shard
 

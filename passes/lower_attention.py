@@ -67,8 +67,8 @@ from cp_inductor.torch_private.tracing import (
     known_results,
     trace_fake,
 )
+from cp_inductor.trust.agreement import NOTE_TABLES
 from cp_inductor.trust.claims import kind_of, tables_to_note
-from cp_inductor.trust.graph_agreement import NOTE_TABLES
 
 # What nodes of an expansion do not share with their site.
 OWN_KEYS = (BYTES_KEY, EXCHANGE_KEY, TILES_KEY, TILE_KEY, ONE_KERNEL_KEY)

@@ -32,7 +32,7 @@ from cp_inductor.graph.subgraphs import bodies_of, method_of
 from cp_inductor.kept import cache
 from cp_inductor.torch_private.dtensor import local_of
 from cp_inductor.torch_private.tracing import memory_of, tensors_in
-from cp_inductor.trust.graph_agreement import NOTE_DRAW
+from cp_inductor.trust.agreement import NOTE_DRAW
 
 # Attention draws by a seed, which the ranks compare. Recurrent layers draw as dropout between
 # layers only, and run on the whole sequence, on each rank for its own tokens.

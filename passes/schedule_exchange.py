@@ -40,7 +40,7 @@ from cp_inductor.torch_private.arguments import bind_arguments
 from cp_inductor.torch_private.inductor import is_input_of_forward
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import tensors_in
-from cp_inductor.trust.graph_agreement import NOTE_TABLES
+from cp_inductor.trust.agreement import NOTE_TABLES
 
 # Nobody knows a link so well: each exchange is given more compute than it needs by estimate.
 MARGIN = 1.25

@@ -30,8 +30,8 @@ from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.settings import Settings
 from cp_inductor.region.modes import note_compiled
 from cp_inductor.torch_private.dynamo import is_capturing_whole
+from cp_inductor.trust.agreement import AgreedGraph
 from cp_inductor.trust.claims import Planned, batches_of, describe_program
-from cp_inductor.trust.graph_agreement import AgreedGraph
 from cp_inductor.trust.unreduced import watch_gradients
 
 

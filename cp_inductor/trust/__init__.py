@@ -1,10 +1,8 @@
 """Ranks compare what they are about to run, and say what failed.
 
-log, record                 the one comparison: what a rank tells, who waits for whom, and why
-                            ranks give up
-asking                      the thread that asks the store, and compares beside the program
-claims                      what a rank says about an attention, a table and a graph
-agreement, graph_agreement  what is compared, in eager code and around a compiled graph
-exchanges                   which exchange failed, and whose fault it was; ranges in a profile
-unreduced                   gradients of shards that nobody sums
+log, record  the one comparison: what a rank tells, who waits for whom, and why ranks give up
+claims       what a rank says about an attention, a table and a graph
+agreement    what is compared, in eager code and around a compiled graph
+exchanges    which exchange failed, and whose fault it was; ranges in a profile
+unreduced    gradients of shards that nobody sums
 """

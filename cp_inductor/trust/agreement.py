@@ -5,14 +5,19 @@
 
 If messages have the same size, nothing else notices. If the sizes differ, a buffer is filled in
 part, or a rank waits for ever. So ranks compare claims, one for each attention, through the store
-of their group: in eager code before it runs, and by `graph_agreement` before a graph runs.
+of their group: before eager code runs it, and before a compiled graph runs.
 
 A rank waits for the others when a claim differs from the last one that was agreed for its kind of
 attention. Ranks that run the same program see the same changes, so a rank that only compiles again
 waits for nobody. The other attentions are compared beside the program; see `log`.
 
 The tables of masks and the seeds of dropout are known only at run time. Their digests are compared
-in the first runs, and then as often as the user asks, after the attention or graph has run.
+in the first runs, and then as often as the user asks, after the attention or graph has run. DTensor
+takes random numbers that a graph draws for the same on every rank: they are compared as well.
+
+    with AgreedGraph(...)(args):     all claims of the graph are compared, with this call's sizes
+        run(args)                    ops in it hand tables and draws over: note_tables, note_draw
+                                     on the way out: digests of these are compared
 
 Nothing is compared in groups of one rank, in pretended groups, or while a graph is traced.
 """
@@ -20,28 +25,46 @@ Nothing is compared in groups of one rank, in pretended groups, or while a graph
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import InitVar, dataclass, replace
 from operator import itemgetter
+from typing import Any
 from weakref import WeakKeyDictionary
 
+import sympy
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import SymInt, Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 from cp_inductor import config
-from cp_inductor.errors import CPError, ExchangeFailed, ProcessGroupError, RanksDisagree
+from cp_inductor.errors import (
+    CPError,
+    ExchangeFailed,
+    ProcessGroupError,
+    RanksDisagree,
+    SequenceWarning,
+)
+from cp_inductor.graph.collectives import Collective
 from cp_inductor.kept import on_reset
 from cp_inductor.run.attention import Attention
 from cp_inductor.tiles.dims import SEQUENCE_DIM
-from cp_inductor.torch_private.groups import group_of, group_with_store
+from cp_inductor.torch_private.groups import group_with_store
 from cp_inductor.torch_private.modes import is_transformed
+from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.trust.claims import (
     Planned,
+    beginning_of,
     describe_attention,
+    describe_beginnings,
+    describe_collectives,
     describe_table,
+    digest,
     digest_of,
+    is_captured,
     kind_of,
     name_tables,
     tables_to_note,
@@ -49,11 +72,13 @@ from cp_inductor.trust.claims import (
 from cp_inductor.trust.log import Log
 from cp_inductor.trust.record import ATTENTIONS, BATCHES, TABLES, Entry
 
-# Tables are compared in this many runs of each kind of attention: about the layers of a model.
-FIRST_RUNS = 128
+# Tables are compared in this many runs of each kind of attention, and a rank waits for others at
+# this many first events: about the attentions of a model's first step.
+FIRST_RUNS = FIRST_EVENTS = 128
 
-# A rank waits for others at this many first events: about the attentions of a model's first step.
-FIRST_EVENTS = 128
+# In so many calls of a graph, with gradients and without, the beginnings of inputs are compared: a
+# program may cut one batch and not the next.
+FIRST_CALLS = 2
 
 # About so many numbers of a batch are compared: all, unless it is a mask of many tokens.
 MOST_OF_BATCH = 1 << 22
@@ -63,6 +88,12 @@ SAME_BATCHES = (
     " flag; evaluate on all of them; then start again from a checkpoint, because numbers of two"
     " batches may have met; if each rank's whole tensors differ outside of its own part, set"
     " config.check_agreement = False"
+)
+
+SEED_ALIKE = (
+    "call torch.manual_seed with one seed on all ranks that share a sequence, and draw the same on"
+    " all of them from then on; or make it a DTensor with distribute_tensor, which hands out what"
+    " the first rank has"
 )
 
 # What was agreed before the first time.
@@ -83,67 +114,8 @@ def agree(log: Log, entries: Sequence[Entry]) -> None:
     log.last.update(zip(kinds, entries, strict=True))
 
 
-def compare_tables(
-    group_name: str,
-    tables: Mapping[str, Tensor],
-    kind: str,
-    site: str,
-    *,
-    what: str = "tables of an attention",
-    remedy: str = "",
-    note_as: int | None = None,
-) -> None:
-    """Compare what must be alike on all ranks, in the first runs of its kind and as often as asked.
-
-    If it has a place to be noted as, it is compared behind the compiled graph that this thread is
-    in; if that is none, not at all.
-
-    Raises:
-        RanksDisagree: it is not the same on all ranks.
-    """
-    notes = _notes.get()
-    is_compared = tables and (note_as is None or notes is not None)
-    log = agreed_of(group_name) if is_compared else None
-    if log is None:
-        return
-    log.num_runs[kind] += 1
-    every = config.check_tables_every
-    if log.num_runs[kind] > FIRST_RUNS and not (every and log.num_runs[kind] % every == 0):
-        return
-    numbers = {name: describe_table(tensor) for name, tensor in tables.items()}
-    entry = Entry(site, {"what": what, "check_tables_every": str(every), **numbers}, remedy=remedy)
-    if notes is None or note_as is None:
-        log.come([entry], log.others, TABLES)
-    else:
-        notes.setdefault(log, []).append((note_as, entry))
-
-
 # What ranks have said outlives every compile. None stands for a group with nothing to compare.
 _agreed_in: WeakKeyDictionary[dist.ProcessGroup, Log | None] = WeakKeyDictionary()
-
-
-# What the compiled graph has noted that is being called, by group, with the numbers of draws, which
-# may come in any order. It is None in eager code, and in a backward, which computes again what was
-# compared.
-_notes: ContextVar[dict[Log, list[tuple[int, Entry]]] | None] = ContextVar("_notes", default=None)
-
-
-@contextmanager
-def graph_called() -> Iterator[None]:
-    """Run a compiled graph inside, whose attentions were compared; then compare what it noted.
-
-    Nothing is left of the notes of a graph that raises.
-    """
-    notes = dict[Log, list[tuple[int, Entry]]]()
-    before = _notes.set(notes)
-    try:
-        yield
-    finally:
-        _notes.reset(before)
-    for log, noted in notes.items():
-        entries = [entry for _, entry in sorted(noted, key=itemgetter(0))]
-        log.come(entries, log.others, TABLES)
-
 
 # Default groups of the processes that this one was forked from. Their groups do not work here.
 _forked_with: list[dist.ProcessGroup | None] = []
@@ -238,22 +210,14 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
     log = agreed_of(group_name)
     if log is None:
         return
-    shape = "x".join(map(str, tensor.shape))
-    flat = tensor.detach().reshape(-1)
-    flat = flat[:: 1 + flat.numel() // MOST_OF_BATCH].contiguous()
-    first = ", ".join(map(str, flat[:4].tolist()))
-    numbers = f"{shape} numbers with {first}, ..., digest {digest_of(flat)}"
     log.rejoin()
-    number = log.record.trails[BATCHES].count + 1
-    fields = {"what": "a batch", f"batch {number}": numbers}
+    flat = tensor.detach().reshape(-1)
+    shape, step = "x".join(map(str, tensor.shape)), 1 + flat.numel() // MOST_OF_BATCH
+    first = ", ".join(map(str, flat[:4].tolist()))
+    numbers = f"{shape} numbers with {first}, ..., digest {digest_of(flat[::step])}"
+    name = f"batch {log.record.trails[BATCHES].count + 1}"
+    fields = {"what": "a batch", name: numbers}
     log.come([Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)], (), BATCHES)
-
-
-def log_of(group_name: str) -> Log | None:
-    """Return what this rank of a group tells the others, if it has told them anything."""
-    with suppress(RuntimeError, KeyError):  # the group is gone
-        return _agreed_in.get(group_of(group_name))
-    return None
 
 
 @contextmanager
@@ -289,3 +253,208 @@ def agreed(
     if tables:
         named = name_tables(tables, has_seed=attention.dropout_p > 0)
         compare_tables(attention.group_name, named, kind_of(attention, query.dtype), site)
+
+
+# --- Compiled graphs -----------------------------------------------------------------------
+
+
+@dataclass
+class AgreedGraph:
+    """Makes the context that a compiled graph is called in, from the arguments of the call.
+
+    Attributes:
+        planned: the attentions of the graph, in the order in which they run.
+        inputs: the placeholders of the graph, with their example values.
+        flags: what the order of exchanges depends on, or who computes attentions.
+        collectives: what its lowered graphs start, by their kinds, as far as that is known.
+        whole: what is known of its program, see `describe_program`, if the graph is all that is
+            compiled of the model, on every rank. Then how many attentions there are, and in which
+            order, is compared as well.
+        shards: the plain inputs that are shards: by place, their name and sequence dim.
+        batches: those that every rank has whole, if plain: by place, the name of the group.
+    """
+
+    planned: Sequence[Planned]
+    inputs: InitVar[Sequence[fx.Node]]
+    flags: Mapping[str, str]
+    collectives: Mapping[str, Sequence[Collective]]
+    whole: Mapping[str, str] | None
+    shards: Mapping[int, tuple[str, int]]
+    batches: Mapping[int, str]
+
+    def __post_init__(self, inputs: Sequence[fx.Node]) -> None:
+        # Now: what is found out of a symbol while a backward is compiled is true of that call.
+        self.sizes = [tuple(map(size_expression, one.sizes)) for one in self.planned]
+        symbols = {symbol for sizes in self.sizes for size in sizes for symbol in size.free_symbols}
+        # Where the arguments of a call tell the value of a symbol.
+        self.sources = {
+            expression: (place, index)
+            for place, node in enumerate(inputs)
+            for index, size in enumerate(_sizes_in(node.meta.get("example_value")))
+            if isinstance(size, SymInt) and (expression := size_expression(size)) in symbols
+        }
+        self.group_names = tuple(dict.fromkeys(one.attention.group_name for one in self.planned))
+        self.known: dict[tuple[Any, ...], list[Entry]] = {}
+
+    @contextmanager
+    def __call__(self, args: Sequence[Any]) -> Iterator[None]:
+        """Run the graph inside, once all ranks are about to run the same; raises RanksDisagree."""
+        for place, name in self.batches.items():
+            note_batch(name, args[place])
+        notes = dict[Log, list[tuple[int, Entry]]]()
+        before = _notes.set(notes)
+        try:
+            for name in self.group_names:
+                if (log := agreed_of(name)) is not None:
+                    self._agree(log, name, args)
+            yield
+        except Exception as error:
+            for name in self.group_names:
+                tell_refusal(name, error)
+            raise
+        finally:
+            _notes.reset(before)
+        for log, noted in notes.items():
+            entries = [entry for _, entry in sorted(noted, key=itemgetter(0))]
+            log.come(entries, log.others, TABLES)
+
+    def _agree(self, log: Log, group_name: str, args: Sequence[Any]) -> None:
+        has_grad = torch.is_grad_enabled()
+        values = tuple(int(_sizes_in(args[at])[index]) for at, index in self.sources.values())
+        # A backward may be lowered when it is first called.
+        key = (group_name, has_grad, values, tuple(self.collectives))
+        if key not in self.known:
+            self.known[key] = self._describe(*key)
+        first, *others = self.known[key]
+        run = f"beginnings of {first.kind} and {len(others)} others"
+        log.num_runs[run] += 1
+        if self.shards and log.num_runs[run] <= FIRST_CALLS:
+            first = replace(first, begins=describe_beginnings(self.shards, args))
+        agree(log, [first, *others])
+        told = log.events(ATTENTIONS, log.record.trails[ATTENTIONS].count - len(others))
+        if first.begins and log.rank == log.ranks[0] and len(told) == len(log.ranks):
+            warn_of_alike([entry.begins for entry in told.values()])
+
+    def _describe(
+        self, group_name: str, has_grad: bool, values: Sequence[int], kinds: Sequence[str]
+    ) -> list[Entry]:
+        claims, numbers = [], dict(zip(self.sources, map(sympy.Integer, values), strict=True))
+        for one, expressions in zip(self.planned, self.sizes, strict=True):
+            if one.attention.group_name == group_name:
+                known = (expression.xreplace(numbers) for expression in expressions)
+                sizes = tuple(int(size) if size.is_Integer else None for size in known)
+                planned = replace(one, sizes=sizes, heads=tuple(map(int, one.heads)))
+                claims.append(describe_attention(planned, has_grad=has_grad))
+        # The first speaks for the graph. Where its attention differs, too, that says more.
+        first, program = claims[0], dict[str, str]()
+        if self.whole is not None:
+            order = digest([claim.kind for claim in claims])
+            program = {"attentions": str(len(claims)), "their order": order, **self.whole}
+            for kind in kinds:
+                direction = "backward" if kind == "backward" else "forward"
+                program |= describe_collectives(direction, self.collectives[kind], group_name)
+        claims[0] = replace(
+            first,
+            fields={**first.fields, **self.flags, **program},
+            consequences=(*first.consequences, *program),
+        )
+        return claims
+
+
+def _sizes_in(value: Any) -> Sequence[Any]:
+    """Return the numbers that an argument tells: itself, or its sizes and those of its part."""
+    if isinstance(value, DTensor):
+        return (*value.shape, *value.to_local().shape)
+    return value.shape if isinstance(value, Tensor) else (value,)
+
+
+def warn_of_alike(begins: Sequence[Mapping[str, str]]) -> None:
+    """Warn of inputs that begin alike on all ranks, by what they begin with on each."""
+    names = [name for name in begins[0] if len({one.get(name) for one in begins}) == 1]
+    if names:
+        warnings.warn(
+            f'options={{"mesh": ...}}: of the inputs, {", ".join(names)} begin with the same'
+            f" numbers on all {len(begins)} ranks. Each rank is to pass its own part of the"
+            " sequence, as torch.chunk cuts it, and positions count from the start of the whole"
+            " sequence. Where ranks really have the same tokens, filter this SequenceWarning",
+            SequenceWarning,
+            stacklevel=2,
+        )
+
+
+# --- Tables and draws ----------------------------------------------------------------------
+
+# What the compiled graph has noted that is being called, by group, with the numbers of draws, which
+# may come in any order. It is None in eager code, and in a backward, which computes again what was
+# compared.
+_notes: ContextVar[dict[Log, list[tuple[int, Entry]]] | None] = ContextVar("_notes", default=None)
+
+
+def compare_tables(
+    group_name: str,
+    tables: Mapping[str, Tensor],
+    kind: str,
+    site: str,
+    *,
+    what: str = "tables of an attention",
+    remedy: str = "",
+    note_as: int | None = None,
+) -> None:
+    """Compare what must be alike on all ranks, in the first runs of its kind and as often as asked.
+
+    If it has a place to be noted as, it is compared behind the compiled graph that this thread is
+    in; if that is none, not at all.
+
+    Raises:
+        RanksDisagree: it is not the same on all ranks.
+    """
+    notes = _notes.get()
+    is_compared = tables and (note_as is None or notes is not None)
+    log = agreed_of(group_name) if is_compared else None
+    if log is None:
+        return
+    log.num_runs[kind] += 1
+    every = config.check_tables_every
+    if log.num_runs[kind] > FIRST_RUNS and not (every and log.num_runs[kind] % every == 0):
+        return
+    numbers = {name: describe_table(tensor) for name, tensor in tables.items()}
+    entry = Entry(site, {"what": what, "check_tables_every": str(every), **numbers}, remedy=remedy)
+    if notes is None or note_as is None:
+        log.come([entry], log.others, TABLES)
+    else:
+        notes.setdefault(log, []).append((note_as, entry))
+
+
+@torch.library.custom_op("cp_inductor::note_tables", mutates_args=("token",))
+def note_tables(
+    token: Tensor, tables: list[Tensor], kind: str, site: str, has_seed: bool, group_name: str
+) -> None:
+    """Note what an attention of a compiled graph reads, for comparison behind the graph.
+
+    All such ops of a graph write to `token`, as it were: they keep their order by it. Of the tables
+    the last may be the seed of a dropout.
+    """
+    if not is_captured(token):
+        named = name_tables(tables, has_seed=has_seed)
+        compare_tables(group_name, named, kind, site, note_as=-1)
+
+
+note_tables.register_fake(lambda *args: None)
+
+
+@torch.library.custom_op("cp_inductor::note_draw", mutates_args=())
+def note_draw(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
+    """Return a copy of a graph's draw of some number, noted for comparison behind the graph."""
+    noted = drawn.clone()
+    if not is_captured(drawn):
+        numbers, kind = {"its numbers": beginning_of(noted)}, f"draw {number} at {site}"
+        how = {"what": "a tensor that every rank is to have", "remedy": SEED_ALIKE}
+        compare_tables(group_name, numbers, kind, site, note_as=number, **how)
+    return noted
+
+
+note_draw.register_fake(lambda drawn, number, site, group_name: drawn.clone())
+note_draw.register_autograd(lambda ctx, grad: (grad, None, None, None))
+
+NOTE_DRAW = torch.ops.cp_inductor.note_draw.default
+NOTE_TABLES = torch.ops.cp_inductor.note_tables.default

@@ -237,21 +237,17 @@ def describe_beginnings(
     A batch that nobody has cut, and positions that each rank counts from 0, fit the graph as well
     as shards do, and make other numbers. Masks, and numbers that are all equal, tell nothing.
     """
+    begins = {}
     # Regions, and modes of the user, are not to see what is read here.
     with torch._C.DisableTorchFunction(), without_modes(), torch.no_grad():
-        texts = {name: _beginning(args[at], dim) for at, (name, dim) in shards.items()}
-    return {name: text for name, text in texts.items() if text}
-
-
-def _beginning(value: Any, dim: int) -> str:
-    """Return a digest of a shard's first tokens; nothing if they tell nothing."""
-    if not is_readable(value) or value.dtype == torch.bool or not value.numel():
-        return ""
-    length = min(MOST_TOKENS, 1 << (value.shape[dim].bit_length() - 1))
-    some = beginning_of(value.narrow(dim, 0, length))
-    if some.numel() == 1 or bool((some == some.flatten()[0]).all()):
-        return ""
-    return digest(describe_table(some))
+        for at, (name, dim) in shards.items():
+            value = args[at]
+            if is_readable(value) and value.dtype != torch.bool and value.numel():
+                length = min(MOST_TOKENS, 1 << (value.shape[dim].bit_length() - 1))
+                some = beginning_of(value.narrow(dim, 0, length))
+                if bool((some != some.flatten()[0]).any()):
+                    begins[name] = digest_of(some)
+    return begins
 
 
 def describe_program(gm: fx.GraphModule) -> dict[str, str]:

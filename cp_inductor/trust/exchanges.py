@@ -40,16 +40,13 @@ from cp_inductor.run.attention import Attention
 from cp_inductor.run.messages import StepFailed
 from cp_inductor.tiles.kernel_table import TILE_OPS
 from cp_inductor.torch_private.modes import OpWatcher, is_profiling
-from cp_inductor.trust.agreement import log_of
-from cp_inductor.trust.asking import rounds
-from cp_inductor.trust.log import Log
+from cp_inductor.trust.agreement import agreed_of
+from cp_inductor.trust.log import SOON_S, Log, rounds
 from cp_inductor.trust.record import name_ranks
 
 # How long a rank looks for what has become of the others, which notice a failure at their next
 # exchange.
-PATIENCE_S = 3.0
-# The same, once a rank is known that has ended or stopped.
-PATIENCE_ONCE_KNOWN_S = 1.0
+PATIENCE_S = 2.0
 
 UNTOLD = "it has not said where it is, nor that it failed"
 
@@ -89,10 +86,10 @@ def exchanging(
         ExchangeFailed: an exchange has failed.
         RanksDisagree: one has failed because ranks have gone different ways.
     """
-    started = time.monotonic()
+    started, logs = time.monotonic(), {name: agreed_of(name) for name in group_names}
     try:
         with ExitStack() as around:
-            for log in filter(None, map(log_of, group_names)):
+            for log in filter(None, logs.values()):
                 around.enter_context(log.waiting(where))
             if is_profiling():
                 around.enter_context(_Watch(name_of))
@@ -100,40 +97,42 @@ def exchanging(
     except CPError:
         raise
     except RuntimeError as error:
-        found = step_of(error)
-        if found is None:
+        failed = step_of(error)
+        if failed is None:
             raise
+        group_name, site, step = failed
         reason = error.__cause__ or error if isinstance(error, StepFailed) else error
-        raise failure(*found, reason, time.monotonic() - started) from reason
+        waited_s = time.monotonic() - started
+        raise _failure(logs.get(group_name), site, step, reason, waited_s) from reason
 
 
-def failure(
-    group_name: str, site: str, step: str, reason: BaseException, waited_s: float
+def _failure(
+    log: Log | None, site: str, step: str, reason: BaseException, waited_s: float
 ) -> CPError:
     """Return the error about an exchange that has failed, after asking about the other ranks.
 
     If ranks are known to have gone different ways, the error says that. `waited_s` is for how long
     this rank was in the forward or backward, and `reason` what the backend raised.
     """
-    log, fates, failed, gone = log_of(group_name), dict[int, str](), set[int](), set[int]()
+    fates, missing, whose = list[str](), list[int](), "logs of the other ranks"
     if log is not None:
         _ask(log, f"{step}, {site}")
         if log.cause is not None:  # others may have seen it meanwhile
             return log.give_up(site)
-        fates = dict.fromkeys(log.others, UNTOLD)
-        fates |= {rank: r.known_end() or r.describe() for rank, r in log.records.items()}
-        failed = {rank for rank, record in log.records.items() if record.failed}
-        gone = log.gone().keys() - failed
-    # A rank that merely waits has not noticed the failure yet.
-    missing = sorted(gone or fates.keys() - failed)
-    told = "; ".join(f"rank {rank}: {fates[rank]}" for rank in sorted(fates))
+        told, gone = log.records, log.gone()
+        for rank in sorted(log.others):
+            fate = gone.get(rank) or (told[rank].describe() if rank in told else UNTOLD)
+            fates.append(f"rank {rank}: {fate}")
+        # A rank that merely waits has not noticed the failure yet.
+        silent = [r for r in sorted(log.others) if r not in told or not told[r].failed]
+        missing = [r for r in silent if r in gone] or silent
+        whose = f"log of {name_ranks(missing)}" if missing else whose
     said = " ".join(str(reason).split())
-    told = f"{told}; its error: {said}" if told else said
-    whose = f"log of {name_ranks(missing)}" if missing else "logs of the other ranks"
+    got = "; its error: ".join(filter(None, ["; ".join(fates), said]))
     return ExchangeFailed(
         site=site,
         expected=f"{step} to end" + (f" on {name_ranks(log.ranks)}" if log else ""),
-        got=f"a failure after {waited_s:.1f} s: {told}",
+        got=f"a failure after {waited_s:.1f} s: {got}",
         remedy=f"see the {whose}; if a rank is only slow, raise the timeout of init_process_group;"
         " then start all ranks again, from a checkpoint, because the group has lost its place",
         step=step,
@@ -148,17 +147,16 @@ def _ask(log: Log, step: str) -> None:
     If ranks are known to have gone different ways, nothing is told.
     """
     with suppress(RuntimeError):  # the store may be that of a rank that has ended
-        log.ask(log.compare, is_hopeless=log.gone)
+        log.ask(log.compare, SOON_S)
     if log.cause is not None:
         return
-    log.record.failed, limit_s = step, PATIENCE_S
+    log.record.failed = step
     for waited_s in rounds():
         # The store may be that of the rank that has stopped; processes can still be seen.
         with suppress(RuntimeError):
-            log.ask(partial(log.exchange, log.others), PATIENCE_ONCE_KNOWN_S)
-        if any(record.known_end() and not record.failed for record in log.records.values()):
-            limit_s = min(limit_s, waited_s + PATIENCE_ONCE_KNOWN_S)
-        if log.cause is not None or len(log.gone()) == len(log.others) or waited_s > limit_s:
+            log.ask(partial(log.exchange, log.others), SOON_S)
+        is_known = log.cause is not None or len(log.gone()) == len(log.others)
+        if is_known or waited_s > PATIENCE_S:
             return
 
 

@@ -20,24 +20,34 @@ One rank may run a graph as a whole that another runs in two parts. So a rank wa
 others have come to the first of its events, or to all of its tables. Whichever of two ranks comes
 to an event later compares it, before either runs it.
 
+The store of a stopped process never answers. So one thread asks it, and the program waits for each
+answer within a limit:
+
+    log.store.get(key)                    waits for ever, if the process of the store is stopped
+    log.ask(lambda: log.store.get(key))   DistError after the limit, and then at once
+
 Assumes: ranks that run the same program come to the same events in the same order.
 """
 
 from __future__ import annotations
 
+import atexit
 import pickle
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
+from queue import Empty, SimpleQueue
 from typing import Any
+from weakref import WeakSet, ref
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from cp_inductor.errors import CPError, ProcessGroupError, RanksDisagree
-from cp_inductor.trust.asking import LOOK_EVERY_S, Asking, rounds
 from cp_inductor.trust.record import (
     ATTENTIONS,
     REFUSAL,
@@ -46,14 +56,17 @@ from cp_inductor.trust.record import (
     Cause,
     Entry,
     Record,
-    Trail,
     cause_of_difference,
     name_ranks,
     new_trails,
 )
 
-# How often the thread looks; the part per rank keeps the store fast enough for a thousand ranks.
-INTERVAL_S, INTERVAL_PER_RANK_S = 0.05, 0.003
+# How often the thread compares, and how often a rank that waits looks at all others; the part per
+# rank keeps the store fast enough for a thousand ranks.
+INTERVAL_S, LOOK_EVERY_S, INTERVAL_PER_RANK_S = 0.05, 0.3, 0.003
+
+# A rank that waits looks at growing intervals: others may be about to come, or compile for minutes.
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.05
 
 # A rank says after this time that it waits, and then again at intervals that grow by a factor.
 REPORT_AFTER_S, REPORT_GROWTH = 10.0, 3
@@ -62,9 +75,22 @@ REPORT_AFTER_S, REPORT_GROWTH = 10.0, 3
 # with the rank that holds it.
 PATIENCE_S = 10.0
 
-# For how long a rank asks what has become of the others, which may wait for each other; and for how
-# long if it knows that one of them has ended.
-LOOK_S, LOOK_ONCE_KNOWN_S = 1.0, 0.1
+# How long a rank asks what it can do without.
+SOON_S = 1.0
+
+# For how long, at most, a process that ends waits for a thread that asks a store: if a daemon
+# thread returns from C++ while the interpreter ends, Python ends it in the middle of C++ code,
+# which then calls abort.
+AT_EXIT_S = 1.0
+
+
+def rounds() -> Iterator[float]:
+    """Yield for how long this rank has waited, at growing intervals."""
+    started, delay = time.monotonic(), SHORTEST_WAIT_S
+    while True:
+        yield time.monotonic() - started
+        time.sleep(delay)
+        delay = min(2 * delay, LONGEST_WAIT_S)
 
 
 class Log:
@@ -86,11 +112,15 @@ class Log:
         self.last: dict[Any, Entry] = {}  # what was agreed last in this epoch, by kinds
         self.num_runs: Counter[str] = Counter()  # of what is compared in the first runs, by kind
         self.causes: dict[int, Cause] = {}  # by epoch
-        self.has_refused = False  # and it is not known what the others have made of it
-        self.look_every_s = max(LOOK_EVERY_S, INTERVAL_PER_RANK_S * len(ranks))
-        self.reported, self.report_after_s = 0.0, REPORT_AFTER_S
-        interval_s = max(INTERVAL_S, INTERVAL_PER_RANK_S * len(ranks))
-        self.ask = Asking(self, timeout_s, interval_s).ask
+        self.report_after_s = REPORT_AFTER_S
+        least_s = INTERVAL_PER_RANK_S * len(ranks)
+        self.look_every_s, interval_s = max(LOOK_EVERY_S, least_s), max(INTERVAL_S, least_s)
+        self.silent_after_s, self.is_silent = timeout_s, False
+        self.questions = SimpleQueue[Callable[[], object]]()
+        serve = partial(_serve, ref(self), self.questions, interval_s)
+        self.thread = threading.Thread(target=serve, name="cp_inductor_store", daemon=True)
+        self.thread.start()
+        _logs.add(self)
         with suppress(DistError):  # the next caller that needs the store says where
             self.ask(self.exchange)
 
@@ -149,7 +179,6 @@ class Log:
         refusal = Entry(reason, {"what": REFUSAL}, kind=REFUSAL)
         for name in (ATTENTIONS, TABLES):  # others may wait for either
             self.record.trails[name] = self.record.trails[name].extended([refusal])
-        self.has_refused = True
         with suppress(RuntimeError):  # the refusal is raised in any case
             self.ask(self.exchange)
 
@@ -158,17 +187,18 @@ class Log:
 
         If they give up, this rank begins anew with them.
         """
-        if self.has_refused:
+        trail = self.record.trails[ATTENTIONS]
+        if trail and trail[trail.count].kind == REFUSAL:
             with suppress(CPError):
-                count, where = self.record.trails[ATTENTIONS].count, "what follows a refusal"
-                self._settle(ATTENTIONS, count, where, self.others, is_new=True)
-            self.has_refused = False
+                where = "what follows a refusal"
+                self._settle(ATTENTIONS, trail.count, where, self.others, is_new=True)
 
     @contextmanager
     def waiting(self, where: str, *, is_settling: bool = False) -> Iterator[None]:
         """Say where this rank is, while it waits for others inside."""
         record, before = self.record, (self.record.inside, self.record.is_waiting)
         record.inside, record.is_waiting, record.since = where, is_settling, time.time()
+        self.report_after_s = REPORT_AFTER_S
         try:
             yield
         finally:
@@ -196,22 +226,21 @@ class Log:
         self, name: str, needed: int, waiting: Sequence[int], site: str, *, is_new: bool
     ) -> Cause | None:
         """Wait until other ranks have come to an event; return what is wrong, if anything."""
-        limit_s, look_at_s = self.timeout_s, self.look_every_s
-        ask = self.ask if is_new else partial(self.ask, is_hopeless=self.gone)
-        compared, missing = waiting, list[int]()
+        limit_s, look_at_s, difference = self.timeout_s, self.look_every_s, None
         for waited_s in rounds():
-            ask(partial(self.exchange, waiting))
+            is_looking = waited_s > look_at_s  # the rank that is awaited may wait for another
+            ranks = self.others if is_looking else waiting
+            self.ask(partial(self.exchange, ranks), None if is_new else SOON_S)
             if self.cause is not None:
                 return self.cause
-            difference = self._difference(compared)
-            if difference is not None:  # the error names what all have
-                (name, needed), waiting = difference, self.others
+            if difference is None and (difference := self._difference(waiting)) is not None:
+                (name, needed), waiting = difference, self.others  # the error names what all have
                 limit_s = min(limit_s, waited_s + PATIENCE_S)
-            trails = self._trails(name)
-            waiting = [r for r in waiting if r not in trails or trails[r].count < needed]
+            here = self._in_this_epoch()
+            waiting = [r for r in waiting if r not in here or here[r].trails[name].count < needed]
             missing = [r for r in waiting if r in self.records and self.records[r].is_over]
-            if not missing and waited_s > look_at_s:
-                gone = self.look()
+            if is_looking and not missing:
+                gone = self.gone()
                 if gone and not is_new and difference is None:
                     return None
                 missing = [rank for rank in waiting if rank in gone]
@@ -219,7 +248,7 @@ class Log:
             if missing or not waiting or waited_s > limit_s:
                 break
         if difference is not None:
-            return self._cause_of_difference(*difference)
+            return cause_of_difference(self.events(*difference), self.rank, self.ranks, *difference)
         if not waiting:
             return None
         absent = missing or waiting
@@ -229,30 +258,25 @@ class Log:
         got += self._what_became_of(absent)
         return Cause(site, expected, got, remedy, alone=self.rank)
 
-    def _trails(self, name: str) -> dict[int, Trail]:
-        """Return the trails of one sort of all ranks that are in the same epoch, this one's too."""
+    def _in_this_epoch(self) -> dict[int, Record]:
+        """Return the records of all ranks that are in the epoch of this one, its own too."""
         known, epoch = self.records | {self.rank: self.record}, self.record.epoch
-        here = [rank for rank in self.ranks if rank in known and known[rank].epoch == epoch]
-        return {rank: known[rank].trails[name] for rank in here}
+        return {r: known[r] for r in self.ranks if r in known and known[r].epoch == epoch}
 
     def _difference(self, ranks: Sequence[int]) -> tuple[str, int] | None:
         """Return the trail and number of the first event in which one of some ranks differs."""
+        here = self._in_this_epoch()
         for name, own in self.record.trails.items():
-            trails = self._trails(name)
-            numbers = [own.first_difference(trails[rank]) for rank in ranks if rank in trails]
-            first = min(filter(None, numbers), default=None)
-            if first is not None:
-                return name, first
+            trails = [here[rank].trails[name] for rank in ranks if rank in here]
+            for number, event in own.items():
+                if any(number in trail and event.differs(trail[number]) for trail in trails):
+                    return name, number
         return None
 
     def events(self, name: str, number: int) -> dict[int, Entry]:
         """Return an event by rank, as far as ranks are known to have come to it in this epoch."""
-        trails = self._trails(name).items()
-        return {rank: trail[number] for rank, trail in trails if number in trail}
-
-    def _cause_of_difference(self, name: str, number: int) -> Cause:
-        what = f"number {number} of {name}"
-        return cause_of_difference(self.events(name, number), self.rank, self.ranks, what)
+        trails = {rank: record.trails[name] for rank, record in self._in_this_epoch().items()}
+        return {rank: trail[number] for rank, trail in trails.items() if number in trail}
 
     def give_up(self, site: str) -> RanksDisagree:
         """Forget all events, as every rank does that raises; return the error about the cause."""
@@ -288,9 +312,35 @@ class Log:
 
     # --- The store, which only the thread asks -----------------------------------------------
 
+    def ask(self, call: Callable[[], Any], limit_s: float | None = None) -> Any:
+        """Let the thread call a function that asks the store, and return its result.
+
+        Raises:
+            DistError: it has not returned within the limit. If that was the usual one, the store is
+                not asked again.
+        """
+        limit = self.silent_after_s if limit_s is None else limit_s
+        answer = Future[Any]()
+
+        def fill() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        if not self.is_silent:
+            self.questions.put(fill)
+            with suppress(TimeoutError):
+                return answer.result(limit)
+            self.is_silent = limit_s is None
+        raise DistError(f"no answer for {limit:g} s")
+
     def exchange(self, ranks: Sequence[int] = ()) -> None:
-        """Tell the others where this rank is; read the records of some."""
-        epoch, told = self.record.epoch, pickle.dumps(self.record)
+        """Tell the others where this rank is; read the records of some.
+
+        If this rank has waited for long, print where all are.
+        """
+        record, epoch, told = self.record, self.record.epoch, pickle.dumps(self.record)
         if told != self.written:
             self.store.set(str(self.rank), told)  # type: ignore[arg-type]  # stubs know str alone
             self.written = told
@@ -298,6 +348,9 @@ class Log:
         if epoch not in self.causes and self.store.check([key]):
             self.causes = {epoch: pickle.loads(self.store.get(key))}
         self.read(ranks)
+        if record.inside and time.time() - record.since > self.report_after_s:
+            self.report_after_s *= REPORT_GROWTH
+            self._report()
 
     def read(self, ranks: Sequence[int]) -> None:
         """Read the records of some ranks, but of those that have told nothing."""
@@ -325,7 +378,8 @@ class Log:
         difference = self._difference(self.next)
         if difference is not None:
             self.read(self.others)
-            self._decide(self._cause_of_difference(*difference), epoch)
+            known = self.events(*difference)
+            self._decide(cause_of_difference(known, self.rank, self.ranks, *difference), epoch)
 
     # --- The other ranks ---------------------------------------------------------------------
 
@@ -334,16 +388,10 @@ class Log:
         ends = {rank: record.known_end() for rank, record in self.records.items()}
         return {rank: end for rank, end in ends.items() if end}
 
-    def look(self) -> dict[int, str]:
-        """Return the same of what all others tell now, if the store answers soon."""
-        limit_s = LOOK_ONCE_KNOWN_S if self.gone() else LOOK_S
-        with suppress(RuntimeError):
-            self.ask(partial(self.read, self.others), limit_s)
-        return self.gone()
-
     def _what_became_of(self, ranks: Sequence[int]) -> str:
         """Say, in parentheses, where ranks are, or were last, as far as that is known."""
-        self.look()
+        with suppress(RuntimeError):
+            self.ask(partial(self.read, ranks), SOON_S)
         known = [rank for rank in ranks if rank in self.records]
         text = "; ".join(f"rank {rank}: {self.records[rank].describe()}" for rank in known)
         return f" ({text})" if text else ""
@@ -351,20 +399,15 @@ class Log:
     # --- Beside the program ------------------------------------------------------------------
 
     def compare_beside(self) -> None:
-        """Compare, and print where all ranks are if this one has waited for long."""
-        record = self.record
-        if record.inside or pickle.dumps(record) != self.written:
+        """Compare, where this rank may wait for others or has come to something."""
+        if self.record.inside or pickle.dumps(self.record) != self.written:
             self.compare()
-        if not record.inside or record.since != self.reported:
-            self.reported, self.report_after_s = record.since, REPORT_AFTER_S
-        elif time.time() - self.reported > self.report_after_s:
-            self.report_after_s *= REPORT_GROWTH
-            self._report()
 
     def end(self) -> None:
         """Tell the others that this rank's program is over."""
         self.record.is_over = True
-        self.exchange()
+        with suppress(RuntimeError):
+            self.exchange()
 
     def _report(self) -> None:
         """Print where all ranks are, if this one waits for another."""
@@ -379,3 +422,38 @@ class Log:
         lines = [f"cp_inductor: rank {self.rank} waits for others of its group"]
         lines += [f"  rank {rank}: {where}" for rank, where in told.items()]
         print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _serve(
+    log_of_thread: Callable[[], Log | None],
+    questions: SimpleQueue[Callable[[], object]],
+    interval_s: float,
+) -> None:
+    """Answer questions; between them compare beside the program, until the log is gone."""
+    is_comparing = True
+    while True:
+        with suppress(Empty):
+            questions.get(timeout=interval_s)()
+            continue
+        log = log_of_thread()
+        if log is None:
+            return
+        if is_comparing:
+            is_comparing = False
+            with suppress(RuntimeError):  # the store has gone with the group
+                log.compare_beside()
+                is_comparing = True
+        del log
+
+
+_logs: WeakSet[Log] = WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    logs = list(_logs)
+    for log in logs:
+        log.questions.put(log.end)
+        log.questions.put(sys.exit)
+    for log in logs:
+        log.thread.join(AT_EXIT_S)

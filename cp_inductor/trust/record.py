@@ -104,11 +104,6 @@ class Trail(dict[int, Entry]):
             told[number] = replace(entry, digest=digest)
         return told
 
-    def first_difference(self, other: Trail) -> int | None:
-        """Return the first event in which two trails differ."""
-        both = sorted(self.keys() & other.keys())
-        return next((number for number in both if self[number].differs(other[number])), None)
-
 
 # Batches first: attentions follow from them.
 BATCHES, ATTENTIONS, TABLES = "batches", "attentions", "tables"
@@ -175,10 +170,8 @@ class Record:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Name global ranks, as in "ranks 0, 1 and 2"."""
-    names = [str(rank) for rank in ranks]
-    if len(names) == 1:
-        return f"rank {names[0]}"
-    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 # An error names no more fields than this: one mistake shows in several.
@@ -226,9 +219,10 @@ class Cause:
 
 
 def cause_of_difference(
-    known: Mapping[int, Entry], rank: int, ranks: Sequence[int], event: str
+    known: Mapping[int, Entry], rank: int, ranks: Sequence[int], trail: str, number: int
 ) -> Cause:
     """Return the cause that an event differs, as far as a rank knows what the others have."""
+    event = f"number {number} of {trail}"
     own = known.get(rank, Entry(event, {}))
     expected = f"{name_ranks(ranks)} to run the same"
     for other, entry in known.items():

@@ -35,9 +35,8 @@ from cp_inductor import config
 from cp_inductor.errors import SequenceWarning
 from cp_inductor.kept import on_reset
 from cp_inductor.trust.agreement import agreed_of
-from cp_inductor.trust.asking import rounds
 from cp_inductor.trust.claims import is_readable
-from cp_inductor.trust.log import Log
+from cp_inductor.trust.log import SOON_S, Log, rounds
 
 # How many numbers of a parameter, and of its gradient, are compared beside their norms.
 NUM_SAMPLES = 8
@@ -49,11 +48,8 @@ LEAST_DIFFERENCE = 0.05
 # How many parameters a warning names.
 MOST_NAMED = 4
 
-# At how many optimizer steps this is tried, and for how long a rank waits for the others at each.
-MOST_TRIES, PATIENCE_S = 8, 1.0
-
-# Before the rank in a key of the store.
-KEY = "gradients/"
+# At how many optimizer steps this is tried; a rank waits for the others at each, but not for long.
+MOST_TRIES = 8
 
 
 class _GradientWatch:
@@ -120,13 +116,14 @@ def forget_watches() -> None:
 def _swap(log: Log, samples: object) -> list[Any]:
     """Leave samples for the other ranks, and return theirs; none if some leave none in time."""
     own: Any = pickle.dumps(samples)
+    key = "gradients/"
     with suppress(DistError):
-        log.ask(lambda: log.store.set(f"{KEY}{log.rank}", own), PATIENCE_S)
+        log.ask(lambda: log.store.set(f"{key}{log.rank}", own), SOON_S)
         for waited_s in rounds():
-            told = log.ask(partial(log.told, log.others, KEY), PATIENCE_S)
+            told = log.ask(partial(log.told, log.others, key), SOON_S)
             if len(told) == len(log.others):
                 return list(told.values())
-            if waited_s > PATIENCE_S:
+            if waited_s > SOON_S:
                 break
     return []
 
@@ -153,7 +150,16 @@ def _apart(own: Sequence[Any], other: Sequence[Any]) -> list[int]:
 
 
 def _warn(parameters: Sequence[Tensor]) -> None:
-    names = _names_of(parameters)
+    """Warn of parameters by their names in their models, which only this needs."""
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    inner = {id(child) for module in modules for child in module.children()}
+    known = {
+        id(parameter): name.replace("_orig_mod.", "")  # of a model that is compiled
+        for module in modules
+        if id(module) not in inner
+        for name, parameter in module.named_parameters()
+    }
+    names = [known.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in parameters]
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     warnings.warn(
         "ranks that share a sequence are about to train apart: the gradients of"
@@ -163,16 +169,3 @@ def _warn(parameters: Sequence[Tensor]) -> None:
         SequenceWarning,
         stacklevel=4,
     )
-
-
-def _names_of(parameters: Sequence[Tensor]) -> list[str]:
-    """Return the names of parameters in their models, which only the warning needs."""
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    inner = {id(child) for module in modules for child in module.children()}
-    names = {
-        id(parameter): name.replace("_orig_mod.", "")  # of a model that is compiled
-        for module in modules
-        if id(module) not in inner
-        for name, parameter in module.named_parameters()
-    }
-    return [names.get(id(one), f"a parameter of shape {tuple(one.shape)}") for one in parameters]

@@ -172,7 +172,6 @@ def test_a_store_that_does_not_answer_is_named_within_the_timeout() -> None:
     with pytest.raises(ProcessGroupError, match=r"here: .* got no answer for 0\.2 s; find"):
         say_all(log, [[entry()]])
     assert stopped.asked == 1, "it is not asked again"
-    assert log.look() == {}
     stopped.goes_on.set()
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import cp_inductor
 from cp_inductor import RanksDisagree
-from cp_inductor.trust import agreement, asking, log
+from cp_inductor.trust import agreement, log
 from cp_inductor.trust.agreement import forget_agreements
 from tests.support.combinations import warnings_of
 from tests.support.ranks import on_ranks, world_mesh
@@ -124,32 +124,27 @@ def test_who_waits_says_where_all_are_and_gives_up() -> None:
 def test_a_thread_ends_with_its_group() -> None:
     attend_in_region(world_mesh(), 0)
     dist.barrier()
-    watches = list(asking._threads)
-    assert any(watch.is_alive() for watch in watches)
+    threads = [known.thread for known in log._logs]
+    assert any(thread.is_alive() for thread in threads)
     forget_agreements()
     deadline = time.monotonic() + 5
-    while any(watch.is_alive() for watch in watches) and time.monotonic() < deadline:
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.02)
-    assert not any(watch.is_alive() for watch in watches)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 LEAVES_WHILE_ASKING = """
-import threading, time
+import time
 import torch.distributed as dist
-from cp_inductor.trust.asking import Asking, StoreSilent
+from cp_inductor.trust.log import Log
 
-class Nobody:
-    def compare_beside(self): pass
-    def end(self): pass
-
-nobody = Nobody()
 store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-asking = Asking(nobody, 0.05, 0.05)
+log = Log(store, 20, 0, (0, 1))
 try:
     # Comes back from C++ when the program is over.
-    asking.ask(lambda: [store.check(["key"]) or time.sleep(0.002) for _ in range(200)])
-except StoreSilent:
+    log.ask(lambda: [store.check(["key"]) or time.sleep(0.002) for _ in range(200)], 0.05)
+except dist.DistError:
     print("silent", flush=True)
 """
 

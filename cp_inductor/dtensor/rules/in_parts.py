@@ -48,7 +48,7 @@ from cp_inductor.torch_private.dtensor import (
     replicated,
     without_handler,
 )
-from cp_inductor.trust.graph_agreement import note_draw
+from cp_inductor.trust.agreement import note_draw
 
 aten = torch.ops.aten
 # They draw from the values of a tensor, where others only fill or follow its shape.

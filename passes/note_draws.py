@@ -80,7 +80,7 @@ def _note_in(graph: fx.Graph, numbers: Iterator[int]) -> None:
                         drawn.update(_storages(written))
 
 
-def _storages(node: fx.Node) -> list[int]:
+def _storages(node: fx.Node) -> list[torch.UntypedStorage]:
     """Return the memory of a node's plain tensors."""
     return [
         memory_of(tensor)

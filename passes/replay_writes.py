@@ -74,7 +74,7 @@ def _dtensors_of(node: fx.Node) -> list[DTensor]:
     return [value for value in values if isinstance(value, DTensor)]
 
 
-def _memory_of(node: fx.Node) -> set[int]:
+def _memory_of(node: fx.Node) -> set[torch.UntypedStorage]:
     """Return the memory in which this rank has the value of a node."""
     return {memory_of(local_of(value)) for value in _dtensors_of(node)}
 
@@ -115,7 +115,7 @@ class _Aliases:
         # A node that returns a tensor which it was given => the node that it was given.
         self.same: dict[fx.Node, fx.Node] = {}
         self._values: dict[fx.Node, Any] = {}
-        self._by_memory: dict[int, _Family] = {}
+        self._by_memory: dict[torch.UntypedStorage, _Family] = {}
         self.like = local_of(next(v for node in graph.nodes for v in _dtensors_of(node)))
         for node in graph.nodes:
             self._follow(node)

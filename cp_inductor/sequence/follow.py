@@ -287,7 +287,7 @@ def warn_of_sums(typer: Typer, values: Any) -> None:
 
 def _share_memory(tensor: Tensor, other: Tensor) -> bool:
     try:
-        return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+        return tensor.untyped_storage() is other.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return False  # without memory, as sparse tensors
 

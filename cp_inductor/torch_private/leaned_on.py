@@ -89,7 +89,7 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
 # imported by its name, and need not take any, stands in the imports: see `imported_names`.
 _NAMES = {
     "torch": """
-        Tensor._base Tensor._version UntypedStorage._cdata _TorchCompileWrapper _fused_sdp_choice
+        Tensor._base Tensor._version _TorchCompileWrapper _fused_sdp_choice
         _native_multi_head_attention _transformer_encoder_layer_fwd""",
     "torch._C": """
         FunctionSchema._is_view_op _AutoDispatchBelowAutograd _DisableTorchDispatch

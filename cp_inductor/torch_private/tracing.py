@@ -224,11 +224,11 @@ def is_of_compiled_graph(node: object) -> bool:
 get_data = getattr(torch._C._autograd, "_get_data_attr", None)
 
 
-def memory_of(tensor: Tensor) -> int:
-    """Return a number that tensors have in common which share memory (2.13-2.15)."""
+def memory_of(tensor: Tensor) -> torch.UntypedStorage:
+    """Return what tensors have in common which share memory (2.13-2.15)."""
     tensor = without_vmap(tensor)
     held = tensor.elem if isinstance(tensor, FunctionalTensor) else tensor
-    return held.untyped_storage()._cdata
+    return held.untyped_storage()
 
 
 def is_compiled(tensor: Tensor) -> bool:

@@ -148,6 +148,13 @@ def test_views_under_inference_mode() -> None:
             ):
                 with pytest.raises(UnsupportedWrite, match="which DTensor has copied"):
                     write(shards.clone())
+            for view in (lambda t: t[1][2], lambda t: t.detach()[:, 3:], lambda t: t.chunk(2, 1)):
+                changed = shards.clone()
+                held = view(changed)
+                with pytest.raises(UnsupportedWrite, match="is alive and would be stale"):
+                    changed.add_(1)
+                del held
+                changed.add_(1)
 
 
 # --- Convolutions along a sharded dim, beside themselves on one process.

@@ -15,11 +15,11 @@ are refused, as torch would loop for ever.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ VIEWS = (
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.alias.default, aten.detach.default),
     *(aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default),
     *(aten.expand.default, aten.unfold.default, aten.squeeze.default),
-    *(aten.squeeze.dim, aten.squeeze.dims),
+    *(aten.squeeze.dim, aten.squeeze.dims, aten.unsafe_split.Tensor),
+    *(aten.view_as_complex.default, aten.view_as_real.default, aten._neg_view.default),
 )
 # The second is no view to autograd, but as the first is to DTensor.
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
@@ -61,10 +62,11 @@ SCALED = {
     *(aten._foreach_mul_, aten._foreach_div_, aten._foreach_neg_),
 }
 ADDED = {aten.add_, aten.sub_, aten._foreach_add_, aten._foreach_sub_, aten.copy_}
-# From a tensor to what are views of it on one process, and copies here.
-_copies: Any = WeakTensorKeyDictionary()
-# From a view that was made under inference_mode, where torch notes no base, to the tensor.
-_bases: Any = WeakTensorKeyDictionary()
+# From memory to the copies that DTensor made of it instead of views, and to the views of these.
+_copies: MutableMapping[Any, Any] = WeakKeyDictionary()
+# From the memory of such a copy to the copies of what it was made of. Memory itself tells of no
+# life: exchanges hold it for a while, on each rank for another.
+_copied: MutableMapping[Any, Any] = WeakKeyDictionary()
 _is_strict: ContextVar[bool] = ContextVar("is_strict", default=False)
 
 
@@ -111,19 +113,17 @@ def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
             views = run(op, (copied, *args[1:]), kwargs)
     is_view = op is not aten._unsafe_view.default
     if is_view and not is_fake(local_of(of)) and not is_compiled(local_of(of)):
-        base = _base_of(of)
+        memory = memory_of(local_of(of))
         for made in views if isinstance(views, (tuple, list)) else (views,):
-            if memory_of(local_of(made)) != memory_of(local_of(base)):
-                _copies[base] = [*_living_copies(base), weakref.ref(made)]
-            if torch.is_inference_mode_enabled():
-                _bases[made] = base
+            own = memory_of(local_of(made))
+            if own is not memory or memory in _copied:
+                copies = _copied[memory] if memory in _copied else _copies_of(of)
+                copies[made], _copied[own] = None, copies
     return views
 
 
-def _base_of(tensor: DTensor) -> DTensor:
-    """Return what a tensor is a view of on one process; itself if it is none."""
-    base = _bases.get(tensor, tensor._base)
-    return base if isinstance(base, DTensor) else tensor
+def _copies_of(tensor: DTensor) -> Any:
+    return _copies.setdefault(memory_of(local_of(tensor)), WeakTensorKeyDictionary())
 
 
 def _write(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,39 +167,34 @@ def _trace(
 
 
 def _check(op: torch._ops.OpOverload, tensor: DTensor) -> None:
-    base = _base_of(tensor)
-    if memory_of(local_of(tensor)) != memory_of(local_of(base)):
+    local, base = local_of(tensor), tensor._base
+    is_lost = isinstance(base, DTensor) and memory_of(local_of(base)) is not memory_of(local)
+    if is_lost or memory_of(local) in _copied:
         raise _refusal(
             str(op),
-            f"a view with the placements of its tensor, {base.placements}",
+            "a view with the placements of its tensor",
             f"one with {tensor.placements}, which DTensor has copied: the write would be lost",
         )
-    if is_compiled(local_of(tensor)) and traces.is_ours:
+    if is_compiled(local) and traces.is_ours:
         return  # graphs of this library read no view after a write
     refuse_stale_copies(tensor, str(op))
 
 
 def refuse_stale_copies(tensor: DTensor, site: str) -> None:
     """Refuse to write to a tensor while there are copies of it that are views on one process."""
-    copies = _living_copies(tensor)
-    if copies:
+    for copy in _copies.get(memory_of(local_of(tensor)), ()):
         raise _refusal(
             site,
             "a tensor without copies where one process has views of it",
-            f"a view of shape {tuple(copies[0]().shape)} that is alive and would be stale",
+            f"a view of shape {tuple(copy.shape)} that is alive and would be stale",
         )
 
 
 def note_copies(tensors: Sequence[Any]) -> None:
     """Note tensors that are one memory on one process, and each its own here."""
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            others = (weakref.ref(other) for other in tensors if other is not tensor)
-            _copies[_base_of(tensor)] = [*_living_copies(tensor), *others]
-
-
-def _living_copies(tensor: DTensor) -> list[Any]:
-    return [copy for copy in _copies.get(_base_of(tensor), ()) if copy() is not None]
+    placed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    for tensor in placed:
+        _copies_of(tensor).update({other: None for other in placed if other is not tensor})
 
 
 def _refusal(site: str, expected: str, got: str) -> UnsupportedWrite:

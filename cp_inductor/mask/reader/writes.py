@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, UntypedStorage, fx
 from torch.distributed.tensor import DTensor
 from torch.fx.node import map_aggregate, map_arg
 
@@ -54,11 +54,11 @@ class Writes:
     """The writes of a graph and of the bodies that it calls (checkpointed regions and the like)."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.users: dict[int, list[fx.Node]] = {}
+        self.users: dict[UntypedStorage, list[fx.Node]] = {}
         for node in _calls(graph):
             for storage in {_storage_of(tensor) for tensor in _inputs_of(node)}:
                 self.users.setdefault(storage, []).append(node)
-        self.known: dict[fx.Node, set[int]] = {}
+        self.known: dict[fx.Node, set[UntypedStorage]] = {}
 
     def has(self, node: fx.Node, besides: Collection[fx.Node] = ()) -> bool:
         """Whether any node but these writes to the tensors of a node."""
@@ -96,7 +96,7 @@ def _calls(graph: fx.Graph) -> Iterator[fx.Node]:
                 yield node
 
 
-def _written_by(node: fx.Node) -> set[int]:
+def _written_by(node: fx.Node) -> set[UntypedStorage]:
     """Return the storages that a node writes to; if it cannot be run, all that it is given."""
     if node.op == "call_method" and not is_in_place(node):
         return set()
@@ -137,10 +137,10 @@ def _inputs_of(node: fx.Node) -> list[Tensor]:
     return tensors_in(examples)
 
 
-def storages_of(node: fx.Node) -> set[int]:
+def storages_of(node: fx.Node) -> set[UntypedStorage]:
     """Return the storages of a node's tensors."""
     return {_storage_of(tensor) for tensor in tensors_in(node.meta.get("example_value"))}
 
 
-def _storage_of(tensor: Tensor) -> int:
+def _storage_of(tensor: Tensor) -> UntypedStorage:
     return memory_of(local_of(tensor) if isinstance(tensor, DTensor) else tensor)

@@ -10,7 +10,7 @@ So one graph serves all ranks, and a graph of many ranks is no longer than one o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
@@ -103,23 +103,19 @@ def _pack(tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
     return message
 
 
-def unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the rows of the tensors in a message that has arrived.
+def unpack(message: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the rows, by name, of the tensors in a message that has arrived.
 
     Args:
         message: (m, W).
         like: what was sent: (n, ...) each. Those of a wider dtype come first.
     """
-    parts = []
-    for tensor, start in zip(like, _edges(like), strict=False):
+    parts = {}
+    for (name, tensor), start in zip(like.items(), _edges([*like.values()]), strict=False):
         ratio = tensor.dtype.itemsize // message.dtype.itemsize
         source = message.view(tensor.dtype) if ratio > 1 else message
-        part = source.narrow(1, start // ratio, prod(tensor.shape[1:]))
-        parts.append(
-            part.view(-1, *tensor.shape[1:])
-            if tensor.ndim == 2
-            else part.unflatten(1, tensor.shape[1:])
-        )
+        part, shape = source.narrow(1, start // ratio, prod(tensor.shape[1:])), tensor.shape[1:]
+        parts[name] = part.view(-1, *shape) if len(shape) == 1 else part.unflatten(1, shape)
     return parts
 
 

@@ -75,8 +75,7 @@ class Interval:
     __radd__ = __add__
 
     def __neg__(self) -> Interval:
-        negate = self.numbers.negate
-        return Interval(negate(self.high), negate(self.low), self.numbers)
+        return Interval(-self.high, -self.low, self.numbers)
 
     def __sub__(self, other: Any) -> Interval:
         a, b, _ = self.numbers.match(self, other)
@@ -96,8 +95,8 @@ class Interval:
         numbers = self.numbers
         if numbers.is_rounded:
             return numbers.unbounded(self, self)
-        low = numbers.floor_divide(self.low, divisor, numbers.least)
-        return Interval(low, numbers.floor_divide(self.high, divisor, numbers.most), numbers)
+        low, high = (numbers.floor_divide(end, divisor) for end in (self.low, self.high))
+        return Interval(low, high, numbers)
 
     def __pow__(self, other: Any) -> Interval:
         a, b, numbers = self.numbers.match(self, other)
@@ -204,8 +203,8 @@ class Numbers:
     where: Callable[[Any, Any, Any], Any]
     # (end, other) -> their product, which is 0 for 0 times infinity.
     times: Callable[[Any, Any], Any]
-    # (end, divisor, what says that there is no end) -> the whole part of the quotient.
-    floor_divide: Callable[[Any, int, Any], Any]
+    # (end, divisor) -> the whole part of the quotient.
+    floor_divide: Callable[[Any, int], Any]
     # Two numbers of Python, or two conditions as 0 and 1 -> an interval.
     make: Callable[[Any, Any], Interval]
 
@@ -216,10 +215,6 @@ class Numbers:
     def add(self, a: Any, b: Any, missing: Any) -> Any:
         """Return the sum of two lower, or of two upper ends; `missing` says that there is none."""
         return a + b
-
-    def negate(self, end: Any) -> Any:
-        """Return the upper end of what is negated, for its lower one, or the other way round."""
-        return -end
 
     def multiply(self, ends: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
         """Return the least and the greatest product."""
@@ -252,7 +247,7 @@ class _Floats(Numbers):
             product = a * b
         return np.where(np.isnan(product), 0.0, product)
 
-    def floor_divide(self, end: Any, divisor: int, missing: Any) -> Any:
+    def floor_divide(self, end: Any, divisor: int) -> Any:
         # Divide once, as the program does: in float64, 49 * (1 / 49) is less than 1.
         return np.floor(end / divisor)
 
@@ -275,7 +270,7 @@ class _Exact(Numbers):
     def times(a: Any, b: Any) -> Any:
         return 0 if 0 in (a, b) else a * b
 
-    def floor_divide(self, end: Any, divisor: int, missing: Any) -> Any:
+    def floor_divide(self, end: Any, divisor: int) -> Any:
         return end if isinstance(end, float) else end // divisor
 
     def decide(

@@ -53,17 +53,9 @@ def attention(
 ) -> list[Tensor]:
     """Attend from this rank's queries to the keys of all ranks of a process group.
 
-    Args:
-        query: (B, H, S, D), this rank's shard.
-        key, value: (B, G, T, D), this rank's shards, G dividing H; causal needs S == T.
-        extras: what the mask reads; then the seed of dropout, or sizes and numbers of `plan_batch`.
-        arguments: of an `cp_inductor.run.attention.Attention`, its source as text. All but the rank
-            are the same on all ranks.
-
-    Returns:
-        out: (B, H, S, D) in the dtype of query.
-        lse: (B, H, S), log of the sum of exponentials over all keys.
-        kept: flat buffers of what was fetched, as many as the recipe keeps; not differentiable.
+    It takes and returns the tensors of `run_forward`; G divides H, and causal needs S == T. Of the
+    results, the buffers are not differentiable. The arguments are those of an `Attention`, its
+    source as text; all but the rank are the same on all ranks.
     """
     spec, name = Attention.of(*arguments), "cp_inductor::attention"
     with agreed(spec, query, key, extras, site=name), named_steps(spec, "forward", name):

@@ -41,8 +41,8 @@ class PerBatch:
     @staticmethod
     def parse(text: str) -> PerBatch:
         """Return what `format` wrote."""
-        how, _, rule = text.removeprefix(f"{PER_BATCH}stages=").partition(" rule=")
-        stages, _, nodes = how.partition(" nodes=")
+        options, _, rule = text.removeprefix(f"{PER_BATCH}stages=").partition(" rule=")
+        stages, _, nodes = options.partition(" nodes=")
         return PerBatch(rule, int(stages), nodes)
 
 
@@ -80,17 +80,17 @@ class Attention:
             assert self.rank == ANY_RANK and is_plain, "no batch decides a plan of such"
 
     @staticmethod
-    def of(source: str, *how: Any) -> Attention:
+    def of(source: str, *rest: Any) -> Attention:
         """Return what the arguments of the op pair say, from its source on."""
         parse = PerBatch.parse if source.startswith(PER_BATCH) else Recipe.parse
-        return Attention(parse(source), *how)
+        return Attention(parse(source), *rest)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The arguments of the op pair that say this."""
-        how = (self.scale, self.kernel, self.group_name, self.dropout_p, self.has_bias)
+        rest = (self.scale, self.kernel, self.group_name, self.dropout_p, self.has_bias)
         options = (self.kernel_options,) if self.kernel_options else ()
-        return self.source.format(), self.rank, *how, *options
+        return self.source.format(), self.rank, *rest, *options
 
     @property
     def is_per_batch(self) -> bool:

@@ -98,12 +98,12 @@ class Results:
         """Let go of what this rank computed of its own chunks and sends itself, of such heads."""
         around = Span(0, self.own.start), Span(self.own.stop, self.plan.grid.num_chunks)
         left = []
-        for one in self.contributions[result]:
-            if one.has_arrived or one.heads.whole not in gone:
-                left.append(one)
+        for piece in self.contributions[result]:
+            if piece.has_arrived or piece.heads.whole not in gone:
+                left.append(piece)
                 continue
-            for part in filter(None, map(one.span.intersect, around)):
-                left.append(self._cut(one, part, one.heads.whole))
+            for part in filter(None, map(piece.span.intersect, around)):
+                left.append(self._cut(piece, part, piece.heads.whole))
         self.contributions[result] = left
 
     def of_shard(self, result: Payload) -> Tensors:
@@ -122,17 +122,17 @@ class Results:
         was computed with others, is not to leave with it; unless results return the way their
         inputs came, and this rank is on it.
         """
-        near = [one for one in self.contributions[result] if one.span.intersect(span)]
-        near = [one for one in near if one.heads.meet(heads)]
+        near = [piece for piece in self.contributions[result] if piece.span.intersect(span)]
+        near = [piece for piece in near if piece.heads.meet(heads)]
         if of_tiles:
-            near = [one for one in near if one.heads.whole == heads]
-            near = [one for one in near if self.plan.returns or not one.has_arrived]
+            near = [piece for piece in near if piece.heads.whole == heads]
+            near = [piece for piece in near if self.plan.returns or not piece.has_arrived]
         count, grouped, all_heads = _write_in_groups(near, heads)
         grouped = _join_heads(grouped, all_heads)
         by_heads = []
-        for some_heads in _cut_at_borders([one.heads.first for one in grouped], all_heads):
-            row = [one for one in grouped if one.heads.first.intersect(some_heads)]
-            parts = _cut_at_borders([one.span for one in row], span)
+        for some_heads in _cut_at_borders([piece.heads.first for piece in grouped], all_heads):
+            row = [piece for piece in grouped if piece.heads.first.intersect(some_heads)]
+            parts = _cut_at_borders([piece.span for piece in row], span)
             patches = [self._merge_patch(result, part, some_heads, row, count) for part in parts]
             with_tokens = [patch for patch in patches if patch]
             by_heads.append(_put_together(with_tokens, SEQUENCE_DIM))
@@ -146,9 +146,10 @@ class Results:
         self, result: Payload, span: Span, heads: Span, contributions: Sequence[Piece], count: int
     ) -> Tensors:
         """Merge what contributes to a span, of contributions to heads; () if it has no tokens."""
-        like, near = self.store.like, [one for one in contributions if one.span.intersect(span)]
+        like = self.store.like
+        near = [piece for piece in contributions if piece.span.intersect(span)]
         if near:
-            cuts = [tuple(self._cut(one, span, heads).tensors.values()) for one in near]
+            cuts = [tuple(self._cut(piece, span, heads).tensors.values()) for piece in near]
             return merge(result, cuts, like.dtype)
         length = self.store.tokens.of(span, of_keys=result.is_of_keys)
         if is_known(length == 0):
@@ -156,19 +157,19 @@ class Results:
         groups = (count, len(heads)) if count > 1 else (len(heads),)
         return _nothing(result, like.new_zeros((like.shape[0], *groups, length, like.shape[-1])))
 
-    def _cut(self, one: Piece, span: Span, heads: Span) -> Piece:
+    def _cut(self, piece: Piece, span: Span, heads: Span) -> Piece:
         """Return a contribution to a part of its span, and of the heads of each of its groups."""
-        of, is_grouped = one.heads, int(one.heads.count > 1)
-        if span != one.span:
-            before = self.store.tokens.of(Span(one.span.start, span.start), of_keys=one.of_keys)
-            length = self.store.tokens.of(span, of_keys=one.of_keys)
+        of, is_grouped = piece.heads, int(piece.heads.count > 1)
+        if span != piece.span:
+            before = self.store.tokens.of(Span(piece.span.start, span.start), of_keys=piece.of_keys)
+            length = self.store.tokens.of(span, of_keys=piece.of_keys)
             dim = SEQUENCE_DIM + is_grouped
-            one = one.map(lambda t: t.narrow(dim, before, length), spans=(span,))
+            piece = piece.map(lambda t: t.narrow(dim, before, length), spans=(span,))
         if heads != of.first:
             start, dim_of_heads = heads.start - of.start, HEADS_DIM + is_grouped
             groups = replace(of, start=heads.start, size=len(heads))
-            one = one.map(lambda t: t.narrow(dim_of_heads, start, len(heads)), heads=groups)
-        return one
+            piece = piece.map(lambda t: t.narrow(dim_of_heads, start, len(heads)), heads=groups)
+        return piece
 
 
 # --- Heads and borders ------------------------------------------------------------------------
@@ -179,35 +180,35 @@ def _write_in_groups(contributions: Sequence[Piece], heads: Span) -> tuple[int, 
 
     Return how many, the contributions to the heads of each of them, and the heads of one.
     """
-    first = next((one.heads for one in contributions if one.heads.count > 1), None)
+    first = next((piece.heads for piece in contributions if piece.heads.count > 1), None)
     if first is None:
         return 1, list(contributions), heads
-    grouped = [_in_groups(one, heads, first.count, first.step) for one in contributions]
-    written = [one for one in grouped if one is not None]
+    grouped = [_in_groups(piece, heads, first.count, first.step) for piece in contributions]
+    written = [piece for piece in grouped if piece is not None]
     if len(written) == len(grouped):
         return first.count, written, Span(0, first.step)
-    apart = [part for one in contributions for part in _apart(one) if part.heads.meet(heads)]
+    apart = [part for piece in contributions for part in _apart(piece) if part.heads.meet(heads)]
     return 1, apart, heads
 
 
-def _in_groups(one: Piece, heads: Span, count: int, step: int) -> Piece | None:
+def _in_groups(piece: Piece, heads: Span, count: int, step: int) -> Piece | None:
     """Write a contribution as one to the heads of each group; None if it is to others."""
-    of = one.heads
+    of = piece.heads
     if (of.count, of.step, of.whole) == (count, step, heads):
-        return replace(one, heads=replace(of, start=of.start - heads.start))
+        return replace(piece, heads=replace(of, start=of.start - heads.start))
     if of.count == 1 and of.whole == heads and len(heads) == count * step:
         groups = Groups(0, step, step, count)
-        return one.map(lambda tensor: tensor.unflatten(HEADS_DIM, (count, step)), heads=groups)
+        return piece.map(lambda tensor: tensor.unflatten(HEADS_DIM, (count, step)), heads=groups)
     return None
 
 
-def _apart(one: Piece) -> Iterator[Piece]:
+def _apart(piece: Piece) -> Iterator[Piece]:
     """Yield a contribution group by group."""
-    if one.heads.count == 1:
-        yield one
+    if piece.heads.count == 1:
+        yield piece
         return
-    for i, heads in enumerate(one.heads.spans):
-        yield one.map(methodcaller("select", 1, i), heads=Groups.single(heads))
+    for i, heads in enumerate(piece.heads.spans):
+        yield piece.map(methodcaller("select", 1, i), heads=Groups.single(heads))
 
 
 def _join_heads(contributions: Sequence[Piece], heads: Span) -> list[Piece]:
@@ -215,11 +216,11 @@ def _join_heads(contributions: Sequence[Piece], heads: Span) -> list[Piece]:
 
     They are merged with it at once, and not part by part, of which the results were copied.
     """
-    whole = [one for one in contributions if one.heads.first == heads]
+    whole = [piece for piece in contributions if piece.heads.first == heads]
     joined, parts_of = list[Piece](), dict[Span, list[Piece]]()
-    for one in sorted(contributions, key=lambda one: one.heads.start):
-        if one.heads.first != heads:
-            parts_of.setdefault(one.span, []).append(one)
+    for piece in sorted(contributions, key=lambda piece: piece.heads.start):
+        if piece.heads.first != heads:
+            parts_of.setdefault(piece.span, []).append(piece)
     for parts in parts_of.values():
         edges = [heads.start, *(part.heads.first.stop for part in parts)]
         if [*(part.heads.start for part in parts), heads.stop] != edges:

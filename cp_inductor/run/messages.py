@@ -186,15 +186,14 @@ class Messages:
         Then contents are the first rank's, and groups have, for each part of these, the heads of
         all. Records with statistics are words, if the dtype is half as wide as a statistic.
         """
-        rows, statistics = [], []
+        rows, statistics = list[Tensor](), list[Tensor]()
         for index, (payload, heads) in enumerate(contents):
             of = groups[index] if groups else None
-            for name in payload.tensors:
+            order = (1, 3, 0, 2, 4) if of else (2, 0, 1, 3)
+            for name in payload.parts:
                 tensor = self._of_groups(name, spans, heads, of)
-                rows.append(tensor.permute(*((1, 3, 0, 2, 4) if of else (2, 0, 1, 3))))
-            for name in payload.statistics:
-                statistic = self._of_groups(name, spans, heads, of)
-                statistics.append(statistic.permute(*((1, 3, 0, 2) if of else (2, 0, 1))))
+                side_by_side = rows if name in payload.tensors else statistics
+                side_by_side.append(tensor.permute(order[: tensor.ndim]))
         if statistics:
             # One concatenation of everything: one within another is stored by a kernel of its own.
             if self.store.words_per_statistic > 1:

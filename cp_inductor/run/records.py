@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, product, takewhile
+from itertools import chain, groupby, product, takewhile
 
 from cp_inductor.plan import Grid, Payload, Plan, Span, Tile, Transfer, backward_plan, forward_plan
 from cp_inductor.plan.grid import join_spans
@@ -96,7 +96,7 @@ class Groups:
     def of(heads: Sequence[Span]) -> Groups | None:
         """Return what the heads of ranks, in order, are; None if they follow no such rule."""
         start, size = heads[0].start, len(heads[0])
-        repeat = sum(1 for _ in takewhile(lambda one: one == heads[0], heads))
+        repeat = sum(1 for _ in takewhile(heads[0].__eq__, heads))
         count = len(heads) // repeat
         step = max(1, heads[repeat].start - start) if count > 1 else size
         groups = Groups(start, size, step, count, repeat)
@@ -160,20 +160,14 @@ def find_repetitions(
     while start < len(keys):
         unit, best, stop = slice(start, start + 1), 1, start + 1
         for period in range(1, min(MAX_PERIOD, len(keys) - start) + 1):
-            count = _count(keys, start, period)
-            at = slice(start, start + period)
-            if start + period * count > stop and fits(at, count):
-                unit, best, stop = at, count, start + period * count
+            at, end = slice(start, start + period), start + period
+            while keys[end : end + period] == keys[at]:
+                end += period
+            count = (end - start) // period
+            if end > stop and fits(at, count):
+                unit, best, stop = at, count, end
         yield unit, best
         start = stop
-
-
-def _count(keys: Sequence[object], start: int, period: int) -> int:
-    """Return how often so many elements come, one time after the other."""
-    unit, stop = keys[start : start + period], start + period
-    while keys[stop : stop + period] == unit:
-        stop += period
-    return (stop - start) // period
 
 
 # --- What a rank sends itself ---------------------------------------------------------------------
@@ -257,15 +251,14 @@ def runs_leaving(leaving: Sequence[Transfer], payload: Payload) -> list[tuple[Sp
         beside[transfer.destination, transfer.span].append((transfer.payload, transfer.heads))
     of_payload = [transfer for transfer in leaving if transfer.payload is payload]
     runs: list[tuple[Span, Span]] = []
-    before: list[tuple[Payload, Span]] = []
+    end: object = None
     for transfer in sorted(of_payload, key=lambda t: (t.heads, t.span)):
         heads, span = transfer.heads, transfer.span
         with_it = beside[transfer.destination, span]
-        adjoins = runs and runs[-1][1] == heads and runs[-1][0].stop == span.start
-        if adjoins and before == with_it:
+        if end == (heads, span.start, with_it):
             span = Span(runs.pop()[0].start, span.stop)
         runs.append((span, heads))
-        before = with_it
+        end = heads, span.stop, with_it
     return runs
 
 
@@ -278,16 +271,13 @@ def reads_shard(attention: Attention) -> bool:
     rank, plan = attention.rank, forward_plan(attention.recipe)
     if plan.num_kept < len(plan.stages):
         return True  # what is fetched again is sent again
-    itself = [
-        (transfer.payload.is_of_keys, transfer.heads, transfer.span)
-        for index in range(len(plan.stages))
-        for transfer in fetch_of(plan, rank, index)
-        if transfer.source == transfer.destination
-    ]
+    fetched = chain.from_iterable(fetch_of(plan, rank, at) for at in range(len(plan.stages)))
+    itself = [transfer for transfer in fetched if transfer.source == transfer.destination]
     return any(
         plan.grid.num_tokens(part, of_keys=of_keys)
         and not any(
-            one[:2] == (of_keys, heads) and part.intersect(one[2]) == part for one in itself
+            (t.payload.is_of_keys, t.heads) == (of_keys, heads) and part.intersect(t.span) == part
+            for t in itself
         )
         for stage in backward_plan(attention.recipe).program(rank)
         for of_keys, heads, part in _own_parts(plan, rank, stage.tiles)

@@ -204,10 +204,8 @@ class Store:
                 piece, longest = max(holding, key=lambda held: held[1].stop)
                 part = Span(start, min(span.stop, longest.stop))
                 length = self.tokens.of(part, of_keys=piece.of_keys)
-                before = piece.spans[: piece.spans.index(longest)]
-                offset: int | SymInt = 0
-                for other in (*before, Span(longest.start, start)):
-                    offset += self.tokens.of(other, of_keys=piece.of_keys)
+                before = *piece.spans[: piece.spans.index(longest)], Span(longest.start, start)
+                offset = sum(self.tokens.of(other, of_keys=piece.of_keys) for other in before)
                 last = parts[-1] if parts else None
                 if last and last[0] is piece and is_known(last[1] + last[2] == offset):
                     parts[-1] = (piece, last[1], last[2] + length)

@@ -39,7 +39,7 @@ from cp_inductor.plan.batch import groups_of_heads
 from cp_inductor.plan.batch_cells import BLOCK
 from cp_inductor.plan.batch_nodes import Nodes
 from cp_inductor.plan.batch_tables import COLUMNS, ROW_COLUMNS, Kind, Layout, Part, Side
-from cp_inductor.run.attention import Attention
+from cp_inductor.run.attention import Attention, PerBatch
 from cp_inductor.run.merge import Tensors, merge_stack
 from cp_inductor.tiles.kernel_table import KERNELS
 from cp_inductor.tiles.kernels import Kernel, TileCall
@@ -98,12 +98,6 @@ class RowTile:
 Arriving = Mapping[Side, tuple[Tensor, Named]]
 
 
-def wait_for(message: Tensor, like: Named) -> Named:
-    """Wait for a message, and return the rows of each tensor that was sent."""
-    rows = unpack(WAIT(message), [*like.values()])
-    return dict(zip(like, rows, strict=True))
-
-
 class Tables:
     """What a rank has of its batch's plan, from what `run_forward` takes; see there.
 
@@ -115,14 +109,16 @@ class Tables:
     ) -> None:
         query, key, value = shards
         *tables, self.sizes, self.numbers = extras
+        source = attention.source
+        assert isinstance(source, PerBatch)
         self.attention = attention
         self.kernel = KERNELS[attention.kernel].under_rule
-        self.layout = layout_of(attention.source.stages, attention.group_name)
+        self.layout = layout_of(source.stages, attention.group_name)
         self.num_stages = self.layout.last + 1  # the first and the last fetch and send nothing
         heads = int(query.shape[1]), int(key.shape[1])
-        nodes = Nodes.parse(attention.nodes) if attention.nodes else None
+        nodes = Nodes.parse(source.nodes) if source.nodes else None
         self.num_groups = groups_of_heads(attention.rule, *heads, self.layout.world_size, nodes)
-        self.rule, self.columns = rule_of_rows(attention.source.rule, self.num_groups)
+        self.rule, self.columns = rule_of_rows(source.rule, self.num_groups)
         self.tables = dict(zip(sorted(attention.rule.tables), tables, strict=True))
         self.shapes = {Side.QUERY: query.shape, Side.KEY: key.shape}
         self.dtype, self.device = query.dtype, query.device
@@ -158,8 +154,8 @@ class Tables:
 
     def end_fetch(self, stage: int, fetching: Arriving) -> None:
         """Wait for it, and add it to the pools."""
-        for side, arriving in fetching.items():
-            rows = wait_for(*arriving)
+        for side, (message, sent) in fetching.items():
+            rows = unpack(WAIT(message), sent)
             if "out" in rows and not self.kernel.takes_delta:
                 # The kernel wants out. For the rows of other ranks, something stands in for it.
                 rows["out"] = make_stand_in(rows["out"], rows["grad_out"])
@@ -171,8 +167,8 @@ class Tables:
 
     def end_home(self, homeward: Arriving | None) -> None:
         """Wait for results of own rows that others computed."""
-        for side, arriving in (homeward or {}).items():
-            self.came_home[side].append(wait_for(*arriving))
+        for side, (message, sent) in (homeward or {}).items():
+            self.came_home[side].append(unpack(WAIT(message), sent))
 
     def _start(self, kind: Kind, stage: int, sent: Mapping[Side, Named]) -> Arriving:
         """Start the exchanges of a stage, if it has any."""
@@ -192,7 +188,7 @@ class Tables:
             started[side] = message, tensors
         return started
 
-    def _expect(self, found: Tensor, part: Part) -> None:
+    def _expect(self, counted: Tensor, part: Part) -> None:
         """Note how many rows a tensor is likely to have: half of the own rows are moved."""
         shape = self.shapes[part.side]
         rows = size_hint(shape[0]) * size_hint(shape[2]) * self.num_groups
@@ -200,7 +196,7 @@ class Tables:
             rows = max(BLOCK, rows // 2 // BLOCK * BLOCK)
         else:
             rows = 2 if part.kind is Kind.SUM else max(BLOCK, rows // 2)
-        note_hint(found.shape[0], rows)
+        note_hint(counted.shape[0], rows)
 
     # --- Tiles ------------------------------------------------------------------------------
 
@@ -261,8 +257,8 @@ class Tables:
             where.remove(HEAD)
         at = [entries[side] if symbol == BATCH else positions[side] for symbol in where]
         index = [None, *at] if HEAD in column.where else at
-        found: Tensor = torch.ops.aten.index.Tensor(table, index)
-        return found
+        values: Tensor = torch.ops.aten.index.Tensor(table, index)
+        return values
 
     # --- Results ----------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.evaluate import evaluate
 from cp_inductor.mask.intervals import Decision, Interval, Numbers, interval_operations
-from cp_inductor.mask.language import BATCH, HEAD, QUERY, number_of
+from cp_inductor.mask.language import BATCH, HEAD, number_of
 from cp_inductor.mask.rule import Cell, Rule
 from cp_inductor.tiles.tile_masks import Geometry, Indices, Lazily, Place
 
@@ -63,11 +63,10 @@ def make_block_table(rule: Rule, indices: Indices, is_computed: Tensor | None = 
     """
 
     def make(low: Any, high: Any) -> Interval:
-        least = indices.as_tensor(low)
-        return _interval(least, least if high is low else indices.as_tensor(high))
+        return _interval(indices.as_tensor(low), indices.as_tensor(high))
 
     operations = interval_operations(lambda read, _: _read(indices, read), make, indices.boolean)
-    values = Lazily(lambda symbol: _bounds_of_index(indices, symbol))
+    values = Lazily(lambda symbol: _bounds_of_blocks(indices.of(symbol)))
     decision: Decision = evaluate(rule.allowed, values, operations)
     shape = shape_of_block_table(rule, indices.geometry, indices.batch)
     cells = decision.may.to(torch.int8) * Cell.PARTIAL
@@ -91,16 +90,6 @@ def shape_of_block_table(
     )
 
 
-def _bounds_of_index(indices: Indices, symbol: sympy.Symbol) -> Interval:
-    run = indices.geometry.run_of(symbol)
-    if run is None or run[1] - run[0] <= 1:
-        return _bounds_of_blocks(indices.of(symbol))
-    # The bounds of one run of positions are numbers: nothing has to be reduced.
-    shape = (1, 1, -1, 1) if symbol == QUERY else (1, 1, 1, -1)
-    low = torch.arange(*run, BLOCK, device=indices.device).view(shape)
-    return _interval(low, (low + (BLOCK - 1)).clamp(max=run[1] - 1))
-
-
 def _read(indices: Indices, read: sympy.Expr) -> Interval:
     if indices.is_cut(read.args):
         return _bounds_of_blocks(indices.cut(number_of(read), read.args))
@@ -114,7 +103,7 @@ def _bounds_of_blocks(values: Tensor) -> Interval:
     low = high = values
     for dim in (2, 3):
         if (length := values.shape[dim]) > 1:
-            low, high = (_in_blocks(one, dim, -length % BLOCK) for one in (low, high))
+            low, high = (_in_blocks(end, dim, -length % BLOCK) for end in (low, high))
             low, high = low.amin(dim + 1), high.amax(dim + 1)
     return _interval(low, high)
 
@@ -303,7 +292,7 @@ class _Integers(_Floats):
         products = [(x * y).nan_to_num(0.0, torch.inf, -torch.inf) for x, y in ends]
         return _open_beyond(reduce(torch.minimum, products), reduce(torch.maximum, products))
 
-    def floor_divide(self, end: Tensor, divisor: int, missing: float) -> Tensor:
+    def floor_divide(self, end: Tensor, divisor: int) -> Tensor:
         return (end / divisor).floor()
 
 

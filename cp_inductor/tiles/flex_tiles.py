@@ -28,7 +28,7 @@ from sympy import Expr
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_inductor.mask.language import BATCH, HEAD, INDICES, KEY, QUERY, SCORE, number_of, tables_of
+from cp_inductor.mask.language import BATCH, INDICES, KEY, QUERY, SCORE, number_of, tables_of
 from cp_inductor.mask.rule import Rule
 from cp_inductor.tiles.block_tables import BLOCK, list_blocks
 from cp_inductor.tiles.kernels import Gradients, Partial, RuleKernel, TileCall, with_whole_rows
@@ -109,8 +109,8 @@ class FlexCUDA(RuleKernel):
 
     def _flex(self, call: TileCall, *, has_columns: bool) -> Flex:
         block_mask = self.block_mask(has_columns=has_columns)
-        how = (self.score_mod, self.slope, call.factor, *self.buffers, self.options)
-        return Flex(block_mask, *how)
+        functions = (self.score_mod, self.slope, call.factor, *self.buffers, self.options)
+        return Flex(block_mask, *functions)
 
     def block_mask(self, *, has_columns: bool) -> BlockMask:
         """Return the blocks of each row that hold pairs; and of each column, if it has them."""
@@ -167,7 +167,7 @@ class _AtScore(Indices):
             return place
         if symbol in self.captured:
             return self._at(self.captured[symbol])
-        run = self.geometry.heads if symbol == HEAD else self.geometry.run_of(symbol)
+        run = self.geometry.run_of(symbol)
         assert run is not None
         return place + run[0] if run[0] else place
 
@@ -184,7 +184,7 @@ class _AtScore(Indices):
         if self.is_cut(read.args):
             value = self._at(self.captured[number, read.args])
         else:
-            value = self.captured[number][tuple(self.as_tensor(one) for one in values)]
+            value = self.captured[number][tuple(self.as_tensor(value) for value in values)]
         return value if value.is_floating_point() else value.to(torch.int64)
 
     def _at(self, tensor: Tensor) -> Tensor:

@@ -90,17 +90,21 @@ def choose_kernel(
             got=f"{head_dim}, {key.shape[-1]} and {value.shape[-1]}",
             remedy="pad value to the head dim of query and slice the output",
         )
-    reasons = list[str]()
-    for name, row in _in_order(device, query.device, capability):
+    reasons, order = list[str](), sdpa_order(query.device, capability)
+    rows = [(name, row) for name, row in KERNELS.items() if row.device == device]
+    for name, row in sorted(rows, key=lambda named: order.index(named[1].plain.switch.backend)):
         reason = _describe_wrong(row, query, capability)
         reason = reason or row.plain.obstacle(dtype, head_dim, has_bias=has_bias)
         if reason is None and row.plain.runs_on(query.device):
             return name, "; ".join(reasons) or "SDPA's first choice"
         reasons.append(reason or f"{row.plain.switch.name} does not run on {query.device}")
+    switches = dict.fromkeys(row.plain.switch for row in _rows_of(device))
+    disabled = " and ".join(switch.name for switch in switches if not switch.is_on())
     raise UnsupportedKernel(
         site=site,
         expected="; ".join(row.plain.describe() for row in _rows_of(device)),
-        got=f"{dtype} with head dim {head_dim} on {device}{_describe_disabled(device)}",
+        got=f"{dtype} with head dim {head_dim} on {device}"
+        + (f", with {disabled} attention disabled" if disabled else ""),
         remedy=(
             "cast query, key and value, move them to a device with a flash kernel, or enable"
             " SDPBackend.FLASH_ATTENTION in the sdpa_kernel around the attention"
@@ -149,21 +153,6 @@ def is_a_kernel_enabled(device: str) -> bool:
     A device of which no row says anything is for `choose_kernel` to refuse.
     """
     return any(row.plain.switch.is_on() for row in _rows_of(device))
-
-
-def _describe_disabled(device: str) -> str:
-    switches = dict.fromkeys(row.plain.switch for row in _rows_of(device))
-    disabled = [switch.name for switch in switches if not switch.is_on()]
-    return f", with {' and '.join(disabled)} attention disabled" if disabled else ""
-
-
-def _in_order(
-    device: str, of_tensors: torch.device, capability: tuple[int, int] | None
-) -> list[tuple[str, KernelRow]]:
-    """Return the rows of a type of device, in SDPA's order."""
-    order = sdpa_order(of_tensors, capability)
-    rows = [(name, row) for name, row in KERNELS.items() if row.device == device]
-    return sorted(rows, key=lambda named: order.index(named[1].plain.switch.backend))
 
 
 def _rows_of(device: str) -> list[KernelRow]:

@@ -98,17 +98,19 @@ def _strips(
             heads, kv_heads = slice(head, head + 1), slice(kv_head, kv_head + 1)
         for rows, columns, is_full in _rows_alike(cells[entry, head].tolist()):
             queries = slice(rows[0] * BLOCK, min((rows[-1] + 1) * BLOCK, num_queries))
-            tokens = [t for c in columns for t in range(c * BLOCK, min((c + 1) * BLOCK, num_keys))]
+            first, stop = columns[0] * BLOCK, min((columns[-1] + 1) * BLOCK, num_keys)
+            gaps = (columns[-1] + 1 - columns[0] - len(columns)) * BLOCK
             # The last block may be too short for the kernel: then some keys before it are hidden.
-            num_hidden = min(max(0, MIN_KEYS - len(tokens)), tokens[0])
-            tokens = [*range(tokens[0] - num_hidden, tokens[0]), *tokens]
-            are_adjacent = tokens[-1] - tokens[0] < len(tokens)
-            keys = slice(tokens[0], tokens[-1] + 1) if are_adjacent else torch.tensor(tokens)
+            num_hidden = min(max(0, MIN_KEYS - (stop - first - gaps)), first)
+            keys: slice | Tensor = slice(first - num_hidden, stop)
+            if gaps:
+                tokens = torch.arange(first - num_hidden, stop)
+                keys = tokens[(tokens < first) | torch.isin(tokens // BLOCK, torch.tensor(columns))]
             bias = None
             if num_hidden or not is_full:
                 place = partial(_cut, (entries, heads, queries, keys))
                 bias = make_bias(Rule.parse(rule), indices, place)
-                size = queries.stop - queries.start, len(tokens)
+                size = queries.stop - queries.start, num_hidden + stop - first - gaps
                 bias = bias.expand(*bias.shape[:2], *size)
             if bias is not None and num_hidden:
                 bias = F.pad(bias[..., num_hidden:], (num_hidden, 0), value=-float("inf"))
@@ -241,7 +243,7 @@ class MaskedCPU(RuleKernel):
         if rule.tables:
             batch = indices.batch if BATCH in rule.allowed.free_symbols else 1
             cells = block_table(tables, text, geometry, batch, indices.dtype, is_computed)
-        self.how = (cells, tables, text, geometry)
+        self.tile = (cells, tables, text, geometry)
 
     @classmethod
     def obstacle(cls, rule: Rule, head_dim: object) -> str | None:
@@ -249,10 +251,10 @@ class MaskedCPU(RuleKernel):
         return None if rule.score == SCORE else "a score_mod that computes with scores, on the CPU"
 
     def _attend(self, call: TileCall) -> Partial:
-        return Partial(*torch.ops.cp_inductor.masked_tile(*call.tensors, *self.how, call.factor))
+        return Partial(*torch.ops.cp_inductor.masked_tile(*call.tensors, *self.tile, call.factor))
 
     def _differentiate(self, call: TileCall, grad_out: Tensor, whole: Partial) -> Gradients:
         grads: Gradients = torch.ops.cp_inductor.masked_tile_backward(
-            grad_out, *call.tensors, *whole, *self.how, call.factor
+            grad_out, *call.tensors, *whole, *self.tile, call.factor
         )
         return grads

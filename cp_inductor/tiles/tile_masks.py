@@ -201,9 +201,9 @@ class Geometry:
         return {HEAD: (self.heads,), QUERY: self.queries, KEY: self.keys}.get(symbol, ())
 
     def run_of(self, symbol: sympy.Symbol) -> tuple[int, int] | None:
-        """Return the positions of queries or keys, [start, stop), if they are one run."""
+        """Return where heads, queries or keys are, [start, stop), if they are one run."""
         runs = self.runs_of(symbol)
-        return runs[0] if len(runs) == 1 and symbol != HEAD else None
+        return runs[0] if len(runs) == 1 else None
 
     @property
     def num_queries(self) -> int:

@@ -125,11 +125,8 @@ def cells_of(grid: Grid, mask: Mask, rule: str) -> np.ndarray:
     if mask is Mask.CAUSAL:
         cells = causal_cells(grid.num_chunks)
     elif mask is Mask.PARTIAL:
-        bounds = []
-        for of_keys in (False, True):
-            before = tokens_before(grid, of_keys=of_keys).astype(float)
-            bounds.append((before[:-1], before[1:] - 1))
-        cells = Rule.parse(rule).cells(*bounds).astype(np.int8)
+        sides = (tokens_before(grid, of_keys=of_keys).astype(float) for of_keys in (False, True))
+        cells = Rule.parse(rule).cells(*((of[:-1], of[1:] - 1) for of in sides)).astype(np.int8)
     cells.flags.writeable = False
     return cells
 

@@ -319,12 +319,10 @@ class PlanData:
 
     def program(self, rank: int) -> tuple[Stage, ...]:
         """Return one rank's part: its tiles, and the transfers that start or end at it."""
-        program = self._programs.get(rank)
-        if program is None:
-            program = tuple(stage.of_rank(rank) for stage in self.stages)
+        if rank not in self._programs:
             self._programs.clear()  # a process is one rank, or one after the other
-            self._programs[rank] = program
-        return program
+            self._programs[rank] = tuple(stage.of_rank(rank) for stage in self.stages)
+        return self._programs[rank]
 
     @property
     def tiles(self) -> list[Tile]:

@@ -352,8 +352,8 @@ def _strategies(recipe: Recipe, machine: Machine) -> list[Strategy]:
     return [
         row
         for row in rows
-        if row.is_of_auto
-        and row.splits(shape, world_size)
+        if row.splits(shape, world_size)
+        and not row.is_ring
         # Under a rule, rows in one stage are an all-gather.
         and not (recipe.mask is Mask.PARTIAL and row.num_stages(world_size))
     ]

@@ -125,11 +125,8 @@ def cells_of(grid: Grid, mask: Mask, rule: str) -> np.ndarray:
     if mask is Mask.CAUSAL:
         cells = causal_cells(grid.num_chunks)
     elif mask is Mask.PARTIAL:
-        bounds = []
-        for of_keys in (False, True):
-            before = tokens_before(grid, of_keys=of_keys).astype(float)
-            bounds.append((before[:-1], before[1:] - 1))
-        cells = Rule.parse(rule).cells(*bounds).astype(np.int8)
+        sides = (tokens_before(grid, of_keys=of_keys).astype(float) for of_keys in (False, True))
+        cells = Rule.parse(rule).cells(*((of[:-1], of[1:] - 1) for of in sides)).astype(np.int8)
     cells.flags.writeable = False
     return cells
 
@@ -254,7 +251,8 @@ class Strategy:
         assign: (work, number of stages) -> tiles.
         assign_backward: the same -> tiles of the backward, as many stages as of the forward, if
             they are others.
-        is_ring: keys come from the rank before, which had them one stage before.
+        is_ring: keys come from the rank before, which had them one stage before; "auto" leaves it
+            out.
         under_rules: the strategy that takes its place under a mask that is neither full nor causal.
         num_nodes: over how many nodes it splits the heads; see `moves_of`.
         num_stages: (ranks) -> the number of stages, if there is no choice; else None.
@@ -262,7 +260,6 @@ class Strategy:
         free_keep: (shape, stages) -> of how many stages, from the first, the forward keeps what it
             fetched for the backward, because that takes the place of the shard's own q, k and v. It
             is as large, but where several ranks share a KV head.
-        is_of_auto: "auto" considers it.
         is_groupable: groups of ranks may split the heads around it, as in "heads4+blocks".
         fine: many chunks for so many ranks balance a causal mask; 0 if pieces do, or nothing does.
         min_chunks: per rank.
@@ -279,7 +276,6 @@ class Strategy:
     num_stages: Callable[[int], int | None] = lambda world_size: None
     splits: Callable[[Shape, int], bool] = lambda shape, world_size: True
     free_keep: Callable[[Shape, int], int] = lambda shape, num_stages: 0
-    is_of_auto: bool = True
     is_groupable: bool = False
     fine: int = 0
     min_chunks: int = 2

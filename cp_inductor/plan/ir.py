@@ -143,20 +143,24 @@ class TileColumns(NamedTuple):
     @staticmethod
     def of(stages: Iterable[Sequence[Tile]]) -> TileColumns:
         """Return the tiles of each stage as columns."""
-        tiles = [(stage, tile) for stage, own in enumerate(stages) for tile in own]
+        stages = [*stages]
+        tiles = [tile for own in stages for tile in own]
+        stage = np.repeat(np.arange(len(stages)), [len(own) for own in stages])
+        # Flat lists, because Python looks through as many tuples for garbage.
         rows = [
-            (stage, t.rank, t.heads.start, t.heads.stop, t.mask is Mask.CAUSAL)
-            for stage, t in tiles
+            number
+            for t in tiles
+            for number in (t.rank, t.heads.start, t.heads.stop, t.mask is Mask.CAUSAL)
         ]
         queries, keys = (
-            [(at, s.start, s.stop) for at, spans in enumerate(side) for s in spans]
-            for side in ([tile.queries for _, tile in tiles], [tile.keys for _, tile in tiles])
+            [number for at, of in enumerate(side) for s in of for number in (at, s.start, s.stop)]
+            for side in ([tile.queries for tile in tiles], [tile.keys for tile in tiles])
         )
         of_tiles, *of_sides = (
             np.array(numbers, np.int64).reshape(-1, width).T
-            for numbers, width in ((rows, 5), (queries, 3), (keys, 3))
+            for numbers, width in ((rows, 4), (queries, 3), (keys, 3))
         )
-        return TileColumns(*of_tiles, *of_sides)
+        return TileColumns(stage, *of_tiles, *of_sides)
 
     def tokens(self, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
         """Return (tiles,) each, how many queries and how many keys the tiles have."""
@@ -315,12 +319,10 @@ class PlanData:
 
     def program(self, rank: int) -> tuple[Stage, ...]:
         """Return one rank's part: its tiles, and the transfers that start or end at it."""
-        program = self._programs.get(rank)
-        if program is None:
-            program = tuple(stage.of_rank(rank) for stage in self.stages)
+        if rank not in self._programs:
             self._programs.clear()  # a process is one rank, or one after the other
-            self._programs[rank] = program
-        return program
+            self._programs[rank] = tuple(stage.of_rank(rank) for stage in self.stages)
+        return self._programs[rank]
 
     @property
     def tiles(self) -> list[Tile]:

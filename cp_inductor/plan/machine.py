@@ -346,11 +346,7 @@ INSIDE = {"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvli
 def known_machine(device: str, world_size: int, node_size: int = 8, num_cores: int = 0) -> Machine:
     """Return the machine of the tables, for ranks of which nothing was measured.
 
-    Args:
-        device: a name of `DEVICES`.
-        world_size: number of ranks.
-        node_size: ranks of a node.
-        num_cores: of a node, if the device is a CPU, where they also move the data.
+    The cores of a node count if the device is a CPU, where they also move the data.
     """
     of_rank, link = DEVICES[device], LINKS[INSIDE.get(device, "ib400")]
     if device == "cpu":

@@ -352,8 +352,8 @@ def _strategies(recipe: Recipe, machine: Machine) -> list[Strategy]:
     return [
         row
         for row in rows
-        if row.is_of_auto
-        and row.splits(shape, world_size)
+        if row.splits(shape, world_size)
+        and not row.is_ring
         # Under a rule, rows in one stage are an all-gather.
         and not (recipe.mask is Mask.PARTIAL and row.num_stages(world_size))
     ]
@@ -462,15 +462,11 @@ def plan_tiles(recipe: Recipe, stages: Sequence[Stage]) -> Plan:
     def with_tokens(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
         return tuple(tile for tile in tiles if all(tile.num_tokens(grid))) if is_short else tiles
 
-    stages = [
+    first, *others = (
         Stage(fetch, with_tokens(stage.tiles), backward_tiles=with_tokens(stage.backward_tiles))
         for fetch, stage in zip(fetches, stages, strict=True)
-    ]
-    stages = [
-        stage
-        for index, stage in enumerate(stages)
-        if not index or stage.fetch or stage.tiles or stage.backward_tiles
-    ]
+    )
+    stages = [first, *(s for s in others if s.fetch or s.tiles or s.backward_tiles)]
     return Plan(
         grid,
         shape,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -32,12 +33,14 @@ from cp_inductor.plan.ir import (
     Direction,
     Mask,
     PlanData,
-    Stage,
     Tile,
     Transfers,
     flops_per_pair,
 )
 from cp_inductor.plan.machine import Level, Machine
+
+# When what is at a place arrives there, or leaves it, if that is not in a stage.
+BEFORE, HOME, NEVER = -1, 2**15 - 2, 2**15 - 1
 
 
 class InvalidPlan(AssertionError):
@@ -53,10 +56,7 @@ def simulate(plan: PlanData, machine: Machine | None = None) -> Timeline:
     _check_coverage(plan)
     _check_exchanges(plan)
     for of_keys in (False, True):
-        places = _Places(plan, of_keys=of_keys)
-        _check_data(plan, places)
-        if plan.direction is Direction.BACKWARD or not of_keys:
-            _check_homes(plan, places)
+        _check_places(plan, of_keys=of_keys)
     machine = machine or Machine()
     return loads_of(plan, machine).timeline(machine)
 
@@ -130,96 +130,80 @@ def _check_exchanges(plan: PlanData) -> None:
             require(moved == moved.sorted() and bool(is_new.all()), where, "is out of order")
 
 
-class _Places:
-    """Places in which ranks hold queries, or keys: (P, parts of the heads, chunks).
+def _check_places(plan: PlanData, *, of_keys: bool) -> None:
+    """Check when ranks get, read and send queries, or keys, and when results of these go home.
 
-    No tile or transfer has a part of the heads but in whole.
+    A place is a rank, a part of the heads that tiles and transfers have in whole or not at all, and
+    a chunk with tokens. Rows are a stage, a rank, and spans of chunks and of heads.
+
+    Every rank that has results of foreign chunks must send them once, not before its last tile of
+    each. So must a rank that such results were sent to, after they have arrived. So they cannot go
+    round in circles, and what is sent reaches the owner.
     """
+    grid, shape, what = plan.grid, plan.shape, "keys" if of_keys else "queries"
 
-    def __init__(self, plan: PlanData, *, of_keys: bool) -> None:
-        self.of_keys, self.grid, self.shape = of_keys, plan.grid, plan.shape
-        num_heads = plan.shape.num_kv_heads if of_keys else plan.shape.num_heads
-        moved = [plan.kept_fetches, *(m for s in plan.stages for m in (s.fetch, s.home))]
-        boxes = [self._boxes(transfers, SOURCE) for transfers in moved]
-        boxes += [self._boxes_of_tiles(stage) for stage in plan.stages]
-        self.edges = np.unique([0, num_heads, *np.concatenate(boxes)[:, 3:].ravel()])
-        own = [(rank, plan.grid.own(rank)) for rank in range(plan.grid.world_size)]
-        self.own = self._count(np.array([(r, s.start, s.stop, 0, num_heads) for r, s in own])) > 0
+    def rows_of(transfers: Transfers, end: int, stage: int) -> np.ndarray:
+        columns = transfers.columns[IS_OF_KEYS[transfers.columns[:, PAYLOAD]] == of_keys]
+        columns = columns[:, [end, START, STOP, FIRST_HEAD, LAST_HEAD]]
+        return np.insert(columns, 0, stage, axis=1)
 
-    def of_transfers(self, transfers: Transfers, end: int) -> np.ndarray:
-        """Return how many of the transfers of this kind have each place at one end."""
-        return self._count(self._boxes(transfers, end))
-
-    def of_tiles(self, stage: Stage) -> np.ndarray:
-        """Return how many tiles of a stage read each place."""
-        return self._count(self._boxes_of_tiles(stage))
-
-    def _boxes(self, transfers: Transfers, end: int) -> np.ndarray:
-        """Return (n, 5), of each transfer a rank, the first and last chunk, and those of heads."""
-        columns = transfers.columns[IS_OF_KEYS[transfers.columns[:, PAYLOAD]] == self.of_keys]
-        return columns[:, [end, START, STOP, FIRST_HEAD, LAST_HEAD]]
-
-    def _boxes_of_tiles(self, stage: Stage) -> np.ndarray:
-        rows = [
-            (tile.rank, span.start, span.stop, heads.start, heads.stop)
-            for tile in stage.tiles
-            for spans, heads in [tile.side(self.shape, of_keys=self.of_keys)]
-            for span in spans
-        ]
-        return np.array(rows, dtype=np.int64).reshape(-1, 5)
-
-    def _count(self, boxes: np.ndarray) -> np.ndarray:
-        size = self.grid.world_size, len(self.edges) - 1, self.grid.num_chunks
-        counts, heads = np.zeros(size, np.int16), np.searchsorted(self.edges, boxes[:, 3:])
-        for rank, start, stop, first, last in np.hstack([boxes[:, :3], heads]).tolist():
-            counts[rank, first:last, start:stop] += 1
-        return counts * (lengths_of(self.grid, of_keys=self.of_keys) > 0)
-
-
-def _check_data(plan: PlanData, places: _Places) -> None:
-    """Run the exchanges: check that what is sent, and what a tile reads, is there."""
-    held = places.own.astype(np.int16)
-    if plan.direction is Direction.BACKWARD and places.of_keys:
-        held += places.of_transfers(plan.kept_fetches, DESTINATION)
-        require(held.max() <= 1, "what was kept is there already")
-    for index, stage in enumerate(plan.stages):
-        # The fetch of a stage starts before the tiles of the one before: what it sends must have
-        # been there then, so that nothing that arrives with this exchange is sent by it.
-        sent = places.of_transfers(stage.fetch, SOURCE)
-        _require_held(sent, held, f"stage {index}: a rank sends what is not there:")
-        held += places.of_transfers(stage.fetch, DESTINATION)
-        require(held.max() <= 1, f"stage {index}: a fetch brings what is there already")
-        what = "keys" if places.of_keys else "queries"
-        _require_held(places.of_tiles(stage), held, f"stage {index}: a tile misses {what}:")
+    num_heads, ranks = shape.num_kv_heads if of_keys else shape.num_heads, range(grid.world_size)
+    own = [
+        (BEFORE, rank, grid.own(rank).start, grid.own(rank).stop, 0, num_heads) for rank in ranks
+    ]
+    of_tiles = [
+        (index, tile.rank, span.start, span.stop, heads.start, heads.stop)
+        for index, stage in enumerate(plan.stages)
+        for tile in stage.tiles
+        for spans, heads in [tile.side(shape, of_keys=of_keys)]
+        for span in spans
+    ]
+    sent, arriving, leaving, returning = (
+        np.concatenate([rows_of(getattr(s, way), end, at) for at, s in enumerate(plan.stages)])
+        for way, end in product(("fetch", "home"), (SOURCE, DESTINATION))
+    )
+    # Queries that were kept wait for the gradients that are fetched.
+    kept = rows_of(plan.kept_fetches if of_keys else Transfers(), DESTINATION, BEFORE)
+    arriving, read = np.concatenate([own, kept, arriving]), np.array(of_tiles, int).reshape(-1, 6)
+    edges = np.unique(np.concatenate([sent, arriving, read, leaving, returning])[:, 4:])
+    place = np.append(0, np.cumsum(lengths_of(grid, of_keys=of_keys) > 0))
+    for rows in (sent, arriving, read, leaving, returning):
+        rows[:, 2:4], rows[:, 4:] = place[rows[:, 2:4]], np.searchsorted(edges, rows[:, 4:])
+    arrival = np.full((grid.world_size, len(edges) - 1, place[-1]), NEVER, np.int16)
+    _set_times(arrival, arriving[: len(own)], what)
+    departure = np.where(arrival == BEFORE, HOME, arrival)
+    _set_times(arrival, arriving[len(own) :], "a fetch brings what is there already")
+    # The fetch of a stage starts before the tiles of the one before: what it sends must have been
+    # there then, so that nothing that arrives with this exchange is sent by it.
+    _check_times(arrival, sent, np.less, "a rank sends what is not there")
+    _check_times(arrival, read, np.less_equal, f"a tile misses {what}")
+    if plan.direction is Direction.FORWARD and of_keys:
+        return
+    _set_times(departure, leaving, f"results of {what} are early or twice")
+    _check_times(departure, read, np.greater_equal, f"results of {what} are early or twice")
+    _check_times(departure, returning, np.greater, f"results of {what} are early or twice")
+    has_results = np.zeros(departure.shape, dtype=bool)
+    for _, rank, start, stop, first, last in np.concatenate([read, returning]).tolist():
+        has_results[rank, first:last, start:stop] = True
+    is_wrong = (departure < HOME) & ~has_results
+    require(not is_wrong.any(), f"results of {what} that nobody has computed are sent")
+    is_wrong = (departure == NEVER) & has_results
+    require(not is_wrong.any(), f"results of {what} stay away from home")
 
 
-def _require_held(needed: np.ndarray, held: np.ndarray, *what: object) -> None:
-    """Require that what is needed is held. What is not is named: rank, part of heads, chunk."""
-    lacking = np.argwhere((needed > 0) & (held == 0))
-    require(not len(lacking), *what, lacking[:3].tolist())
+def _set_times(times: np.ndarray, rows: np.ndarray, what: str) -> None:
+    """Set the times of places, each once."""
+    for stage, rank, start, stop, first, last in rows.tolist():
+        box = times[rank, first:last, start:stop]
+        require(bool((box == NEVER).all()), f"stage {stage}, rank {rank}: {what}")
+        box[...] = stage
 
 
-def _check_homes(plan: PlanData, places: _Places) -> None:
-    """Check that results of foreign chunks are sent home once, not before the last tile of each.
-
-    Every rank that has such results must send them. So must a rank that results of foreign chunks
-    were sent to, after they have arrived: it sends them once, whereupon nothing more may arrive. So
-    they cannot go round in circles, and what is sent reaches the owner.
-    """
-    what = "results of keys" if places.of_keys else "results of queries"
-    # From behind the last stage on: what is added to or arrives later, and what was sent later. A
-    # tile adds to what leaves with its stage or later; what arrives with a stage leaves after it.
-    added, sent = places.own, np.zeros_like(places.own)
-    for index, stage in reversed([*enumerate(plan.stages)]):
-        leaving = places.of_transfers(stage.home, SOURCE)
-        added = added | (places.of_transfers(stage.home, DESTINATION) > 0)
-        is_right = (leaving + (added | sent)).max() <= 1
-        require(is_right, f"stage {index}: {what} are early or twice")
-        sent = sent | (leaving > 0)
-        added = added | (places.of_tiles(stage) > 0)
-    home = sent | places.own
-    require(not (home & ~added).any(), f"{what} that nobody has computed are sent")
-    require(not (added & ~home).any(), what, "stay away from home")
+def _check_times(times: np.ndarray, rows: np.ndarray, is_right: np.ufunc, what: str) -> None:
+    """Compare the times of places with stages."""
+    for stage, rank, start, stop, first, last in rows.tolist():
+        box = times[rank, first:last, start:stop]
+        require(bool(is_right(box, stage).all()), f"stage {stage}, rank {rank}: {what}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ their owners, and the stage behind these. The uses of a batch are so as well.
 The backward plan is a function of the forward plan. It has the same tiles at the same ranks, or
 others that read what the forward fetched, so that fetched data may be kept. Every fetched query is
 fetched with the gradient of its output, every fetched key and value is fetched again, and the
-gradients of both are sent home.
+gradients of both are sent home: `Plan.backward`.
 
 Over several nodes, what a rank needs of another node enters its node at one rank, one stage before
 it is passed on, so that no stage passes on what it brings. Results go back the same way.
@@ -59,8 +59,8 @@ def moves_of(
 
     Results are sent home after the last tile that adds to them. Over several nodes, tiles of the
     first stage read only what enters at their rank, and a rank passes results on, with its own,
-    when all have arrived: perhaps in one more stage. In a ring, a rank gets keys from the one
-    before it, to which it passes on nothing, and hands them on even if it has no queries.
+    when all have arrived: perhaps in one more stage. In a ring, keys come from the rank before,
+    and a rank without queries hands them on.
     """
     columns, moves = TileColumns.of(tiles), []
     for payload in payloads:

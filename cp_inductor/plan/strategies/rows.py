@@ -67,7 +67,6 @@ RING = Strategy(
     is_ring=True,
     under_rules=ROWS,
     num_stages=lambda world_size: max(1, world_size - 1),
-    is_of_auto=False,
     min_chunks=1,
 )
 

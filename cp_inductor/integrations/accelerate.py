@@ -21,8 +21,7 @@ ranks, and their gradients averaged over those with other batches.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import accelerate.accelerator
@@ -32,12 +31,18 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
 from cp_inductor.integrations import trainer
-from cp_inductor.integrations.methods import HEAD_IS_EAGER, NAME, Method, is_ours, replace_method
+from cp_inductor.integrations.methods import (
+    HEAD_IS_EAGER,
+    NAME,
+    Method,
+    attributes_of,
+    is_ours,
+    replace_method,
+)
 from cp_inductor.integrations.outputs import gather_objects, gather_outputs
 from cp_inductor.modules.parallelize import parallelize
 from cp_inductor.modules.weights import ShardedWeights
@@ -83,10 +88,6 @@ def register() -> None:
         from cp_inductor.integrations import trl
 
         trl.register()
-
-
-def _axis(accelerator: Accelerator) -> DeviceMesh:
-    return accelerator.torch_device_mesh["cp"]
 
 
 def _post_init(original: Method, self: ParallelismConfig) -> None:
@@ -213,15 +214,12 @@ def _prepare_model(
 
 def _prepare_fsdp2(original: Method, self: Accelerator, *args: Any) -> Any:
     # The original compiles before it shards, and keeps a wrapper: here it shards only.
-    plugin = self.state.dynamo_plugin
-    backend, plugin.backend = plugin.backend, DynamoBackend.NO
-    try:
-        return original(self, *args)
-    finally:
-        plugin.backend = backend
-        for arg in args:
-            if isinstance(arg, nn.Module):
-                _compile_sharded(self, arg)
+    with attributes_of(self.state.dynamo_plugin, backend=DynamoBackend.NO):
+        prepared = original(self, *args)
+    for arg in args:
+        if isinstance(arg, nn.Module):
+            _compile_sharded(self, arg)
+    return prepared
 
 
 def _compile_sharded(accelerator: Accelerator, model: nn.Module) -> None:
@@ -294,22 +292,18 @@ def _below_head(model: nn.Module) -> nn.Module | None:
     return next((head.base_model for head in heads), None)
 
 
-@contextmanager
-def _compiled_below_head(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Compile what is below a head that runs in eager code, if the model has such a head."""
+def _compiled_below_head(
+    accelerator: Accelerator, model: nn.Module
+) -> AbstractContextManager[None]:
+    """Compile what is below a head that runs in eager code, and nothing more within the result."""
     plugin = accelerator.state.dynamo_plugin
-    backend, below = plugin.backend, _below_head(model)
-    if backend != DynamoBackend.NO:
+    if plugin.backend != DynamoBackend.NO:
         _let_frozen_embeddings_be(model)
-    if backend == DynamoBackend.NO or below is None:
-        yield
-        return
-    below.compile(**plugin.to_kwargs())
-    plugin.backend = DynamoBackend.NO
-    try:
-        yield
-    finally:
-        plugin.backend = backend
+        below = _below_head(model)
+        if below is not None:
+            below.compile(**plugin.to_kwargs())
+            return attributes_of(plugin, backend=DynamoBackend.NO)
+    return nullcontext()
 
 
 def _prepare_data_loader(original: Method, self: Accelerator, *args: Any, **kwargs: Any) -> Any:
@@ -323,11 +317,8 @@ def _prepare_data_loader(original: Method, self: Accelerator, *args: Any, **kwar
         )
     # It is the default for data sets without a length, and cuts a batch into one part for each
     # process: ranks that share a sequence would train on the first of these, and skip others.
-    before, settings.dispatch_batches = settings.dispatch_batches, False
-    try:
+    with attributes_of(settings, dispatch_batches=False):
         return original(self, *args, **kwargs)
-    finally:
-        settings.dispatch_batches = before
 
 
 def _parallelize(
@@ -337,7 +328,8 @@ def _parallelize(
         return
     if accelerator.device_placement if device_placement is None else device_placement:
         model.to(accelerator.device)
-    parallelize(accelerator.unwrap_model(model, keep_torch_compile=False), _axis(accelerator))
+    bare = accelerator.unwrap_model(model, keep_torch_compile=False)
+    parallelize(bare, accelerator.torch_device_mesh["cp"])
 
 
 def _maybe_context_parallel(original: Method, self: Accelerator, *args: Any, **kwargs: Any) -> Any:

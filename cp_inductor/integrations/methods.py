@@ -7,7 +7,8 @@ replace_method(Accelerator, "prepare_model", prepare_model, when=is_ours)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 NAME = "cp_inductor"
@@ -45,6 +46,19 @@ def replace_method(
 
     replaced._is_of_cp_inductor = True  # type: ignore[attr-defined]
     setattr(owner, name, replaced)
+
+
+@contextmanager
+def attributes_of(owner: Any, **values: Any) -> Iterator[None]:
+    """Within this context, attributes of an object have other values."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def is_ours(owner: Any) -> bool:

@@ -6,13 +6,12 @@ because it takes each rank's loss for one of its own tokens. What is replaced he
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 
-from cp_inductor.integrations.methods import Method, is_ours, replace_method
+from cp_inductor.integrations.methods import Method, attributes_of, is_ours, replace_method
 from cp_inductor.integrations.outputs import gather_outputs
 
 
@@ -40,7 +39,8 @@ def compute_loss(original: Method, trainer: Any, *args: Any, **kwargs: Any) -> A
 
     The original multiplies by the number of ranks, for gradients that are averaged over them.
     """
-    with _averaging(trainer, False), _losses_of_whole_outputs(trainer):
+    averaging = attributes_of(trainer.args, average_tokens_across_devices=False)
+    with averaging, attributes_of(trainer, **_losses_of_whole_outputs(trainer)):
         result = original(trainer, *args, **kwargs)
     # Ranks with other batches do average.
     is_of_all = trainer.args.average_tokens_across_devices and (
@@ -71,35 +71,20 @@ def _count_items(original: Method, trainer: Any, *args: Any, **kwargs: Any) -> A
     # The original sums over the ranks and divides by cp_size: each label counts once.
     is_alone = num_batches(trainer.accelerator) == 1
     is_of_all = trainer.args.average_tokens_across_devices or is_alone
-    with _averaging(trainer, is_of_all):
+    with attributes_of(trainer.args, average_tokens_across_devices=is_of_all):
         count = original(trainer, *args, **kwargs)
     return count if is_of_all or count is None else count * trainer.get_cp_size()
 
 
-@contextmanager
-def _averaging(trainer: Any, value: bool) -> Iterator[None]:
-    """Set whether Trainer counts tokens over devices."""
-    args = trainer.args
-    before = args.average_tokens_across_devices
-    args.average_tokens_across_devices = value
-    try:
-        yield
-    finally:
-        args.average_tokens_across_devices = before
-
-
-@contextmanager
-def _losses_of_whole_outputs(trainer: Any) -> Iterator[None]:
-    """Give label smoothing and `compute_loss_func` whole logits, as their labels are whole."""
-    smoother, loss_function = trainer.label_smoother, trainer.compute_loss_func
-    if smoother is not None:
-        trainer.label_smoother = _of_whole_outputs(smoother, **_shift_of(trainer))
-    if loss_function is not None:
-        trainer.compute_loss_func = _of_whole_outputs(loss_function)
-    try:
-        yield
-    finally:
-        trainer.label_smoother, trainer.compute_loss_func = smoother, loss_function
+def _losses_of_whole_outputs(trainer: Any) -> dict[str, Any]:
+    """Return label smoothing and `compute_loss_func` of whole logits, as their labels are whole."""
+    losses = {}
+    if trainer.label_smoother is not None:
+        smoother = _of_whole_outputs(trainer.label_smoother, **_shift_of(trainer))
+        losses["label_smoother"] = smoother
+    if trainer.compute_loss_func is not None:
+        losses["compute_loss_func"] = _of_whole_outputs(trainer.compute_loss_func)
+    return losses
 
 
 def _of_whole_outputs(function: Any, **more: Any) -> Any:

@@ -26,10 +26,10 @@ from typing import Any
 import torch.nn.functional as F
 import trl.trainer.sft_trainer as sft
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from trl.trainer.base_trainer import _BaseTrainer
 
-from cp_inductor.dtensor.wrap import wrap_parts
+from cp_inductor.dtensor.wrap import whole_tensor, wrap_parts
 from cp_inductor.errors import InvalidArgument
 from cp_inductor.integrations.methods import HEAD_IS_EAGER, NAME, Method, is_ours, replace_method
 from cp_inductor.integrations.trainer import compute_loss
@@ -130,16 +130,10 @@ class _Shard:
         outputs.last_hidden_state = outputs.last_hidden_state.to_local()
         return outputs
 
-    def get_output_embeddings(self) -> _Head:
+    def get_output_embeddings(self) -> Any:
         """Return the head's weight and bias, whose gradients are of this rank's tokens."""
         head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
-        return _Head(_local(head.weight), _local(head.bias))
-
-
-class _Head:
-    def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
+        return types.SimpleNamespace(weight=_local(head.weight), bias=_local(head.bias))
 
 
 def _local(parameter: Tensor | None) -> Tensor | None:
@@ -150,6 +144,5 @@ def _local(parameter: Tensor | None) -> Tensor | None:
 
 def _gather(local: Tensor, like: DTensor) -> Tensor:
     """Return (B, S) of all tokens, on every rank, from (B, s) of this rank's."""
-    mesh, shape = like.device_mesh, (*like.shape, *local.shape[like.ndim :])
-    sharded = wrap_parts(local, mesh, like.placements, shape)
-    return sharded.redistribute(mesh, [Replicate()] * mesh.ndim).to_local()
+    shape = (*like.shape, *local.shape[like.ndim :])
+    return whole_tensor(wrap_parts(local, like.device_mesh, like.placements, shape))

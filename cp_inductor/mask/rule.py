@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import sympy
@@ -34,6 +34,7 @@ from cp_inductor.kept import lru_cache
 from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, parse, shortened
 from cp_inductor.mask.intervals import Bounds, decide
 from cp_inductor.mask.language import (
+    BATCH,
     CAUSAL,
     FULL,
     HEAD,
@@ -275,3 +276,81 @@ def _describe_part(part: Any) -> str:
         if of_keys & of_queries:
             return "a mask tensor"
     return str(part)
+
+
+# --- Rules on rows ----------------------------------------------------------------------------
+
+# What a column holds, as a read of a table of the rule. t0(b, k): the values at the rows of keys,
+# t0(b, q): at those of queries, (rows,), or (H, rows) if heads are among the indices. t0(): the
+# whole table, which is read at computed indices.
+Column: TypeAlias = Any
+
+# The columns that every rule on rows has.
+LANE_OF_QUERY, LANE_OF_KEY, POSITION_OF_QUERY, POSITION_OF_KEY = range(4)
+
+# A pair is of one batch entry: that of its query. A row of none, which makes no pairs, computes as
+# if it were of the first: a table may be read there.
+_ENTRY = sympy.Max(table(LANE_OF_QUERY)(QUERY), 0)
+
+
+@lru_cache(maxsize=256)
+def rule_of_rows(text: str, num_groups: int) -> tuple[Rule, tuple[Column, ...]]:
+    """Return a rule on rows: on tokens that a plan has gathered, wherever they come from.
+
+        rule        (k - q <= 0) & Eq(t0(b, k), t0(b, q))
+          =>
+        on rows     (t3(k) - t2(q) <= 0) & Eq(t0(q), t1(k)) & Eq(t5(k), t4(q))
+        columns     0, 1: the lanes of queries and keys              2, 3: their positions
+                    4, 5: what t0 holds for them
+
+    A rule speaks of positions in a whole sequence. A plan made at run time gathers rows of queries
+    and of keys from several ranks, and from several batch entries, into one tile. There, q and k
+    number the rows, and whatever the rule says of a token is read from a column that was gathered
+    with the rows. A lane is a group of heads of a batch entry: lane = entry * groups + group. Rows
+    of different lanes make no pairs; so a row of no lane makes none at all. Heads are cut into
+    groups only if a rule does not tell them apart: `num_groups` is 1 if it does.
+
+    Returns:
+        The rule, which has the same pairs, biases and changed scores, and what its tables hold
+        behind the four that every such rule has.
+    """
+    rule = Rule.parse(text)
+    assert not rule.reads_pairs, text
+    assert num_groups == 1 or not rule.knows_heads, text
+    on_row = {
+        BATCH: sympy.floor(_ENTRY / num_groups),
+        QUERY: table(POSITION_OF_QUERY)(QUERY),
+        KEY: table(POSITION_OF_KEY)(KEY),
+    }
+    columns: dict[Column, Any] = {}
+    for read in sorted(rule.reads, key=str):
+        number = 4 + len(columns)
+        columns.setdefault(_column_of(read), table(number, is_integer=bool(read.is_integer)))
+
+    def on_rows(expression: Any) -> Any:
+        if isinstance(expression, AppliedUndef):
+            column = _column_of(expression)
+            if not column.args:
+                return columns[column](*map(on_rows, expression.args))
+            heads = (HEAD,) if HEAD in column.args else ()
+            return columns[column](*heads, KEY if KEY in column.args else QUERY)
+        if isinstance(expression, sympy.Symbol):
+            return on_row.get(expression, expression)
+        return expression.func(*map(on_rows, expression.args)) if expression.args else expression
+
+    lanes = table(LANE_OF_QUERY)(QUERY), table(LANE_OF_KEY)(KEY)
+    same_lane = sympy.Eq(*lanes, evaluate=False)
+    allowed = sympy.And(same_lane, on_rows(rule.allowed))
+    changed = Rule(allowed, on_rows(rule.bias), rule.is_wide, on_rows(rule.score))
+    return changed, tuple(columns)
+
+
+def _column_of(read: Any) -> Column:
+    """Return a read if it is of one row, at plain indices; else the whole table, as t0().
+
+    What depends on the batch entry alone is a value of the query's row.
+    """
+    symbols = [index for index in read.args if index.is_Symbol]
+    are_plain = all(index.is_Symbol or index.is_Integer for index in read.args)
+    is_of_row = not is_of_pairs(symbols) and not {BATCH, QUERY, KEY}.isdisjoint(symbols)
+    return read if are_plain and is_of_row and len(symbols) == len(set(symbols)) else read.func()

@@ -29,9 +29,8 @@ from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 from sympy.printing.str import StrPrinter
 
-from cp_inductor.errors import InvalidText
 from cp_inductor.kept import lru_cache
-from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, parse, shortened
+from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, parse
 from cp_inductor.mask.intervals import Bounds, decide
 from cp_inductor.mask.language import (
     BATCH,
@@ -101,15 +100,6 @@ class Rule:
         bias = bias.removesuffix(_WIDE)
         added = parse(bias, of_scores=True) if bias else sympy.Integer(0)
         condition = parse(allowed)
-        # To sympy, an index such as q is both an Expr and a Boolean.
-        if isinstance(condition, Expr) or not isinstance(added, Expr):
-            raise InvalidText(
-                site=f"the mask {shortened(text)}",
-                expected="a condition on q and k, then optionally ';' and a bias of the scores, or"
-                " an expression of a score s",
-                got="a number" if isinstance(condition, Expr) else "a condition after ';'",
-                remedy="compare, as in 'k - q <= 0'",
-            )
         if SCORE in added.free_symbols:
             return Rule(condition, is_wide=is_wide, score=added)
         return Rule(condition, added, is_wide)
@@ -247,30 +237,23 @@ def _describe_part(part: Any) -> str:
         return "full"
     if isinstance(part, sympy.Le) and part.rhs == 0:
         constant, rest = part.lhs.as_coeff_Add()
-        if rest == KEY - QUERY:
-            return "causal" + (
-                f", {abs(constant)} {'ahead' if constant < 0 else 'behind'}" * bool(constant)
-            )
-        if rest == QUERY - KEY and constant < 0:
-            return f"window {1 - constant}"
-        if rest == QUERY - KEY:
-            return f"not before {constant} ahead"
-        if rest == KEY:
-            return f"prefix {1 - constant}"
+        shift = f", {abs(constant)} {'ahead' if constant < 0 else 'behind'}" if constant else ""
+        window = f"window {1 - constant}" if constant < 0 else f"not before {constant} ahead"
+        words = {KEY - QUERY: f"causal{shift}", QUERY - KEY: window, KEY: f"prefix {1 - constant}"}
+        if rest in words:
+            return words[rest]
     if isinstance(part, (sympy.Eq, sympy.Ne, Not)):
         inner = part.args[0] if isinstance(part, Not) else part
-        of_keys = {f for f in inner.atoms(AppliedUndef) if KEY in f.free_symbols}
-        of_queries = {f for f in inner.atoms(AppliedUndef) if QUERY in f.free_symbols}
-        swapped = {f.xreplace({KEY: QUERY}) for f in of_keys}
-        if isinstance(part, sympy.Eq) and swapped and swapped == of_queries:
+        is_equality, reads = isinstance(part, sympy.Eq), tables_of(inner)
+        of_keys = {read for read in reads if KEY in read.free_symbols}
+        of_queries = {read for read in reads if QUERY in read.free_symbols}
+        if is_equality and of_keys and {r.xreplace({KEY: QUERY}) for r in of_keys} == of_queries:
             return "document equality"
-        if isinstance(part, sympy.Eq) and inner.atoms(Step):
-            return f"{1 + len(inner.atoms(Step)) // 2} documents"
-        if isinstance(part, sympy.Eq) and inner.atoms(sympy.floor):
-            sizes = {
-                int(sympy.fraction(sympy.together(f.args[0]))[1]) for f in inner.atoms(sympy.floor)
-            }
-            return f"chunks of {min(sizes)}"
+        if is_equality and (steps := inner.atoms(Step)):
+            return f"{1 + len(steps) // 2} documents"
+        if is_equality and (floors := inner.atoms(sympy.floor)):
+            sizes = (sympy.fraction(sympy.together(whole.args[0]))[1] for whole in floors)
+            return f"chunks of {min(map(int, sizes))}"
         if of_keys and not of_queries:
             return "key padding"
         if of_keys & of_queries:

@@ -51,11 +51,11 @@ class Frozen:
         """Return the value for some numbers of its symbols; a tensor is on the meta device.
 
         Raises:
-            UnknownLength: the numbers leave a length open.
+            ValueError: the numbers leave a length open.
         """
         found = [number_at(size, numbers) for size in self.sizes]
         if None in found or isinstance(self.kind, torch.layout):
-            raise UnknownLength(str(self))
+            raise ValueError(str(self))
         if isinstance(self.kind, torch.dtype):
             return torch.empty(tuple(map(int, found)), dtype=self.kind, device="meta")
         return self.kind(found[0])
@@ -73,10 +73,6 @@ def freeze(value: Any) -> Any:
         kind = value.layout if value.layout != torch.strided else value.dtype
         return Frozen(tuple(map(size_expression, value.shape)), kind)
     return value
-
-
-class UnknownLength(Exception):
-    """The numbers of symbols do not say how long a tensor is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +125,7 @@ class MaskOfLengths:
                 node.meta["example_value"] = map_aggregate(
                     value, lambda part: part.at(numbers) if isinstance(part, Frozen) else part
                 )
-        except UnknownLength:
+        except ValueError:
             return False
         trace = trace_copy(self.mask, self.written)
         return trace is not None and recognize(trace) == self.recognized

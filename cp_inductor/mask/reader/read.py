@@ -29,7 +29,6 @@ Assumes: a graph from Dynamo, whose nodes carry `example_value`; shapes are of w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
@@ -60,7 +59,7 @@ from cp_inductor.mask.language import (
     table,
 )
 from cp_inductor.mask.reader.aten import OPS, OpCall, Row
-from cp_inductor.mask.reader.sequences import fit, runs_of
+from cp_inductor.mask.reader.sequences import fit
 from cp_inductor.mask.reader.trace import Trace, shape_of, trace_nodes
 from cp_inductor.mask.reader.values import (
     DIMS,
@@ -69,6 +68,7 @@ from cp_inductor.mask.reader.values import (
     RunTimeTables,
     Unknown,
     Value,
+    index_of,
     number,
     range_of,
 )
@@ -190,16 +190,27 @@ class Reading:
         return value
 
     def _note_runs(self, node: fx.Node, counts: Value) -> None:
-        """Record that the newest table counts where another does not go up by one, if it does."""
+        """Record that the newest table counts the runs of another one along a dim, if it does.
+
+        A run is a part in which every entry is the one before plus one: two counts are equal within
+        one. What is counted says from its second entry on where the other does not go up by one.
+        """
         bound = bind_arguments(torch.ops.aten.cumsum.default, node.args, node.kwargs)
         dim, tables = bound["dim"] % len(counts.shape), self.tables
-        runs = runs_of(self.values.get(bound["self"]), dim)
-        # Two counts must be equal only within a run. Counts that wrap or are rounded may repeat.
-        if runs is None or counts.dtype not in INTEGERS:
+        counted, index = self.values.get(bound["self"]), index_of(counts.shape, dim)
+        # Counts that wrap or are rounded may repeat.
+        if counts.dtype not in INTEGERS or counts.shape[dim] > torch.iinfo(counts.dtype).max:
             return
-        if counts.shape[dim] <= torch.iinfo(counts.dtype).max:
-            tables.runs_of[len(tables.nodes) - 1] = runs, dim
-            tables.ranges[number_of(runs)] = (-MAX_POSITION, MAX_POSITION)
+        if counted is None or counted.truth is None or index == 0:
+            return
+        following = substitute(counted.truth, {index: index + 1})
+        for entry in counted.tables():
+            if index in entry.args and entry.is_integer:
+                step = entry.xreplace({index: index + 1}) - entry
+                if following == Not(compare("eq", step, sympy.Integer(1))):
+                    tables.runs_of[len(tables.nodes) - 1] = entry, dim
+                    tables.ranges[number_of(entry)] = (-MAX_POSITION, MAX_POSITION)
+                    return
 
 
 def read_mask(mask: fx.Node) -> tuple[Recognized, Trace]:
@@ -264,20 +275,16 @@ def with_bias(
 
 def as_rule(value: Value, tables: RunTimeTables) -> Recognized | None:
     """Return a mask's value as a rule; None if it cannot be written as one."""
-    lowest = -math.inf
-    if value.dtype.is_floating_point:
-        lowest = torch.finfo(value.dtype).min
-    # The lowest finite number acts as -oo where every row attends to something: the key of its own
-    # index, whatever the tables hold.
-    recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity, number(lowest)})
-    if value.truth is not None:
-        return recognized
-    *_, num_queries, num_keys = (1, 1, *value.shape)
-    at_itself = None if recognized is None else substitute(recognized.rule.allowed, {KEY: QUERY})
-    sees_itself = len(value.shape) >= 2 and num_keys >= num_queries
-    if at_itself is None or not sees_itself or normal(at_itself) != sympy.true:
-        recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity})
-    return recognized
+    has_own_keys = len(value.shape) >= 2 and value.shape[-1] >= value.shape[-2]
+    if value.dtype.is_floating_point and has_own_keys:
+        # The lowest finite number acts as -oo where every row attends to something: the key of its
+        # own index, whatever the tables hold.
+        lowest = number(torch.finfo(value.dtype).min)
+        recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity, lowest})
+        at_itself = recognized and substitute(recognized.rule.allowed, {KEY: QUERY})
+        if recognized is not None and normal(at_itself) == sympy.true:
+            return recognized
+    return _as_rule(value, tables, {sympy.S.NegativeInfinity})
 
 
 def as_rule_of_scores(value: Value, tables: RunTimeTables) -> Recognized | None:

@@ -16,8 +16,8 @@ from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
 from cp_inductor.graph.nodes import nodes_of
-from cp_inductor.mask.reader.read import MaskOfLengths
-from cp_inductor.mask.reader.to_rule import Recognized
+from cp_inductor.mask.reader.lengths import MaskOfLengths
+from cp_inductor.mask.reader.read import Recognized
 from cp_inductor.region.flex_calls import constant
 from cp_inductor.region.marks import FLEX, LEFT_ALONE, is_marked
 from cp_inductor.region.modes import OPAQUE_ATTENTION

@@ -39,10 +39,9 @@ from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedStrateg
 from cp_inductor.graph.nodes import nodes_of, place_of
 from cp_inductor.graph.subgraphs import Calls, calls_of, source_of
 from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, is_of_pairs
-from cp_inductor.mask.reader.lengths import lengths_as
-from cp_inductor.mask.reader.read import LEAST, MOST, MaskOfLengths, read_mask
-from cp_inductor.mask.reader.to_rule import Recognized
-from cp_inductor.mask.reader.trace import Trace
+from cp_inductor.mask.reader.lengths import LEAST, MOST, MaskOfLengths
+from cp_inductor.mask.reader.read import Recognized, read_mask
+from cp_inductor.mask.reader.trace import Trace, lengths_as
 from cp_inductor.mask.rule import Rule
 from cp_inductor.passes.attentions import (
     CAPTURED,

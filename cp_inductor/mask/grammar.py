@@ -81,13 +81,16 @@ _RELATIONS: Mapping[type[ast.cmpop], Callable[..., Any]] = {
 
 
 def parse(text: str, *, of_scores: bool = False) -> Any:
-    """Return what a text is: an expression of indices, or of the score s as well, as in Python.
+    """Return what a text is: a condition on indices, or a number, of the score s as well.
 
     Raises:
         InvalidText: the text contains anything else, or is too large.
     """
-    values = {**_VALUES, str(SCORE): SCORE} if of_scores else _VALUES
-    return _Reader(text, values).read()
+    if not of_scores:
+        reader = _Reader(text, _VALUES)
+        return reader.truth(reader.parsed())
+    reader = _Reader(text, {**_VALUES, str(SCORE): SCORE})
+    return reader.number(reader.parsed())
 
 
 def check_text(text: object, most: int, *, site: str) -> None:
@@ -116,7 +119,7 @@ class _Reader:
         # By expression: how many terms it would have, multiplied out. Others have one.
         self.terms: dict[Any, int] = defaultdict(lambda: 1)
 
-    def read(self) -> Any:
+    def parsed(self) -> ast.expr:
         self._bound(len(self.text), MAX_CHARACTERS, "characters")
         rest = _CHARACTERS.sub("", self.text, count=1)
         if rest:
@@ -128,7 +131,7 @@ class _Reader:
         except (RecursionError, MemoryError):
             raise self._error("more than Python's parser can hold") from None
         self._bound(sum(1 for _ in ast.walk(tree)), MAX_NODES, "nodes")
-        return self._value(tree)
+        return tree
 
     def _error(self, got: str) -> InvalidText:
         return InvalidText(
@@ -160,25 +163,25 @@ class _Reader:
             case ast.Compare(left=left, ops=ops, comparators=others):
                 value = self._compare([left, *others], ops)
             case ast.UnaryOp(op=ast.Not() | ast.Invert(), operand=inner):
-                value = sympy.Not(self._truth(inner))
+                value = sympy.Not(self.truth(inner))
             case ast.BoolOp(op=op, values=parts):
                 join = sympy.And if isinstance(op, ast.And) else sympy.Or
-                value = join(*map(self._truth, parts))
+                value = join(*map(self.truth, parts))
             case ast.BinOp(op=ast.BitAnd() | ast.BitOr() as op):
                 join = sympy.And if isinstance(op, ast.BitAnd) else sympy.Or
-                value = join(*(self._truth(part) for _, part in _chain(node, type(op))))
+                value = join(*(self.truth(part) for _, part in _chain(node, type(op))))
             case ast.UnaryOp(op=ast.UAdd() | ast.USub() as op, operand=inner):
-                number = self._number(inner)
+                number = self.number(inner)
                 signed = -number if isinstance(op, ast.USub) else number
                 value = self._made(signed, self.terms[number])
             case ast.BinOp(op=ast.Add() | ast.Sub()):
-                links = [(op, self._number(part)) for op, part in _chain(node, ast.Add, ast.Sub)]
+                links = [(op, self.number(part)) for op, part in _chain(node, ast.Add, ast.Sub)]
                 parts = [-part if isinstance(op, ast.Sub) else part for op, part in links]
                 value = self._made(sympy.Add(*parts), sum(self.terms[n] for _, n in links))
             case ast.BinOp(op=ast.Mult() | ast.Div() | ast.FloorDiv() | ast.Mod()):
                 value = self._product(_chain(node, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod))
             case ast.BinOp(op=ast.Pow(), left=base, right=exponent):
-                value = self._power(self._number(base), self._number(exponent))
+                value = self._power(self.number(base), self.number(exponent))
             case _:
                 raise self._error(self._said(node))
         self.depth -= 1
@@ -198,7 +201,7 @@ class _Reader:
         self._bound(self.num_calls, MAX_CALLS, "functions and tables")
         if name in _COMPARING:
             self._count_relations(len(arguments) - 1)
-        numbers = [self._number(argument) for argument in arguments]
+        numbers = [self.number(argument) for argument in arguments]
         is_right, expected = _ARGUMENTS.get(name, (None, ""))
         if is_right is not None and not is_right(*numbers):
             raise self._error(f"{name} of {numbers[-1]}, expected {expected}")
@@ -214,7 +217,7 @@ class _Reader:
         for case in cases:
             if not isinstance(case, ast.Tuple) or len(case.elts) != 2:
                 raise self._error(f"{self._said(case)} as a case of Piecewise")
-            pairs.append((self._number(case.elts[0]), self._truth(case.elts[1])))
+            pairs.append((self.number(case.elts[0]), self.truth(case.elts[1])))
         if not pairs or pairs[-1][1] != sympy.true:
             raise self._error("Piecewise whose last condition is not True")
         return pairs
@@ -225,14 +228,14 @@ class _Reader:
         self._count_relations(len(ops))
         if not all(type(op) in _RELATIONS for op in ops):
             raise self._error("'in' or 'is'")
-        numbers = [self._number(operand) for operand in operands]
+        numbers = [self.number(operand) for operand in operands]
         pairs = zip(ops, numbers, numbers[1:], strict=False)
         return sympy.And(*(_RELATIONS[type(op)](left, right) for op, left, right in pairs))
 
     def _product(self, links: Sequence[tuple[ast.operator | None, ast.expr]]) -> Expr:
         divisions = sum(isinstance(op, (ast.Div, ast.FloorDiv, ast.Mod)) for op, _ in links)
         self._bound(divisions, MAX_DIVISIONS, "divisions in one product")
-        numbers = [(op, self._number(part)) for op, part in links]
+        numbers = [(op, self.number(part)) for op, part in links]
         num_factors = sum(not number.is_number for _, number in numbers)
         self._bound(num_factors, MAX_FACTORS, "factors of one product")
         factors: list[Expr] = []
@@ -276,13 +279,13 @@ class _Reader:
     def _said(self, node: ast.expr) -> str:
         return shortened(ast.get_source_segment(self.text, node) or "", 20)
 
-    def _number(self, node: ast.expr) -> Expr:
+    def number(self, node: ast.expr) -> Expr:
         value = self._value(node)
         if not isinstance(value, Expr):
             raise self._error(f"the condition {self._said(node)}, where a number was to come")
         return value
 
-    def _truth(self, node: ast.expr) -> Boolean:
+    def truth(self, node: ast.expr) -> Boolean:
         value = self._value(node)
         if not isinstance(value, Boolean) or isinstance(value, Expr):
             raise self._error(f"the number {self._said(node)}, where a condition was to come")

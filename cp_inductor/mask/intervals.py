@@ -229,7 +229,8 @@ class Numbers:
         self, a: Interval, b: Interval, must: Any, may: Any, *, is_equality: bool = False
     ) -> Decision:
         """Return a decision, given what comparing the ends of two intervals says."""
-        return Decision(must, may)
+        # Python's ~True is -2.
+        return Decision(np.bool_(must), np.bool_(may))
 
 
 class _Floats(Numbers):
@@ -272,12 +273,6 @@ class _Exact(Numbers):
 
     def floor_divide(self, end: Any, divisor: int) -> Any:
         return end if isinstance(end, float) else end // divisor
-
-    def decide(
-        self, a: Interval, b: Interval, must: Any, may: Any, *, is_equality: bool = False
-    ) -> Decision:
-        # Python's ~True is -2.
-        return Decision(np.bool_(must), np.bool_(may))
 
 
 FLOATS, EXACT = _Floats(), _Exact()

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import sympy
@@ -29,11 +29,11 @@ from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 from sympy.printing.str import StrPrinter
 
-from cp_inductor.errors import InvalidText
 from cp_inductor.kept import lru_cache
-from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, parse, shortened
+from cp_inductor.mask.grammar import MAX_CHARACTERS, check_text, parse
 from cp_inductor.mask.intervals import Bounds, decide
 from cp_inductor.mask.language import (
+    BATCH,
     CAUSAL,
     FULL,
     HEAD,
@@ -100,15 +100,6 @@ class Rule:
         bias = bias.removesuffix(_WIDE)
         added = parse(bias, of_scores=True) if bias else sympy.Integer(0)
         condition = parse(allowed)
-        # To sympy, an index such as q is both an Expr and a Boolean.
-        if isinstance(condition, Expr) or not isinstance(added, Expr):
-            raise InvalidText(
-                site=f"the mask {shortened(text)}",
-                expected="a condition on q and k, then optionally ';' and a bias of the scores, or"
-                " an expression of a score s",
-                got="a number" if isinstance(condition, Expr) else "a condition after ';'",
-                remedy="compare, as in 'k - q <= 0'",
-            )
         if SCORE in added.free_symbols:
             return Rule(condition, is_wide=is_wide, score=added)
         return Rule(condition, added, is_wide)
@@ -246,32 +237,103 @@ def _describe_part(part: Any) -> str:
         return "full"
     if isinstance(part, sympy.Le) and part.rhs == 0:
         constant, rest = part.lhs.as_coeff_Add()
-        if rest == KEY - QUERY:
-            return "causal" + (
-                f", {abs(constant)} {'ahead' if constant < 0 else 'behind'}" * bool(constant)
-            )
-        if rest == QUERY - KEY and constant < 0:
-            return f"window {1 - constant}"
-        if rest == QUERY - KEY:
-            return f"not before {constant} ahead"
-        if rest == KEY:
-            return f"prefix {1 - constant}"
+        shift = f", {abs(constant)} {'ahead' if constant < 0 else 'behind'}" if constant else ""
+        window = f"window {1 - constant}" if constant < 0 else f"not before {constant} ahead"
+        words = {KEY - QUERY: f"causal{shift}", QUERY - KEY: window, KEY: f"prefix {1 - constant}"}
+        if rest in words:
+            return words[rest]
     if isinstance(part, (sympy.Eq, sympy.Ne, Not)):
         inner = part.args[0] if isinstance(part, Not) else part
-        of_keys = {f for f in inner.atoms(AppliedUndef) if KEY in f.free_symbols}
-        of_queries = {f for f in inner.atoms(AppliedUndef) if QUERY in f.free_symbols}
-        swapped = {f.xreplace({KEY: QUERY}) for f in of_keys}
-        if isinstance(part, sympy.Eq) and swapped and swapped == of_queries:
+        is_equality, reads = isinstance(part, sympy.Eq), tables_of(inner)
+        of_keys = {read for read in reads if KEY in read.free_symbols}
+        of_queries = {read for read in reads if QUERY in read.free_symbols}
+        if is_equality and of_keys and {r.xreplace({KEY: QUERY}) for r in of_keys} == of_queries:
             return "document equality"
-        if isinstance(part, sympy.Eq) and inner.atoms(Step):
-            return f"{1 + len(inner.atoms(Step)) // 2} documents"
-        if isinstance(part, sympy.Eq) and inner.atoms(sympy.floor):
-            sizes = {
-                int(sympy.fraction(sympy.together(f.args[0]))[1]) for f in inner.atoms(sympy.floor)
-            }
-            return f"chunks of {min(sizes)}"
+        if is_equality and (steps := inner.atoms(Step)):
+            return f"{1 + len(steps) // 2} documents"
+        if is_equality and (floors := inner.atoms(sympy.floor)):
+            sizes = (sympy.fraction(sympy.together(whole.args[0]))[1] for whole in floors)
+            return f"chunks of {min(map(int, sizes))}"
         if of_keys and not of_queries:
             return "key padding"
         if of_keys & of_queries:
             return "a mask tensor"
     return str(part)
+
+
+# --- Rules on rows ----------------------------------------------------------------------------
+
+# What a column holds, as a read of a table of the rule. t0(b, k): the values at the rows of keys,
+# t0(b, q): at those of queries, (rows,), or (H, rows) if heads are among the indices. t0(): the
+# whole table, which is read at computed indices.
+Column: TypeAlias = Any
+
+# The columns that every rule on rows has.
+LANE_OF_QUERY, LANE_OF_KEY, POSITION_OF_QUERY, POSITION_OF_KEY = range(4)
+
+# A pair is of one batch entry: that of its query. A row of none, which makes no pairs, computes as
+# if it were of the first: a table may be read there.
+_ENTRY = sympy.Max(table(LANE_OF_QUERY)(QUERY), 0)
+
+
+@lru_cache(maxsize=256)
+def rule_of_rows(text: str, num_groups: int) -> tuple[Rule, tuple[Column, ...]]:
+    """Return a rule on rows: on tokens that a plan has gathered, wherever they come from.
+
+        rule        (k - q <= 0) & Eq(t0(b, k), t0(b, q))
+          =>
+        on rows     (t3(k) - t2(q) <= 0) & Eq(t0(q), t1(k)) & Eq(t5(k), t4(q))
+        columns     0, 1: the lanes of queries and keys              2, 3: their positions
+                    4, 5: what t0 holds for them
+
+    A rule speaks of positions in a whole sequence. A plan made at run time gathers rows of queries
+    and of keys from several ranks, and from several batch entries, into one tile. There, q and k
+    number the rows, and whatever the rule says of a token is read from a column that was gathered
+    with the rows. A lane is a group of heads of a batch entry: lane = entry * groups + group. Rows
+    of different lanes make no pairs; so a row of no lane makes none at all. Heads are cut into
+    groups only if a rule does not tell them apart: `num_groups` is 1 if it does.
+
+    Returns:
+        The rule, which has the same pairs, biases and changed scores, and what its tables hold
+        behind the four that every such rule has.
+    """
+    rule = Rule.parse(text)
+    assert not rule.reads_pairs, text
+    assert num_groups == 1 or not rule.knows_heads, text
+    on_row = {
+        BATCH: sympy.floor(_ENTRY / num_groups),
+        QUERY: table(POSITION_OF_QUERY)(QUERY),
+        KEY: table(POSITION_OF_KEY)(KEY),
+    }
+    columns: dict[Column, Any] = {}
+    for read in sorted(rule.reads, key=str):
+        number = 4 + len(columns)
+        columns.setdefault(_column_of(read), table(number, is_integer=bool(read.is_integer)))
+
+    def on_rows(expression: Any) -> Any:
+        if isinstance(expression, AppliedUndef):
+            column = _column_of(expression)
+            if not column.args:
+                return columns[column](*map(on_rows, expression.args))
+            heads = (HEAD,) if HEAD in column.args else ()
+            return columns[column](*heads, KEY if KEY in column.args else QUERY)
+        if isinstance(expression, sympy.Symbol):
+            return on_row.get(expression, expression)
+        return expression.func(*map(on_rows, expression.args)) if expression.args else expression
+
+    lanes = table(LANE_OF_QUERY)(QUERY), table(LANE_OF_KEY)(KEY)
+    same_lane = sympy.Eq(*lanes, evaluate=False)
+    allowed = sympy.And(same_lane, on_rows(rule.allowed))
+    changed = Rule(allowed, on_rows(rule.bias), rule.is_wide, on_rows(rule.score))
+    return changed, tuple(columns)
+
+
+def _column_of(read: Any) -> Column:
+    """Return a read if it is of one row, at plain indices; else the whole table, as t0().
+
+    What depends on the batch entry alone is a value of the query's row.
+    """
+    symbols = [index for index in read.args if index.is_Symbol]
+    are_plain = all(index.is_Symbol or index.is_Integer for index in read.args)
+    is_of_row = not is_of_pairs(symbols) and not {BATCH, QUERY, KEY}.isdisjoint(symbols)
+    return read if are_plain and is_of_row and len(symbols) == len(set(symbols)) else read.func()

@@ -33,11 +33,15 @@ from torch import Tensor, fx
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.subgraphs import Calls, body_at, method_of, source_of
 from cp_inductor.mask.language import FUNCTIONS, SCORE, number_of, tables_of
-from cp_inductor.mask.reader.lengths import as_number
-from cp_inductor.mask.reader.read import Reading, known_nodes
+from cp_inductor.mask.reader.read import (
+    Reading,
+    Recognized,
+    as_rule_of_scores,
+    misread,
+    with_bias,
+)
 from cp_inductor.mask.reader.scores import OPS_OF_SCORES, is_sum_with_score
-from cp_inductor.mask.reader.to_rule import Recognized, as_rule_of_scores, misread, with_bias
-from cp_inductor.mask.reader.trace import Scores, trace_nodes
+from cp_inductor.mask.reader.trace import Scores, as_number, trace_nodes
 from cp_inductor.region.flex_bias import reads_batch_and_head
 from cp_inductor.region.marks import MARK
 from cp_inductor.tiles.block_tables import BLOCK
@@ -230,7 +234,7 @@ def _read(outside: _Outside) -> Recognized:
             got=f"a score that becomes {recognized.rule.score}, which reads {node.name}",
             remedy="detach it, or multiply query or key with it instead",
         )
-    return replace(recognized, computed_by=known_nodes(reading.trace))
+    return replace(recognized, computed_by=reading.trace.computed)
 
 
 def _trace(outside: _Outside, *, has_scores: bool = True) -> Reading:
@@ -270,7 +274,7 @@ def _recognize_sum(
     captured = outside.captured[: len(outside.call.of_score_mod)]
     is_learned = any(map(_is_learned, captured))
     total = with_bias(recognized, None, of_batch=of_batch, of_head=of_head, has_gradient=is_learned)
-    return replace(total, computed_by=known_nodes(reading.trace))
+    return replace(total, computed_by=reading.trace.computed)
 
 
 def _is_tensor(item: Any) -> bool:

@@ -8,7 +8,7 @@ computes, and which partial results make up a row, it reads from numbers that `p
 the batch. All ranks run the same code, for all batches and lengths.
 
 Tokens are rows, (batch entry, local token, group of heads). A tile gathers the rows that it reads,
-block by block, and the rule is on rows as well: see `cp_inductor.mask.rows`. A pool has, of each
+block by block, and the rule is on rows as well: see `rule_of_rows`. A pool has, of each
 tensor, a row of zeros, the rank's own, and behind them what each stage fetched.
 
 How many rows there are, a graph learns when it runs: to the compiler, these sizes are symbols that
@@ -32,8 +32,8 @@ from torch import Tensor
 
 from cp_inductor.graph.collectives import WAIT
 from cp_inductor.graph.exchange_rows import EXCHANGE_ROWS, read_part, unpack
-from cp_inductor.mask.language import BATCH, HEAD
-from cp_inductor.mask.rows import Column, rule_of_rows
+from cp_inductor.mask.language import BATCH, HEAD, KEY, number_of
+from cp_inductor.mask.rule import Column, rule_of_rows
 from cp_inductor.plan import Payload
 from cp_inductor.plan.batch import groups_of_heads
 from cp_inductor.plan.batch_cells import BLOCK
@@ -244,11 +244,11 @@ class Tables:
     def _column(
         self, column: Column, entries: Mapping[Side, Tensor], positions: Mapping[Side, Tensor]
     ) -> Tensor:
-        table = self.tables[column.number]
-        if column.side is None:
+        table = self.tables[number_of(column)]
+        where = list(column.args)
+        if not where:
             return table
-        side = Side.KEY if str(column.side) == "k" else Side.QUERY
-        where = list(column.where)
+        side = Side.KEY if KEY in where else Side.QUERY
         for dim in reversed(range(len(where))):
             if where[dim].is_Integer:
                 table = table.select(dim, int(where.pop(dim)))
@@ -256,7 +256,7 @@ class Tables:
             table = table.movedim(where.index(HEAD), 0)
             where.remove(HEAD)
         at = [entries[side] if symbol == BATCH else positions[side] for symbol in where]
-        index = [None, *at] if HEAD in column.where else at
+        index = [None, *at] if HEAD in column.args else at
         values: Tensor = torch.ops.aten.index.Tensor(table, index)
         return values
 

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor.mask.reader.aten import OPS
-from cp_inductor.mask.reader.read import read_mask
-from cp_inductor.mask.reader.to_rule import Recognized
+from cp_inductor.mask.reader.read import Recognized, read_mask
 from cp_inductor.mask.rule import describe
 from tests.support import random_masks
 from tests.support.ranks import fake_mesh

@@ -198,7 +198,7 @@ def test_the_passes_have_one_name() -> None:
 def test_reset_knows_every_cache() -> None:
     """Nobody keeps results by functools itself, but for the hash of the code that is in memory."""
     # This one is kept within a call.
-    others = {"cp_inductor.kept", "cp_inductor.source", "cp_inductor.mask.reader.read"}
+    others = {"cp_inductor.kept", "cp_inductor.source", "cp_inductor.mask.reader.lengths"}
     for module, node in nodes_of(ast.ImportFrom):
         if node.module == "functools":
             names = {alias.name for alias in node.names}

@@ -36,8 +36,7 @@ from torch import Tensor, fx
 from cp_inductor.mask.evaluate import Operations, evaluate
 from cp_inductor.mask.language import number_of
 from cp_inductor.mask.reader import read as reader
-from cp_inductor.mask.reader.read import Reading
-from cp_inductor.mask.reader.to_rule import Recognized
+from cp_inductor.mask.reader.read import Reading, Recognized
 from cp_inductor.mask.reader.trace import trace_nodes
 from cp_inductor.mask.reader.values import DIMS, Value
 from cp_inductor.mask.rule import Cell, Rule

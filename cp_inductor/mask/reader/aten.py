@@ -220,8 +220,8 @@ def _by_whole_number(rounding: str, *, is_remainder: bool = True) -> Row:
 
     def row(call: OpCall) -> Value:
         left, right = (value.exact() for value in call.operands("self", "other"))
-        numbers = right.numbers()
-        if len(numbers) != 1 or not numbers[0][1].is_Integer or numbers[0][1] <= 0:
+        divisor = right.expression()
+        if not divisor.is_Integer or divisor <= 0:
             raise Unknown
         shape, (left, _) = align([left, right])
         left, mode = replace(left, shape=shape), call.arguments.get("rounding_mode", rounding)
@@ -232,7 +232,7 @@ def _by_whole_number(rounding: str, *, is_remainder: bool = True) -> Row:
         def of(expression: Expr) -> Expr:
             if not expression.is_integer or expression.has(sympy.Float):
                 raise Unknown
-            quotient, rest = divide(expression, int(numbers[0][1]), shape, call.tables)
+            quotient, rest = divide(expression, int(divisor), shape, call.tables)
             return rest if is_remainder else quotient
 
         return call.settled(pointwise(of, left))
@@ -358,20 +358,13 @@ def _indexed(call: OpCall) -> Value:
         DIMS[dim]: DIMS[dim + added] for dim in range(places[-1] + 1, len(value.shape))
     }
     for dim, array in zip(arrays, aligned, strict=True):
-        indices[DIMS[dim]] = _array_index(array, value.shape[dim], moved, call)
+        expression, size = array.exact().expression(), value.shape[dim]
+        low, high = range_of(expression, sizes_of(array.shape), call.tables)
+        # A negative index would count from the end.
+        if not expression.is_integer or low < 0 or high >= size:
+            raise Unknown
+        indices[DIMS[dim]] = expression.xreplace(moved) if size > 1 else sympy.Integer(0)
     return value.map(call.shape, indices)
-
-
-def _array_index(array: Value, size: int, moved: Mapping[Expr, Expr], call: OpCall) -> Expr:
-    cases = array.exact().cases
-    if len(cases) != 1:
-        raise Unknown
-    ((_, expression),) = cases
-    low, high = range_of(expression, sizes_of(array.shape), call.tables)
-    # A negative index would count from the end.
-    if not expression.is_integer or low < 0 or high >= size:
-        raise Unknown
-    return expression.xreplace(moved) if size > 1 else sympy.Integer(0)
 
 
 # --- Sequences --------------------------------------------------------------------------------

@@ -1,58 +1,36 @@
-"""Read a mask whose lengths are symbols of Dynamo's, at some numbers and without fixing them.
+"""Read a mask again at other lengths, where its lengths are symbols of Dynamo's.
 
-    mask (s0, s0), within lengths_as({s0: 512})     read as one of (512, 512); s0 stays a symbol
+    arange(s0)[:, None] >= arange(s0), compiled at s0 = 512     k - q <= 0, as at every other length
+    ... & (arange(s0) < 600)                                    another rule from 601 on
 
-The rule that is read holds for these numbers only. Other numbers need another reading: see
-`cp_inductor.ops.plan_batch`. Other symbols become numbers of the graph.
+Before a plan is made for lengths that were not compiled, somebody has to know whether the rule is
+the same: see `cp_inductor.ops.plan_batch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+import hashlib
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import sympy
 import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch.fx.node import map_aggregate
 
-from cp_inductor.torch_private.sizes import size_expression
+from cp_inductor.mask.reader.read import Recognized, recognize
+from cp_inductor.mask.reader.trace import KINDS, Trace, number_at, trace_copy
+from cp_inductor.torch_private.sizes import Multiple, size_expression, solve
 
-_numbers: ContextVar[Mapping[sympy.Symbol, int] | None] = ContextVar("numbers", default=None)
-
-
-@contextmanager
-def lengths_as(numbers: Mapping[sympy.Symbol, int]) -> Iterator[None]:
-    """Within this context, these symbols of sizes stand for numbers."""
-    token = _numbers.set(numbers)
-    try:
-        yield
-    finally:
-        _numbers.reset(token)
-
-
-def as_number(value: Any) -> Any:
-    """Return the number that a symbolic size, truth or float stands for; other values unchanged."""
-    kind: Any = _KINDS.get(type(value))
-    if kind is None:
-        return value
-    known = _at(size_expression(value), _numbers.get() or {})
-    return kind(value if known is None else known)
-
-
-_KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-
-
-def _at(expression: sympy.Expr, numbers: Mapping[sympy.Symbol, int]) -> Any:
-    """Return an expression as a number or truth of sympy; None if these symbols do not fix it."""
-    found = sympy.sympify(expression.xreplace(dict(numbers)))
-    return found if found.is_number or found in (sympy.true, sympy.false) else None
-
-
-def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a tensor in numbers."""
-    return tuple(as_number(size) for size in tensor.shape)
+# A mask that is compiled at length n is read again at these lengths: a little and far below n, and
+# a little and far above. If the rule differs on both sides, the graph is compiled for n alone.
+SIDES = ((lambda n: n - 1, lambda n: n // 2 + 2), (lambda n: n + 1, lambda n: 8 * n + 3))
+# The lengths, in tokens, between which a rule is looked for. Dynamo's symbols are at least 2.
+LEAST, MOST = 2, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +51,11 @@ class Frozen:
         """Return the value for some numbers of its symbols; a tensor is on the meta device.
 
         Raises:
-            UnknownLength: the numbers leave a length open.
+            ValueError: the numbers leave a length open.
         """
-        found = [_at(size, numbers) for size in self.sizes]
+        found = [number_at(size, numbers) for size in self.sizes]
         if None in found or isinstance(self.kind, torch.layout):
-            raise UnknownLength(str(self))
+            raise ValueError(str(self))
         if isinstance(self.kind, torch.dtype):
             return torch.empty(tuple(map(int, found)), dtype=self.kind, device="meta")
         return self.kind(found[0])
@@ -89,13 +67,111 @@ class Frozen:
 
 def freeze(value: Any) -> Any:
     """Freeze a tensor or a symbolic number; other values unchanged."""
-    if type(value) in _KINDS:
-        return Frozen((size_expression(value),), _KINDS[type(value)])
+    if type(value) in KINDS:
+        return Frozen((size_expression(value),), KINDS[type(value)])
     if isinstance(value, torch.Tensor):
         kind = value.layout if value.layout != torch.strided else value.dtype
         return Frozen(tuple(map(size_expression, value.shape)), kind)
     return value
 
 
-class UnknownLength(Exception):
-    """The numbers of symbols do not say how long a tensor is."""
+@dataclass(frozen=True, slots=True)
+class MaskOfLengths:
+    """A mask whose lengths are symbols, and which can be read again at other lengths.
+
+    Attributes:
+        mask: of a copy of the nodes that compute it.
+        values: of each node of the copy, frozen.
+        written: the nodes of the copy whose tensors some other node of the Dynamo graph writes to.
+        lengths: of queries and keys.
+        recognized: as it was read when the graph was compiled, of nodes of the copy.
+    """
+
+    mask: fx.Node
+    values: dict[fx.Node, Any]
+    written: frozenset[fx.Node]
+    lengths: Sequence[Multiple | int]
+    recognized: Recognized
+
+    @staticmethod
+    def of(
+        mask: fx.Node, recognized: Recognized, trace: Trace, lengths: Sequence[Multiple | int]
+    ) -> MaskOfLengths:
+        """Keep what was recognized at the lengths for which the graph is compiled."""
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node, is_input in trace.nodes.items():
+            for source in [node] if is_input else node.all_input_nodes:
+                if source not in copies:
+                    copies[source] = graph.placeholder(source.name)
+            if not is_input:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node].meta.clear()
+        values = {
+            copy: map_aggregate(node.meta["example_value"], freeze) for node, copy in copies.items()
+        }
+        written = frozenset(map(copies.__getitem__, trace.written))
+        tables = tuple(map(copies.__getitem__, recognized.tables))
+        own = Recognized(recognized.rule, tables)
+        return MaskOfLengths(copies[mask], values, written, lengths, own)
+
+    def holds(self, query_length: int, key_length: int) -> bool:
+        """Whether the mask is the same rule of the same tables at other lengths."""
+        numbers = solve(self.lengths, (query_length, key_length))
+        return numbers is not None and self._holds_at(numbers)
+
+    def _holds_at(self, numbers: Mapping[sympy.Symbol, int]) -> bool:
+        try:
+            for node, value in self.values.items():
+                node.meta["example_value"] = map_aggregate(
+                    value, lambda part: part.at(numbers) if isinstance(part, Frozen) else part
+                )
+        except ValueError:
+            return False
+        trace = trace_copy(self.mask, self.written)
+        return trace is not None and recognize(trace) == self.recognized
+
+    def bounds(
+        self, compiled: Mapping[sympy.Symbol, int]
+    ) -> dict[sympy.Symbol, tuple[int, int]] | None:
+        """Return the range of each symbol within which the rule stays the same.
+
+        A sliding window is another rule at lengths up to the window: one graph serves these
+        lengths, and another one those beyond. If the rule changes and changes back, only the range
+        around the numbers for which the graph is compiled is found; `holds` tells the rest when
+        such a length comes. None if it differs soon on both sides of them.
+        """
+        here = next(iter(compiled.values()))
+
+        def numbers_at(first: int) -> dict[sympy.Symbol, int]:
+            return {symbol: max(LEAST, n * first // here) for symbol, n in compiled.items()}
+
+        @cache
+        def holds(first: int) -> bool:
+            return first >= LEAST and self._holds_at(numbers_at(first))
+
+        def last_that_holds(lengths: range) -> int:
+            if not holds(here + lengths.step):
+                return here
+            if holds(lengths[-1]):
+                return lengths[-1]
+            return lengths[bisect_left(lengths, True, lo=1, key=lambda n: not holds(n)) - 1]
+
+        if not any(all(holds(probe(here)) for probe in side) for side in SIDES):
+            return None
+        low = numbers_at(last_that_holds(range(here, LEAST - 1, -1)))
+        high = numbers_at(last_that_holds(range(here, max(MOST, here + 1) + 1)))
+        return {symbol: (low[symbol], high[symbol]) for symbol in compiled}
+
+    @property
+    def name(self) -> str:
+        """A name that only this mask has: the same on every rank, and in every process."""
+        symbols = dict.fromkeys(one.symbol for one in self.lengths if not isinstance(one, int))
+        canonical = {symbol: sympy.Symbol(f"n{place}") for place, symbol in enumerate(symbols)}
+        mask = self.recognized
+        said = [mask.rule.format(), repr(tuple(mask.indices)), *map(str, mask.tables)]
+        for one in self.lengths:
+            said.append(str(one if isinstance(one, int) else one.factor * canonical[one.symbol]))
+        for node, value in self.values.items():
+            frozen = [one for one in pytree.tree_leaves(value) if isinstance(one, Frozen)]
+            said += [node.format_node() or node.name, *(one.said(canonical) for one in frozen)]
+        return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]

@@ -15,38 +15,94 @@ tensors exist when the graph runs. A node that is neither has no value; then a n
 from it becomes the table, which may be the whole mask. A rule holds for every index and for
 whatever the tables may hold.
 
+The value of the mask then becomes a rule: which pairs exist, and what is added to their scores.
+
+    k - q <= 0                                   bool: the pairs that exist
+    -oo where k > q, t0(h)*(k - q) elsewhere     numbers: the pairs that are not -oo, and a bias
+
+Two facts beyond arithmetic are used. The lowest finite number of a dtype counts as -oo if every
+query attends to its own position. And if documents are numbered by counting the places where
+positions do not go up by one, then positions within a document differ as indices do.
+
 Assumes: a graph from Dynamo, whose nodes carry `example_value`; shapes are of whole tensors.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from operator import getitem
 from typing import Any
 
 import sympy
 import torch
-import torch.utils._pytree as pytree
+from sympy import And, Expr, Not, Or
+from sympy.core.function import AppliedUndef
+from sympy.logic.boolalg import Boolean
 from torch import Tensor, fx
-from torch.fx.node import map_aggregate
 
-from cp_inductor.mask.language import FULL, SCORE, Step, number_of
+from cp_inductor.errors import InvalidText
+from cp_inductor.mask.language import (
+    BATCH,
+    FULL,
+    HEAD,
+    INDICES,
+    KEY,
+    QUERY,
+    SCORE,
+    Step,
+    compare,
+    is_of_pairs,
+    normal,
+    number_of,
+    substitute,
+    table,
+)
 from cp_inductor.mask.reader.aten import OPS, OpCall, Row
-from cp_inductor.mask.reader.lengths import Frozen, UnknownLength, freeze, shape_of
-from cp_inductor.mask.reader.sequences import fit, runs_of
-from cp_inductor.mask.reader.to_rule import Recognized, as_rule, misread, with_bias
-from cp_inductor.mask.reader.trace import Trace, trace_copy, trace_nodes
-from cp_inductor.mask.reader.values import DIMS, INTEGERS, MAX_TERMS, RunTimeTables, Unknown, Value
+from cp_inductor.mask.reader.sequences import fit
+from cp_inductor.mask.reader.trace import Trace, shape_of, trace_nodes
+from cp_inductor.mask.reader.values import (
+    DIMS,
+    INTEGERS,
+    MAX_TERMS,
+    RunTimeTables,
+    Unknown,
+    Value,
+    index_of,
+    number,
+    range_of,
+)
 from cp_inductor.mask.rule import Rule, rule_of_table
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.sizes import Multiple, solve
 
 # Positions that number documents are assumed to lie within this. Their dtype, int64, does not say
 # so, and near its ends a position plus one would wrap.
 MAX_POSITION = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Recognized:
+    """A mask that was read from a graph.
+
+    Attributes:
+        rule: which pairs exist, and what is added to their scores.
+        tables: the nodes whose tensors the rule reads, by number.
+        has_bias: the last table is a bias (B | 1, H | 1, S, T) that requires a gradient.
+        is_bias_made: the rule reads one more table than these: a bias (B | 1, H | 1, S, T) which
+            the capture of the attention computes.
+        computed_by: nodes that only compute the mask. They may be erased when nothing reads them.
+    """
+
+    rule: Rule
+    tables: tuple[fx.Node, ...] = ()
+    has_bias: bool = False
+    is_bias_made: bool = False
+    computed_by: frozenset[fx.Node] = frozenset()
+
+    @property
+    def indices(self) -> list[tuple[Expr, ...]]:
+        """Where the rule reads each table; see `Rule.tables`."""
+        return [self.rule.tables[number] for number in range(len(self.tables))]
 
 
 class Reading:
@@ -134,23 +190,27 @@ class Reading:
         return value
 
     def _note_runs(self, node: fx.Node, counts: Value) -> None:
-        """Record that the newest table counts where another does not go up by one, if it does."""
+        """Record that the newest table counts the runs of another one along a dim, if it does.
+
+        A run is a part in which every entry is the one before plus one: two counts are equal within
+        one. What is counted says from its second entry on where the other does not go up by one.
+        """
         bound = bind_arguments(torch.ops.aten.cumsum.default, node.args, node.kwargs)
         dim, tables = bound["dim"] % len(counts.shape), self.tables
-        runs = runs_of(self.values.get(bound["self"]), dim)
-        # Two counts must be equal only within a run. Counts that wrap or are rounded may repeat.
-        if runs is None or counts.dtype not in INTEGERS:
+        counted, index = self.values.get(bound["self"]), index_of(counts.shape, dim)
+        # Counts that wrap or are rounded may repeat.
+        if counts.dtype not in INTEGERS or counts.shape[dim] > torch.iinfo(counts.dtype).max:
             return
-        if counts.shape[dim] <= torch.iinfo(counts.dtype).max:
-            tables.runs_of[len(tables.nodes) - 1] = runs, dim
-            tables.ranges[number_of(runs)] = (-MAX_POSITION, MAX_POSITION)
-
-
-def known_nodes(trace: Trace) -> frozenset[fx.Node]:
-    """Return the nodes that are known to only compute."""
-    known = {getitem, *OPS}
-    steps_of = trace.steps.items()
-    return frozenset(n for n, steps in steps_of if known.issuperset(step.target for step in steps))
+        if counted is None or counted.truth is None or index == 0:
+            return
+        following = substitute(counted.truth, {index: index + 1})
+        for entry in counted.tables():
+            if index in entry.args and entry.is_integer:
+                step = entry.xreplace({index: index + 1}) - entry
+                if following == Not(compare("eq", step, sympy.Integer(1))):
+                    tables.runs_of[len(tables.nodes) - 1] = entry, dim
+                    tables.ranges[number_of(entry)] = (-MAX_POSITION, MAX_POSITION)
+                    return
 
 
 def read_mask(mask: fx.Node) -> tuple[Recognized, Trace]:
@@ -159,7 +219,7 @@ def read_mask(mask: fx.Node) -> tuple[Recognized, Trace]:
     It is bool, or added to the scores, and has up to 4 dims that broadcast to (B, H, S, T).
     """
     trace = trace_nodes([mask], mask.graph)
-    recognized = _recognize(trace)
+    recognized = recognize(trace)
     example = mask.meta["example_value"]
     if example.requires_grad and (recognized is None or recognized.rule.bias):
         # The gradient goes to the whole tensor; the rule still says which pairs exist.
@@ -169,122 +229,10 @@ def read_mask(mask: fx.Node) -> tuple[Recognized, Trace]:
     elif recognized is None:
         rule = rule_of_table(example.shape, is_bool=example.dtype == torch.bool)
         recognized = Recognized(rule, (mask,))
-    return replace(recognized, computed_by=known_nodes(trace)), trace
+    return replace(recognized, computed_by=trace.computed), trace
 
 
-# A mask that is compiled at length n is read again at these lengths: a little and far below n, and
-# a little and far above. If the rule differs on both sides, the graph is compiled for n alone.
-SIDES = ((lambda n: n - 1, lambda n: n // 2 + 2), (lambda n: n + 1, lambda n: 8 * n + 3))
-# The lengths, in tokens, between which a rule is looked for. Dynamo's symbols are at least 2.
-LEAST, MOST = 2, 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class MaskOfLengths:
-    """A mask whose lengths are symbols, and which can be read again at other lengths.
-
-    Attributes:
-        mask: of a copy of the nodes that compute it.
-        values: of each node of the copy, frozen.
-        written: the nodes of the copy whose tensors some other node of the Dynamo graph writes to.
-        lengths: of queries and keys.
-        recognized: as it was read when the graph was compiled, of nodes of the copy.
-    """
-
-    mask: fx.Node
-    values: dict[fx.Node, Any]
-    written: frozenset[fx.Node]
-    lengths: Sequence[Multiple | int]
-    recognized: Recognized
-
-    @staticmethod
-    def of(
-        mask: fx.Node, recognized: Recognized, trace: Trace, lengths: Sequence[Multiple | int]
-    ) -> MaskOfLengths:
-        """Keep what was recognized at the lengths for which the graph is compiled."""
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node, is_input in trace.nodes.items():
-            for source in [node] if is_input else node.all_input_nodes:
-                if source not in copies:
-                    copies[source] = graph.placeholder(source.name)
-            if not is_input:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-                copies[node].meta.clear()
-        values = {
-            copy: map_aggregate(node.meta["example_value"], freeze) for node, copy in copies.items()
-        }
-        written = frozenset(map(copies.__getitem__, trace.written))
-        tables = tuple(map(copies.__getitem__, recognized.tables))
-        own = Recognized(recognized.rule, tables)
-        return MaskOfLengths(copies[mask], values, written, lengths, own)
-
-    def holds(self, query_length: int, key_length: int) -> bool:
-        """Whether the mask is the same rule of the same tables at other lengths."""
-        numbers = solve(self.lengths, (query_length, key_length))
-        return numbers is not None and self._holds_at(numbers)
-
-    def _holds_at(self, numbers: Mapping[sympy.Symbol, int]) -> bool:
-        try:
-            for node, value in self.values.items():
-                node.meta["example_value"] = map_aggregate(
-                    value, lambda part: part.at(numbers) if isinstance(part, Frozen) else part
-                )
-        except UnknownLength:
-            return False
-        trace = trace_copy(self.mask, self.written)
-        return trace is not None and _recognize(trace) == self.recognized
-
-    def bounds(
-        self, compiled: Mapping[sympy.Symbol, int]
-    ) -> dict[sympy.Symbol, tuple[int, int]] | None:
-        """Return the range of each symbol within which the rule stays the same.
-
-        A sliding window is another rule at lengths up to the window: one graph serves these
-        lengths, and another one those beyond. If the rule changes and changes back, only the range
-        around the numbers for which the graph is compiled is found; `holds` tells the rest when
-        such a length comes. None if it differs soon on both sides of them.
-        """
-        here = next(iter(compiled.values()))
-
-        def numbers_at(first: int) -> dict[sympy.Symbol, int]:
-            return {symbol: max(LEAST, n * first // here) for symbol, n in compiled.items()}
-
-        @cache
-        def holds(first: int) -> bool:
-            return first >= LEAST and self._holds_at(numbers_at(first))
-
-        def last_that_holds(end: int, step: int) -> int:
-            good, bad = here, end
-            if not holds(here + step):
-                return here
-            if holds(end):
-                return end
-            while abs(good - bad) > 1:
-                middle = (good + bad) // 2
-                good, bad = (middle, bad) if holds(middle) else (good, middle)
-            return good
-
-        if not any(all(holds(probe(here)) for probe in side) for side in SIDES):
-            return None
-        low, high = numbers_at(last_that_holds(LEAST, -1)), numbers_at(last_that_holds(MOST, 1))
-        return {symbol: (low[symbol], high[symbol]) for symbol in compiled}
-
-    @property
-    def name(self) -> str:
-        """A name that only this mask has: the same on every rank, and in every process."""
-        symbols = dict.fromkeys(one.symbol for one in self.lengths if not isinstance(one, int))
-        canonical = {symbol: sympy.Symbol(f"n{place}") for place, symbol in enumerate(symbols)}
-        mask = self.recognized
-        said = [mask.rule.format(), repr(tuple(mask.indices)), *map(str, mask.tables)]
-        for one in self.lengths:
-            said.append(str(one if isinstance(one, int) else one.factor * canonical[one.symbol]))
-        for node, value in self.values.items():
-            frozen = [one for one in pytree.tree_leaves(value) if isinstance(one, Frozen)]
-            said += [node.format_node() or node.name, *(one.said(canonical) for one in frozen)]
-        return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
-
-
-def _recognize(trace: Trace) -> Recognized | None:
+def recognize(trace: Trace) -> Recognized | None:
     """Return a mask as a rule; None if it cannot be written as one."""
     held: set[fx.Node] = set()
     while True:
@@ -298,3 +246,168 @@ def _recognize(trace: Trace) -> Recognized | None:
         if misread_tables <= held:
             return None if misread_tables else recognized
         held |= misread_tables
+
+
+# --- The value of a mask as a rule --------------------------------------------------------------
+
+
+def with_bias(
+    recognized: Recognized,
+    mask: fx.Node | None,
+    *,
+    of_batch: bool,
+    of_head: bool,
+    has_gradient: bool = True,
+) -> Recognized:
+    """Make a tensor the bias of a mask, as the last table; of the rest, only pairs are left.
+
+    It is read at every (query, key) pair, because its gradient has a value for each. Without a
+    node, the capture of the attention computes it, in float32.
+    """
+    zero = sympy.Integer(0)
+    where = (BATCH if of_batch else zero, HEAD if of_head else zero, QUERY, KEY)
+    pairs = _used_only(Rule(recognized.rule.allowed), recognized.tables)
+    entry = table(len(pairs.tables), is_integer=False)(*where)
+    rule = Rule(pairs.rule.allowed, entry, is_wide=mask is None)
+    tables = pairs.tables if mask is None else (*pairs.tables, mask)
+    return Recognized(rule, tables, has_bias=has_gradient, is_bias_made=mask is None)
+
+
+def as_rule(value: Value, tables: RunTimeTables) -> Recognized | None:
+    """Return a mask's value as a rule; None if it cannot be written as one."""
+    has_own_keys = len(value.shape) >= 2 and value.shape[-1] >= value.shape[-2]
+    if value.dtype.is_floating_point and has_own_keys:
+        # The lowest finite number acts as -oo where every row attends to something: the key of its
+        # own index, whatever the tables hold.
+        lowest = number(torch.finfo(value.dtype).min)
+        recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity, lowest})
+        at_itself = recognized and substitute(recognized.rule.allowed, {KEY: QUERY})
+        if recognized is not None and normal(at_itself) == sympy.true:
+            return recognized
+    return _as_rule(value, tables, {sympy.S.NegativeInfinity})
+
+
+def as_rule_of_scores(value: Value, tables: RunTimeTables) -> Recognized | None:
+    """Return what becomes of scores as a rule, wide; None if it cannot be written as one.
+
+    The value (B, H, S, T) may be computed from the score, and is -oo where there is no pair.
+    """
+    rests = tuple((c, e if e == sympy.S.NegativeInfinity else e - SCORE) for c, e in value.cases)
+    is_sum = all(SCORE not in rest.free_symbols for _, rest in rests)
+    if is_sum:
+        value = replace(value, cases=rests)
+    recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity})
+    if recognized is None or (not is_sum and recognized.rule.score == SCORE):
+        # What has no score in it is no rule: it would be added to the score.
+        return None
+    if not recognized.rule.bias:
+        return recognized
+    return replace(recognized, rule=replace(recognized.rule, is_wide=True))
+
+
+def _as_rule(value: Value, tables: RunTimeTables, nothing: Collection[Expr]) -> Recognized | None:
+    """Return a mask's value as a rule; None if it cannot be written as one.
+
+    A number in `nothing` says that a pair does not exist.
+    """
+    if len(value.shape) > 4 or value.is_wrapped:
+        return None
+    symbols = INDICES[4 - len(value.shape) :]
+    value = value.map(value.shape, dict(zip(DIMS, symbols, strict=False)))
+    if value.truth is not None:
+        allowed, bias = value.truth, sympy.Integer(0)
+    else:
+        allowed = Not(Or(*(c for c, e in value.cases if e in nothing)))
+        finite = [(c, e) for c, e in value.cases if e not in nothing]
+        if any(e.is_infinite for _, e in finite):
+            return None
+        bias = sympy.Integer(0)
+        if finite:
+            *others, (_, last) = finite
+            bias = sympy.Piecewise(*((e, c) for c, e in others), (last, True))
+        if bias.atoms(Step) and not bias.is_integer:
+            return None
+    allowed = _with_runs(normal(allowed), tables)
+    if sympy.count_ops(allowed) > 40 * MAX_TERMS:
+        return None
+    # Existing pairs simplify a bias by their equalities: 1 - t0 is 0 where t0 = 1.
+    equalities = (part for part in And.make_args(allowed) if isinstance(part, sympy.Eq))
+    bias = bias.xreplace(
+        {e.lhs: e.rhs for e in equalities if isinstance(e.lhs, AppliedUndef) and e.rhs.is_number}
+    )
+    is_score = SCORE in bias.free_symbols
+    rule = Rule(allowed, score=bias) if is_score else Rule(allowed, bias)
+    recognized = _used_only(rule, tables.nodes)
+    try:
+        # Plans, caches and ranks exchange the text of a rule.
+        is_written = Rule.parse(recognized.rule.format()) == recognized.rule
+    except InvalidText:
+        return None
+    return recognized if is_written else None
+
+
+def _with_runs(allowed: Boolean, tables: RunTimeTables) -> Boolean:
+    """Replace positions within a document by indices.
+
+    If t1 counts the places where t0 does not go up by one, then Eq(t1(q), t1(k)) implies
+    t0(k) = t0(q) + k - q.
+    """
+    if isinstance(allowed, Or):
+        return Or(*(_with_runs(part, tables) for part in allowed.args))
+    if not isinstance(allowed, And):
+        return allowed
+    parts = list(allowed.args)
+    for part in allowed.args:
+        for counted in part.atoms(AppliedUndef):
+            source, dim = tables.runs_of.get(number_of(counted), (None, 0))
+            if source is None or [index for index in counted.args if index.has(KEY)] != [KEY]:
+                continue
+            at_query = counted.xreplace({KEY: QUERY})
+            if counted.args[dim] == KEY and part == compare("eq", counted, at_query):
+                at_key = source.xreplace({DIMS[d]: index for d, index in enumerate(counted.args)})
+                equal = {at_key: at_key.xreplace({KEY: QUERY}) + KEY - QUERY}
+                parts = [p if p is part else substitute(p, equal) for p in parts]
+    return normal(And(*parts))
+
+
+def _used_only(rule: Rule, nodes: Sequence[fx.Node]) -> Recognized:
+    """Drop tables that a rule does not read, and number the others from 0."""
+    used, renamed = sorted(rule.tables), dict[Expr, Expr]()
+    # A table may be read at what another one holds: that read is the shorter one.
+    for read in sorted(rule.reads, key=lambda read: len(str(read))):
+        place, args = used.index(number_of(read)), (arg.xreplace(renamed) for arg in read.args)
+        renamed[read] = table(place, is_integer=bool(read.is_integer))(*args)
+    allowed = substitute(rule.allowed, renamed)
+    bias, score = rule.bias.xreplace(renamed), rule.score.xreplace(renamed)
+    return Recognized(Rule(allowed, bias, score=score), tuple(map(nodes.__getitem__, used)))
+
+
+def misread(recognized: Recognized, shape: Sequence[int], tables: RunTimeTables) -> set[fx.Node]:
+    """Return the tables that the rule of a mask of this shape reads in a way that a rank cannot.
+
+    A rank holds its own batch entries and heads of a table, and the rows of its own queries if the
+    table has a value for every pair. Such a dim must be as long as that of the scores. Every other
+    index must lie within its dim.
+    """
+    sizes = dict(zip(INDICES, [1] * (4 - len(shape)) + list(shape), strict=True))
+    found = set()
+    roles: dict[fx.Node, tuple[Any, ...]] = {}
+    for entry in sorted(recognized.rule.reads, key=str):
+        node = recognized.tables[number_of(entry)]
+        lengths = shape_of(node.meta["example_value"])
+        of_pairs = is_of_pairs(entry.args)
+        role = tuple(
+            i if i in (BATCH, HEAD) or (of_pairs and i == QUERY) else None for i in entry.args
+        )
+        is_right = roles.setdefault(node, role) == role
+        is_plain = all(index.is_Symbol or index.is_Integer for index in entry.args)
+        is_right &= is_plain or not of_pairs
+        for index, length in zip(entry.args, lengths, strict=True):
+            if index in (BATCH, HEAD) or (of_pairs and index.is_Symbol):
+                is_right &= sizes[index] == length
+            else:
+                low, high = range_of(index, sizes, tables)
+                is_right &= bool(low >= 0 and high < length)
+        if not is_right:
+            found.add(node)
+    return found

@@ -1,9 +1,6 @@
-"""Read sequences: compute and fit constant ones, and recognize counts of runs.
+"""Compute and fit constant sequences.
 
-    cat([arange(5), arange(8)])                    d0 - 5*Step(d0, 5)
-    (diff(x, prepend=...) != 1).cumsum(-1)         a table that counts the runs of x
-
-A run is a part of a sequence in which every entry is the one before plus one.
+cat([arange(5), arange(8)])                    d0 - 5*Step(d0, 5)
 """
 
 from __future__ import annotations
@@ -17,16 +14,8 @@ from sympy import Expr
 from torch import Tensor
 
 from cp_inductor.mask.evaluate import Operations, evaluate
-from cp_inductor.mask.language import Step, compare, substitute
-from cp_inductor.mask.reader.values import (
-    DIMS,
-    READABLE,
-    WHOLE_UP_TO,
-    Unknown,
-    Value,
-    constant,
-    index_of,
-)
+from cp_inductor.mask.language import Step
+from cp_inductor.mask.reader.values import DIMS, READABLE, WHOLE_UP_TO, Unknown, Value, constant
 from cp_inductor.torch_private.modes import without_modes
 
 # Constant tensors of more numbers are not computed: 128 MiB in int64.
@@ -45,10 +34,8 @@ def materialize(value: Value) -> Tensor:
     """
     value = value.exact()
     size = np.prod(value.shape, dtype=object)
-    if value.tables() or size > MAX_COMPUTED or len(value.cases) > 1:
-        raise Unknown
-    expression = value.truth if value.truth is not None else value.cases[0][1]
-    if expression.is_infinite:
+    expression = value.expression()
+    if value.tables() or size > MAX_COMPUTED or expression.is_infinite:
         raise Unknown
     indices = dict(zip(DIMS, np.ogrid[tuple(map(slice, value.shape))], strict=False))
     result = np.asarray(evaluate(expression, indices, Operations()))
@@ -96,21 +83,3 @@ def _line_and_steps(flat: np.ndarray, at: Expr) -> Expr:
         raise Unknown
     steps = (int(jumps[place]) * Step(at, sympy.Integer(int(place) + 1)) for place in places)
     return sympy.Integer(int(flat[0])) + slope * at + sum(steps)
-
-
-def runs_of(counted: Value | None, dim: int) -> Expr | None:
-    """Return x, if a bool tensor says from its second entry on where x does not go up by one.
-
-    Summed up along the dim, it is the same for two indices if x goes up by one at every step from
-    one to the other.
-    """
-    if counted is None or counted.truth is None or counted.shape[dim] < 2:
-        return None
-    index = index_of(counted.shape, dim)
-    following = substitute(counted.truth, {index: index + 1})
-    for entry in counted.tables():
-        if index in entry.args and entry.is_integer:
-            goes_on = compare("eq", entry.xreplace({index: index + 1}) - entry, sympy.Integer(1))
-            if following == sympy.Not(goes_on):
-                return entry
-    return None

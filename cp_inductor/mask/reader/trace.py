@@ -7,26 +7,34 @@ Every node is run on fake tensors that have the shape of the whole tensor, also 
 nodes become inputs of the trace instead: an op without a fake kernel, an op whose result depends on
 data, a higher-order op, an op that writes in place, and a tensor that is written to. A method that
 writes in place to a new tensor that nothing else reads, as in `zeros_like(x).masked_fill_(x, -oo)`
-of nn.MultiheadAttention, is traced as the one that returns its result. Lengths are traced as
-numbers: see `cp_inductor.mask.reader.lengths`.
+of nn.MultiheadAttention, is traced as the one that returns its result.
+
+Lengths are traced as numbers. Symbols of Dynamo's may stand for some without becoming them:
+
+    mask (s0, s0), within lengths_as({s0: 512})     traced as one of (512, 512); s0 stays a symbol
+
+What is read of the trace holds for these numbers only. Other symbols become numbers of the graph.
 
 Assumes: a graph from Dynamo, whose nodes carry `example_value`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Replicate
 from torch.fx.node import map_aggregate, map_arg
 from torch.fx.traceback import annotate
 
-from cp_inductor.mask.reader.lengths import as_number, shape_of
 from cp_inductor.mask.reader.writes import Writes, is_in_place, storages_of
+from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.torch_private.tracing import core_decompositions, tensors_in, trace_of_shapes
 
 # Trace at most this many nodes: a mask may depend on all that a model computes before it.
@@ -45,20 +53,23 @@ class Trace:
         gm: the traced graph.
         result: the node of `gm` that is the mask.
         origins: node of `gm` => the node of the Dynamo graph with the same tensor, if there is one.
-        steps: node of the Dynamo graph => the nodes of `gm` that compute it.
         written: the nodes of the Dynamo graph whose tensors some other node writes to.
         nodes: all nodes of the Dynamo graph that were traced, in order, and whether they are inputs
-            of the trace.
+            of the trace. The others do nothing but compute.
         score: the node of `gm` that stands for the scores (B, H, S, T), in a trace of scores.
     """
 
     gm: fx.GraphModule
     result: fx.Node
     origins: dict[fx.Node, fx.Node]
-    steps: dict[fx.Node, tuple[fx.Node, ...]]
     written: frozenset[fx.Node]
     nodes: dict[fx.Node, bool]
     score: fx.Node | None = None
+
+    @property
+    def computed(self) -> frozenset[fx.Node]:
+        """The nodes of the Dynamo graph that are no inputs of the trace."""
+        return frozenset(node for node, is_input in self.nodes.items() if not is_input)
 
 
 class _Cut(Exception):
@@ -98,7 +109,7 @@ def trace_copy(mask: fx.Node, written: frozenset[fx.Node]) -> Trace | None:
         written: the nodes of the copy whose tensors some other node of the Dynamo graph writes to.
     """
     try:
-        return _trace([mask], (), lambda node, steps: node in written and node not in steps, None)
+        return _trace([mask], (), lambda node, _: node in written, None)
     except _Cut:
         return None
 
@@ -106,7 +117,7 @@ def trace_copy(mask: fx.Node, written: frozenset[fx.Node]) -> Trace | None:
 def _trace(
     ends: Sequence[fx.Node],
     leaves: Collection[fx.Node],
-    is_written: Callable[[fx.Node, Mapping[fx.Node, Any]], bool],
+    is_written: Callable[[fx.Node, Collection[fx.Node]], bool],
     scores: Scores | None,
 ) -> Trace:
     nodes = _slice(ends, leaves)
@@ -126,8 +137,11 @@ def _trace(
     if scores is not None:
         shapes.append((scores.shape, scores.dtype))
     gm = trace_of_shapes(run, shapes, core_decompositions())
-    steps = _steps_of(gm, calls)
-    written = frozenset(node for node in nodes if is_written(node, steps))
+    origins_of = {step: step.meta.get("custom", {}).get(_ORIGIN) for step in gm.graph.nodes}
+    impure = {calls[of] for step, of in origins_of.items() if of is not None and step.is_impure()}
+    if impure:
+        raise _Cut(*impure)
+    written = frozenset(node for node in nodes if is_written(node, calls))
     if not written.issubset(inputs):
         raise _Cut(*written)
     results: Any = gm.graph.output_node().args[0]
@@ -137,21 +151,7 @@ def _trace(
     score = None
     if scores is not None:
         *_, score = gm.graph.find_nodes(op="placeholder")
-    return Trace(gm, results[-1], origins, steps, written, nodes, score)
-
-
-def _steps_of(gm: fx.GraphModule, calls: Sequence[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    steps: dict[fx.Node, list[fx.Node]] = {node: [] for node in calls}
-    writing = []
-    for step in gm.graph.nodes:
-        if _ORIGIN in step.meta.get("custom", {}):
-            node = calls[step.meta["custom"][_ORIGIN]]
-            steps[node].append(step)
-            if isinstance(step.target, torch._ops.OpOverload) and step.target._schema.is_mutable:
-                writing.append(node)
-    if writing:
-        raise _Cut(*writing)
-    return {node: tuple(of_node) for node, of_node in steps.items()}
+    return Trace(gm, results[-1], origins, written, nodes, score)
 
 
 def _slice(ends: Sequence[fx.Node], leaves: Collection[fx.Node]) -> dict[fx.Node, bool]:
@@ -238,3 +238,41 @@ def _is_alike(result: Any, example: Any) -> bool:
     if not isinstance(result, Tensor):
         return not isinstance(example, Tensor)
     return result.dtype == example.dtype and tuple(result.shape) == shape_of(example)
+
+
+# --- Lengths ----------------------------------------------------------------------------------
+
+_numbers: ContextVar[Mapping[sympy.Symbol, int] | None] = ContextVar("numbers", default=None)
+
+
+@contextmanager
+def lengths_as(numbers: Mapping[sympy.Symbol, int]) -> Iterator[None]:
+    """Within this context, these symbols of sizes stand for numbers."""
+    token = _numbers.set(numbers)
+    try:
+        yield
+    finally:
+        _numbers.reset(token)
+
+
+def as_number(value: Any) -> Any:
+    """Return the number that a symbolic size, truth or float stands for; other values unchanged."""
+    kind: Any = KINDS.get(type(value))
+    if kind is None:
+        return value
+    known = number_at(size_expression(value), _numbers.get() or {})
+    return kind(value if known is None else known)
+
+
+KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+def number_at(expression: sympy.Expr, numbers: Mapping[sympy.Symbol, int]) -> Any:
+    """Return an expression as a number or truth of sympy; None if these symbols do not fix it."""
+    found = sympy.sympify(expression.xreplace(dict(numbers)))
+    return found if found.is_number or found in (sympy.true, sympy.false) else None
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor in numbers."""
+    return tuple(as_number(size) for size in tensor.shape)

@@ -124,6 +124,12 @@ class Value:
             raise Unknown
         return self
 
+    def expression(self) -> Any:
+        """Return its only expression, a condition or a number; raise Unknown if it has cases."""
+        if len(self.cases) > 1:
+            raise Unknown
+        return self.cases[0][1] if self.truth is None else self.truth
+
     def tables(self) -> set[Any]:
         """Return the reads of tables, such as t0(d1)."""
         return self.atoms(AppliedUndef)
@@ -145,14 +151,12 @@ class RunTimeTables:
 
     Attributes:
         nodes: whose tensors they are, by number.
-        dtypes: of each.
         ranges: the least and the greatest number that each may hold.
         runs_of: number of a table that counts where another table does not go up by one => the
             other table, as an expression of the same indices, and the dim that they count along.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
-    dtypes: list[torch.dtype] = field(default_factory=list)
     ranges: list[Range] = field(default_factory=list)
     runs_of: dict[int, tuple[Expr, int]] = field(default_factory=dict)
 
@@ -162,7 +166,6 @@ class RunTimeTables:
             return None
         index = len(self.nodes)
         self.nodes.append(node)
-        self.dtypes.append(dtype)
         self.ranges.append(_range_of_dtype(dtype))
         entry = table(index, is_integer=not dtype.is_floating_point)(
             *(index_of(shape, dim) for dim in range(len(shape)))
@@ -300,7 +303,8 @@ def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
 def _check_native(value: Value, tables: RunTimeTables) -> None:
     """Raise Unknown if a cast to a narrower float has rounded a table that a value reads."""
     for entry in value.tables():
-        if _is_wider(tables.dtypes[number_of(entry)], value.dtype):
+        table_of = tables.nodes[number_of(entry)].meta["example_value"]
+        if _is_wider(table_of.dtype, value.dtype):
             raise Unknown
 
 

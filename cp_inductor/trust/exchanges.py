@@ -86,7 +86,9 @@ def exchanging(
         ExchangeFailed: an exchange has failed.
         RanksDisagree: one has failed because ranks have gone different ways.
     """
-    started, logs = time.monotonic(), {name: agreed_of(name) for name in group_names}
+    started, logs = time.monotonic(), dict[str, Log | None]()
+    with suppress(RuntimeError, KeyError):  # a group is gone
+        logs = {name: agreed_of(name) for name in group_names}
     try:
         with ExitStack() as around:
             for log in filter(None, logs.values()):

@@ -41,7 +41,7 @@ from cp_inductor.run.messages import StepFailed
 from cp_inductor.tiles.kernel_table import TILE_OPS
 from cp_inductor.torch_private.modes import OpWatcher, is_profiling
 from cp_inductor.trust.agreement import agreed_of
-from cp_inductor.trust.log import SOON_S, Log, rounds
+from cp_inductor.trust.log import SOON_S, Log
 from cp_inductor.trust.record import name_ranks
 
 # How long a rank looks for what has become of the others, which notice a failure at their next
@@ -86,7 +86,9 @@ def exchanging(
         ExchangeFailed: an exchange has failed.
         RanksDisagree: one has failed because ranks have gone different ways.
     """
-    started, logs = time.monotonic(), {name: agreed_of(name) for name in group_names}
+    started, logs = time.monotonic(), dict[str, Log | None]()
+    with suppress(RuntimeError, KeyError):  # a group is gone
+        logs = {name: agreed_of(name) for name in group_names}
     try:
         with ExitStack() as around:
             for log in filter(None, logs.values()):
@@ -151,7 +153,7 @@ def _ask(log: Log, step: str) -> None:
     if log.cause is not None:
         return
     log.record.failed = step
-    for waited_s in rounds():
+    for waited_s in log.rounds():
         # The store may be that of the rank that has stopped; processes can still be seen.
         with suppress(RuntimeError):
             log.ask(partial(log.exchange, log.others), SOON_S)

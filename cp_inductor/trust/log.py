@@ -38,7 +38,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from queue import Empty, SimpleQueue
@@ -61,12 +61,12 @@ from cp_inductor.trust.record import (
     new_trails,
 )
 
-# How often the thread compares, and how often a rank that waits looks at all others; the part per
-# rank keeps the store fast enough for a thousand ranks.
-INTERVAL_S, LOOK_EVERY_S, INTERVAL_PER_RANK_S = 0.05, 0.3, 0.003
+# How often the thread compares; the part per rank keeps the store fast enough for a thousand ranks.
+INTERVAL_S, INTERVAL_PER_RANK_S = 0.05, 0.003
 
-# A rank that waits looks at growing intervals: others may be about to come, or compile for minutes.
-SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.05
+# A rank that waits looks at intervals that grow from this one to that of the thread: others may be
+# about to come, or compile for minutes. After a while it looks at all others, and their processes.
+SHORTEST_WAIT_S, LOOK_AFTER_S = 0.0002, 0.3
 
 # A rank says after this time that it waits, and then again at intervals that grow by a factor.
 REPORT_AFTER_S, REPORT_GROWTH = 10.0, 3
@@ -82,15 +82,6 @@ SOON_S = 1.0
 # thread returns from C++ while the interpreter ends, Python ends it in the middle of C++ code,
 # which then calls abort.
 AT_EXIT_S = 1.0
-
-
-def rounds() -> Iterator[float]:
-    """Yield for how long this rank has waited, at growing intervals."""
-    started, delay = time.monotonic(), SHORTEST_WAIT_S
-    while True:
-        yield time.monotonic() - started
-        time.sleep(delay)
-        delay = min(2 * delay, LONGEST_WAIT_S)
 
 
 class Log:
@@ -113,11 +104,10 @@ class Log:
         self.num_runs: Counter[str] = Counter()  # of what is compared in the first runs, by kind
         self.causes: dict[int, Cause] = {}  # by epoch
         self.report_after_s = REPORT_AFTER_S
-        least_s = INTERVAL_PER_RANK_S * len(ranks)
-        self.look_every_s, interval_s = max(LOOK_EVERY_S, least_s), max(INTERVAL_S, least_s)
+        self.interval_s = max(INTERVAL_S, INTERVAL_PER_RANK_S * len(ranks))
         self.silent_after_s, self.is_silent = timeout_s, False
         self.questions = SimpleQueue[Callable[[], object]]()
-        serve = partial(_serve, ref(self), self.questions, interval_s)
+        serve = partial(_serve, ref(self), self.questions, self.interval_s)
         self.thread = threading.Thread(target=serve, name="cp_inductor_store", daemon=True)
         self.thread.start()
         _logs.add(self)
@@ -207,6 +197,14 @@ class Log:
 
     # --- Waiting and comparing ---------------------------------------------------------------
 
+    def rounds(self) -> Iterator[float]:
+        """Yield for how long this rank has waited, at growing intervals."""
+        started, delay = time.monotonic(), SHORTEST_WAIT_S
+        while True:
+            yield time.monotonic() - started
+            time.sleep(delay)
+            delay = min(2 * delay, self.interval_s)
+
     def _settle(
         self, name: str, needed: int, site: str, waiting: Sequence[int], *, is_new: bool
     ) -> None:
@@ -226,10 +224,10 @@ class Log:
         self, name: str, needed: int, waiting: Sequence[int], site: str, *, is_new: bool
     ) -> Cause | None:
         """Wait until other ranks have come to an event; return what is wrong, if anything."""
-        limit_s, look_at_s, difference = self.timeout_s, self.look_every_s, None
-        for waited_s in rounds():
-            is_looking = waited_s > look_at_s  # the rank that is awaited may wait for another
-            ranks = self.others if is_looking else waiting
+        limit_s, difference = self.timeout_s, None
+        for waited_s in self.rounds():
+            is_long = waited_s > LOOK_AFTER_S
+            ranks = self.others if is_long else waiting  # who is awaited may wait for another
             self.ask(partial(self.exchange, ranks), None if is_new else SOON_S)
             if self.cause is not None:
                 return self.cause
@@ -238,13 +236,11 @@ class Log:
                 limit_s = min(limit_s, waited_s + PATIENCE_S)
             here = self._in_this_epoch()
             waiting = [r for r in waiting if r not in here or here[r].trails[name].count < needed]
-            missing = [r for r in waiting if r in self.records and self.records[r].is_over]
-            if is_looking and not missing:
-                gone = self.gone()
-                if gone and not is_new and difference is None:
-                    return None
-                missing = [rank for rank in waiting if rank in gone]
-                look_at_s = waited_s + self.look_every_s
+            over = [r for r in waiting if r in self.records and self.records[r].is_over]
+            gone = self.gone() if is_long else {}
+            if gone and not (over or is_new or difference):
+                return None
+            missing = over or [rank for rank in waiting if rank in gone]
             if missing or not waiting or waited_s > limit_s:
                 break
         if difference is not None:
@@ -287,7 +283,7 @@ class Log:
         self.record.epoch += 1
         is_awaited = self.record.is_waiting and cause.alone is None
         with suppress(RuntimeError):
-            for waited_s in rounds():
+            for waited_s in self.rounds():
                 self.ask(partial(self.exchange, self.others))
                 before = [r for r in self.records.values() if r.epoch < self.record.epoch]
                 is_seen = not any(record.is_waiting for record in before)
@@ -330,8 +326,8 @@ class Log:
 
         if not self.is_silent:
             self.questions.put(fill)
-            with suppress(TimeoutError):
-                return answer.result(limit)
+            if wait([answer], limit).done:
+                return answer.result()
             self.is_silent = limit_s is None
         raise DistError(f"no answer for {limit:g} s")
 

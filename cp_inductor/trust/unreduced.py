@@ -36,7 +36,7 @@ from cp_inductor.errors import SequenceWarning
 from cp_inductor.kept import on_reset
 from cp_inductor.trust.agreement import agreed_of
 from cp_inductor.trust.claims import is_readable
-from cp_inductor.trust.log import SOON_S, Log, rounds
+from cp_inductor.trust.log import SOON_S, Log
 
 # How many numbers of a parameter, and of its gradient, are compared beside their norms.
 NUM_SAMPLES = 8
@@ -119,7 +119,7 @@ def _swap(log: Log, samples: object) -> list[Any]:
     key = "gradients/"
     with suppress(DistError):
         log.ask(lambda: log.store.set(f"{key}{log.rank}", own), SOON_S)
-        for waited_s in rounds():
+        for waited_s in log.rounds():
             told = log.ask(partial(log.told, log.others, key), SOON_S)
             if len(told) == len(log.others):
                 return list(told.values())

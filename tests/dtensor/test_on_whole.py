@@ -171,12 +171,14 @@ def test_views_under_inference_mode() -> None:
 def test_lists_that_are_read_and_written() -> None:
     """An entry reads what the entries before it have written."""
     cp_inductor.parallelize(nn.Linear(1, 1), world_mesh())
-    sums = (DTensor.from_local(inputs()[0] / 2, world_mesh(), [Partial()]) for _ in range(6))
+    sums = (DTensor.from_local(inputs()[0] / 2, world_mesh(), [Partial()]) for _ in range(7))
     for places in ((Partial(), Shard(1)), (Shard(1), Replicate()), (Partial(), Partial())):
         p, q = (next(sums).redistribute(placements=[place]) for place in places)
         torch._foreach_add_([p, q, q], [q, p, p])
         for written, factor in ((p, 2), (q, 5)):
             torch.testing.assert_close(written.full_tensor(), inputs()[0] * factor)
+    with torch.inference_mode():  # made of other ops, which torch does not take apart here
+        torch.testing.assert_close(next(sums).square_().full_tensor(), inputs()[0].square())
 
 
 # --- Convolutions along a sharded dim, beside themselves on one process.

@@ -34,6 +34,7 @@ from cp_inductor.dtensor.wrap import wrap_whole
 from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.source import user_line
 from cp_inductor.torch_private.arguments import bind_arguments, ops_that_write, tensors_written_by
+from cp_inductor.torch_private.dispatch import is_composite
 from cp_inductor.torch_private.dtensor import (
     are_plain_tensors_replicated,
     dispatch_as_dtensor,
@@ -135,7 +136,7 @@ def _write(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         for place in range(len(written)):
             op(*(_entry(arg, place) for arg in args), **kwargs)
         return None
-    if parts and not _takes_parts(op, args, kwargs):
+    if parts and not is_composite(op) and not _takes_parts(op, args, kwargs):
         return run_on_whole(op, args, kwargs)
     return without_handler(op, args, kwargs)
 

@@ -92,7 +92,7 @@ class Traffic:
 
 def sizes_of_buffers(code: str) -> dict[str, int]:
     """Return the elements of every name in the code of a wrapper, as far as the code says."""
-    found = re.findall(r"assert_size_stride\((\w+), (\([^()]*\))", code)
+    found = re.findall(r"assert_(?:size_stride|tensor_metadata)\((\w+), (\([^()]*\))", code)
     found += re.findall(r"(\w+) = empty_strided_\w+\((\([^()]*\))", code)
     found += re.findall(r"(\w+) = reinterpret_tensor\(\w+, (\([^()]*\))", code)
     return {name: math.prod(ast.literal_eval(shape)) for name, shape in found}

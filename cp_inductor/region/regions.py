@@ -107,12 +107,11 @@ class SequenceRegion(RegionMode):
         self.whole_of_shard = _whole_lengths(mesh, lengths)
         self.group_name, self.rank = str(mesh.get_group().group_name), mesh.get_local_rank()
         # What is not attention is typed in eager; a compile types its graph.
-        self.buffers: Sequence[tuple[Tensor, int, Tensor]] = ()
+        self.buffers = buffers
         self.typer: EagerTyper | None = None
         # Dynamo (2.13 to 2.15) does not let a mode enter itself while it is asked.
         self.copy = copy(self)
         self.copy.copy = self
-        self.buffers = buffers
 
     def _call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():

@@ -135,7 +135,8 @@ def test_what_is_checked_can_fail() -> None:
     with pytest.raises(AssertionError):
         check(plan, 2, "".join(late))
     shape = (1, HEADS, TOKENS, HEAD_DIM)
-    copied = f"            buf999 = empty_strided_cuda({shape}, (1, 1, 1, 1), torch.float32)\n"
+    indent = lines[tile].removesuffix(lines[tile].lstrip())
+    copied = f"{indent}buf999 = empty_strided_cuda({shape}, (1, 1, 1, 1), torch.float32)\n"
     with pytest.raises(AssertionError):
         check(plan, 2, "".join([*lines[:tile], copied, *lines[tile:]]))
 

@@ -18,7 +18,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -145,6 +152,7 @@ def test_views_under_inference_mode() -> None:
                 lambda t: t.__setitem__((slice(None), 3), 0.5),
                 lambda t: t[0][3:5].zero_(),
                 lambda t: t[:, 3:5][0].zero_(),
+                lambda t: t[0][3:5].addr_(rows(2), rows(4)),
             ):
                 with pytest.raises(UnsupportedWrite, match="which DTensor has copied"):
                     write(shards.clone())
@@ -155,6 +163,20 @@ def test_views_under_inference_mode() -> None:
                     changed.add_(1)
                 del held
                 changed.add_(1)
+
+
+@on_ranks(2)
+def test_lists_that_are_read_and_written() -> None:
+    """An entry reads what the entries before it have written."""
+    cp_inductor.parallelize(nn.Linear(1, 1), world_mesh())
+    sums = (DTensor.from_local(inputs()[0] / 2, world_mesh(), [Partial()]) for _ in range(7))
+    for places in ((Partial(), Shard(1)), (Shard(1), Replicate()), (Partial(), Partial())):
+        p, q = (next(sums).redistribute(placements=[place]) for place in places)
+        torch._foreach_add_([p, q, q], [q, p, p])
+        for written, factor in ((p, 2), (q, 5)):
+            torch.testing.assert_close(written.full_tensor(), inputs()[0] * factor)
+    with torch.inference_mode():  # made of other ops, which torch does not take apart here
+        torch.testing.assert_close(next(sums).square_().full_tensor(), inputs()[0].square())
 
 
 # --- Convolutions along a sharded dim, beside themselves on one process.

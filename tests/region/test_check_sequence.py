@@ -42,6 +42,16 @@ def test_heads_in_the_place_of_tokens(mesh: DeviceMesh) -> None:
     assert "transpose(1, 2)" in refusal["remedy"]
 
 
+def test_a_region_that_begins_with_heads(mesh: DeviceMesh) -> None:
+    """Where the tokens of its buffers are is known in there."""
+    x, heads = torch.randn(2 * LENGTH, BATCH, WIDTH), nn.MultiheadAttention(WIDTH, HEADS)
+    into = (heads.in_proj_weight, heads.in_proj_bias, None, None, False, 0.0)
+    out = (heads.out_proj.weight, heads.out_proj.bias)
+    with cp_inductor.context_parallel(mesh, buffers=[x], buffer_seq_dims=[0]):
+        given = (x, x, x, WIDTH, HEADS, *into, *out)
+        F.multi_head_attention_forward(*given, need_weights=False)
+
+
 def test_the_whole_error(mesh: DeviceMesh) -> None:
     """Refused before anything runs; the graph of another model compiles behind it."""
     x = torch.randn(BATCH, LENGTH, WIDTH)

@@ -33,7 +33,8 @@ from cp_inductor.dtensor.rules.partials import is_partial
 from cp_inductor.dtensor.wrap import wrap_whole
 from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.source import user_line
-from cp_inductor.torch_private.arguments import bind_arguments, tensors_written_by
+from cp_inductor.torch_private.arguments import bind_arguments, ops_that_write, tensors_written_by
+from cp_inductor.torch_private.dispatch import is_composite
 from cp_inductor.torch_private.dtensor import (
     are_plain_tensors_replicated,
     dispatch_as_dtensor,
@@ -72,11 +73,7 @@ _is_strict: ContextVar[bool] = ContextVar("is_strict", default=False)
 
 def handled() -> dict[Any, Iterable[torch._ops.OpOverload]]:
     """Return the ops that each handler is for, if torch has no other: views, and all writes."""
-    names = (getattr(aten, name) for name in dir(aten))
-    packets = [packet for packet in names if isinstance(packet, torch._ops.OpOverloadPacket)]
-    ops = (getattr(packet, name) for packet in packets for name in packet.overloads())
-    that_write = [op for op in ops if op._schema.is_mutable]
-    return {_view: (*VIEWS, *RESHAPES), _write: that_write}
+    return {_view: (*VIEWS, *RESHAPES), _write: ops_that_write()}
 
 
 @contextmanager
@@ -134,9 +131,26 @@ def _write(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     for tensor in written:
         _check(op, tensor)
     parts = [x for x in filter(is_partial, written) if holds_sequences(x.device_mesh)]
-    if parts and not _takes_parts(op, args, kwargs):
+    if len(written) > 1 and "_foreach_" in op.name() and _meet(args, written, bool(parts)):
+        # DTensor, and an op on the whole, would read all before they write any.
+        for place in range(len(written)):
+            op(*(_entry(arg, place) for arg in args), **kwargs)
+        return None
+    if parts and not is_composite(op) and not _takes_parts(op, args, kwargs):
         return run_on_whole(op, args, kwargs)
     return without_handler(op, args, kwargs)
+
+
+def _meet(args: tuple[Any, ...], written: list[DTensor], is_once: bool) -> bool:
+    """Whether an op reads what it writes to; or, if asked, writes to a tensor twice."""
+    memories = [memory_of(local_of(tensor)) for tensor in written]
+    read = (memory_of(local_of(x)) for x in tensors_in(args[1:]) if isinstance(x, DTensor))
+    return not {*memories}.isdisjoint(read) or (is_once and len({*memories}) < len(memories))
+
+
+def _entry(value: Any, place: int) -> Any:
+    is_list = isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.ndim)
+    return value[place : place + 1] if is_list else value
 
 
 def _takes_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

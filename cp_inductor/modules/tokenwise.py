@@ -156,7 +156,7 @@ def _with_all_gradients(result: Any, given: Sequence[Tensor]) -> Any:
         return result
     ends = {part.grad_fn for part in given}
     nodes: set[Node] = set()
-    pending = [out.grad_fn for out in outs if isinstance(out, Tensor)]
+    pending = [outs[0].grad_fn]  # the loss need not be made of the others
     while pending:
         node = pending.pop()
         if node is not None and node not in nodes:

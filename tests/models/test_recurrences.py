@@ -272,8 +272,7 @@ def test_pairs_of_any_number_of_ranks_compose(is_matrix: bool) -> None:
         )
         state = torch.zeros(2, size, 1, dtype=torch.float64)
         states = [state := kept[at] @ state + final[at] for at in range(ranks)]
-        times = torch.matmul if is_matrix else torch.mul
-        composed = along_sequence._compose(kept, final, times)
+        composed = along_sequence._compose(kept, final, torch.matmul if is_matrix else torch.mul)
         torch.testing.assert_close(composed, torch.stack(states))
 
 

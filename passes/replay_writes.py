@@ -24,6 +24,7 @@ Assumes: a graph from Dynamo, before AOTAutograd, whose nodes carry `example_val
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,7 +37,12 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.func import functionalize
 
-from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers, writes_as_dtensor
+from cp_inductor.dtensor.rules.writes import (
+    entry_of,
+    replicated_like,
+    replicated_numbers,
+    writes_as_dtensor,
+)
 from cp_inductor.dtensor.wrap import is_whole
 from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.graph.nodes import call_target, graphs_of, name_of, recompile_all
@@ -170,7 +176,14 @@ class _Aliases:
 def _call(node: fx.Node, value_of: Callable[[fx.Node], Any], given: Any = None) -> Any:
     """Call what a node calls, on its arguments or others, of which values are taken."""
     args, kwargs = fx.map_arg(given or (node.args, node.kwargs), value_of)
-    return Tensor.detach(*args) if node.target is get_data else call_target(node, args, kwargs)
+    if node.target is get_data:
+        return Tensor.detach(*args)
+    if re.fullmatch("_foreach_.*[^_]_", getattr(node.target, "__name__", "")):
+        # An entry may read what was written before; `functionalize` (2.13) would read all at once.
+        for place, _ in enumerate(tensors_in(args[0])):
+            call_target(node, [entry_of(arg, place) for arg in args], kwargs)
+        return args[0]
+    return call_target(node, args, kwargs)
 
 
 def _check_outside(aliases: _Aliases, calls: Calls) -> None:

@@ -36,7 +36,12 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.func import functionalize
 
-from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers, writes_as_dtensor
+from cp_inductor.dtensor.rules.writes import (
+    entry_of,
+    replicated_like,
+    replicated_numbers,
+    writes_as_dtensor,
+)
 from cp_inductor.dtensor.wrap import is_whole
 from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.graph.nodes import call_target, graphs_of, name_of, recompile_all
@@ -56,6 +61,10 @@ from cp_inductor.torch_private.tracing import (
 
 aten = torch.ops.aten
 _SIMPLE = (aten.copy_.default, aten.fill_.Scalar, aten.zero_.default)
+# They write to entries of a list one after the other, and may read what they have written.
+_WRITTEN_BY_ENTRY = {
+    getattr(torch, name) for name in dir(torch) if name[:9] == "_foreach_" and name[-1] == "_"
+}
 
 
 def replay_writes(gm: fx.GraphModule) -> None:
@@ -170,7 +179,14 @@ class _Aliases:
 def _call(node: fx.Node, value_of: Callable[[fx.Node], Any], arguments: Any = None) -> Any:
     """Call what a node calls, on its arguments or others, of which values are taken."""
     args, kwargs = fx.map_arg(arguments or (node.args, node.kwargs), value_of)
-    return Tensor.detach(*args) if node.target is get_data else call_target(node, args, kwargs)
+    if node.target is get_data:
+        return Tensor.detach(*args)
+    if node.target in _WRITTEN_BY_ENTRY:
+        # An entry may read what was written before; `functionalize` (2.13) would read all at once.
+        for place, _ in enumerate(tensors_in(args[0])):
+            call_target(node, [entry_of(arg, place) for arg in args], kwargs)
+        return args[0]
+    return call_target(node, args, kwargs)
 
 
 def _check_outside(aliases: _Aliases, calls: Calls) -> None:

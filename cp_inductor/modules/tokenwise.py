@@ -94,7 +94,7 @@ class OnShards(ReadsLocally):
                 with _calling_all(self), drawing_alike(self, tokens), reading_once(self) as weights:
                     result = locally(method, local, *args, **kwargs)
                 parts = [*tensors_of((local, args, kwargs)), *weights]
-                result = _with_all_gradients(result, parts)
+                result = _with_all_gradients(result, local, parts)
         outs = [*result] if isinstance(result, tuple) else [result]
         outs[0] = _flat(outs[0], local, tokens)
         for place, out in enumerate(outs):
@@ -149,36 +149,46 @@ def _calling_all(block: nn.Module) -> Iterator[None]:
         )
 
 
-def _with_all_gradients(result: Any, given: Sequence[Tensor]) -> Any:
-    """Return a result, whose first depends on all that a module was given, its weights included."""
-    outs = result if isinstance(result, tuple) else (result,)
-    if not isinstance(outs[0], Tensor) or not torch.is_grad_enabled():
+def _with_all_gradients(result: Any, local: Tensor, given: Sequence[Tensor]) -> Any:
+    """Return a result whose tensors of tokens depend on all that a module was given, and weights.
+
+    A rank's tokens decide what each depends on, and the program which of them it uses. But all
+    ranks must go the same way back.
+    """
+    dims = dims_of_tokens(local)
+    outs = [
+        out
+        for place, out in enumerate(tensors_of(result))
+        if out.is_floating_point() and not isinstance(out, DTensor)
+        if place == 0 or out.shape[:dims] == local.shape[:dims]
+    ]
+    if not outs or not torch.is_grad_enabled():
         return result
     ends = {part.grad_fn for part in given}
     nodes: set[Node] = set()
-    pending = [outs[0].grad_fn]  # the program may use no other, and all ranks go the same way back
+    pending = [out.grad_fn for out in outs]
     while pending:
         node = pending.pop()
         if node is not None and node not in nodes:
             nodes.add(node)
             pending += [] if node in ends else [behind for behind, _ in node.next_functions]
     missing = [part for part in given if part.requires_grad and part.grad_fn not in nodes]
-    first = _WithZeros.apply(outs[0], *missing) if missing else outs[0]
-    return (first, *outs[1:]) if isinstance(result, tuple) else first
+    made = dict(zip(map(id, outs), _Together.apply(len(outs), *outs, *missing), strict=True))
+    return map_parts(lambda _, out: made.get(id(out), out), result, is_ours=True)
 
 
-class _WithZeros(torch.autograd.Function):
-    """Passes a tensor on, and gives gradients of zeros to others."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
-        ctx.like = [(other.shape, other.dtype, other.device) for other in others]
-        return out.view_as(out)
+class _Together(torch.autograd.Function):
+    """Passes tensors on, so that a gradient of one is one of all, and zeros for others."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, num_outs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.like = [(one.shape, one.dtype, one.device) for one in tensors[num_outs:]]
+        return tuple(out.view_as(out) for out in tensors[:num_outs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         zeros = (torch.zeros(shape, dtype=d, device=where) for shape, d, where in ctx.like)
-        return grad, *zeros
+        return None, *grads, *zeros
 
 
 def _flat(out: Any, local: Tensor, tokens: DTensor) -> Any:

@@ -68,8 +68,8 @@ y = x.roll(1, 1); y[:, 0] = 0; z = x.cumsum(1).roll(2, 1); z[:, :3].mul_(2); wei
 y = x.sin(); y.transpose(1, 2)[..., 4].zero_(); y.flatten(0, 1)[5:40].mul_(2); \
 y.view(*y.shape[:2], 4, -1)[:, 5:, 1].zero_(); y.diagonal(dim1=1, dim2=2).zero_(); weigh(y)
 y = x.sin(); y[..., 2] = 1; y[:, ::3] = 0; y[:, -2] = 1; y[:, 5:5] = 1; y[:, 40:] = 2; weigh(y)
-y = x.sin(); z = y[:, 2:30]; u = z[:, 3:9]; v = y[:, 4:6]; u.mul_(3); s = [y[:, 0:2], y]; \
-s[0] += 1; w = y * 2; y[:, 6] = 0; weigh(torch.cat([z, v, y, u, w, s[0]], 1))
+y = x.sin(); z = y[:, 2:30]; u = z[:, 3:9]; v = y[:, 4:6]; torch._foreach_mul_([u, v], 3.0); \
+s = [y[:, 0:2], y]; s[0] += 1; w = y * 2; y[:, 6] = 0; weigh(torch.cat([z, v, y, u, w, s[0]], 1))
 """
 
 

@@ -134,7 +134,7 @@ def _write(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     if len(written) > 1 and "_foreach_" in op.name() and _meet(args, written, bool(parts)):
         # DTensor, and an op on the whole, would read all before they write any.
         for place in range(len(written)):
-            op(*(_entry(arg, place) for arg in args), **kwargs)
+            op(*(entry_of(arg, place) for arg in args), **kwargs)
         return None
     if parts and not is_composite(op) and not _takes_parts(op, args, kwargs):
         return run_on_whole(op, args, kwargs)
@@ -148,7 +148,8 @@ def _meet(args: tuple[Any, ...], written: list[DTensor], is_once: bool) -> bool:
     return not {*memories}.isdisjoint(read) or (is_once and len({*memories}) < len(memories))
 
 
-def _entry(value: Any, place: int) -> Any:
+def entry_of(value: Any, place: int) -> Any:
+    """Return an argument of a foreach op for one entry of its lists."""
     is_list = isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.ndim)
     return value[place : place + 1] if is_list else value
 

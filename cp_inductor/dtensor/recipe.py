@@ -188,8 +188,8 @@ def whole_lengths(
 
     If the plan is made at run time, symbols stay symbols, and need not divide by the ranks.
     """
-    how = (axis, plan_options, site, is_dynamic)
-    return _whole_length(query, "query", *how), _whole_length(key, "key", *how)
+    context = (axis, plan_options, site, is_dynamic)
+    return _whole_length(query, "query", *context), _whole_length(key, "key", *context)
 
 
 def shape_on_rank(query: Tensor, key: Tensor, dtype: torch.dtype) -> Shape:

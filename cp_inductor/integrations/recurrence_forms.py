@@ -20,7 +20,7 @@ from cp_inductor.modules.along_sequence import pass_states, shared_sequence, tok
 from cp_inductor.modules.recurrences import forms_of_packages
 
 
-def share_keyed(function: Any, *, is_exact: bool = False, **given: Any) -> tuple[Tensor, Any]:
+def share_keyed(function: Any, *, is_exact: bool = False, **arguments: Any) -> tuple[Tensor, Any]:
     """Share a recurrence of keys and values: delta rules, gated linear attention, retention.
 
     Its state is (B, H, K, V). Each column of the state depends on the same column of the values
@@ -34,29 +34,30 @@ def share_keyed(function: Any, *, is_exact: bool = False, **given: Any) -> tuple
         is_exact: whether it computes in float32 whatever it is given. Then it is given queries in
             float32, so that what it returns is rounded once.
     """
-    names = ("q", "k", "v") if "q" in given else ("query", "key", "value")
-    query, key, value = (given.pop(name) for name in names)
-    initial = given.pop("initial_state", None)
-    is_final_asked = given.pop("output_final_state", False)
+    names = ("q", "k", "v") if "q" in arguments else ("query", "key", "value")
+    query, key, value = (arguments.pop(name) for name in names)
+    initial = arguments.pop("initial_state", None)
+    is_final_asked = arguments.pop("output_final_state", False)
     # The last three are a state of (B, H, V, K), in older and newer versions, and a third result.
     refused = ("head_first", "cp_context", "reverse", "gv", "transpose_state_layout")
-    _refuse(function, given, *refused, "state_v_first", "return_intermediate_states")
-    if given.get("beta") is not None and given["beta"].ndim == value.ndim:  # one for each column
-        _refuse(function, given, "beta")
+    _refuse(function, arguments, *refused, "state_v_first", "return_intermediate_states")
+    beta = arguments.get("beta")
+    if beta is not None and beta.ndim == value.ndim:  # one for each column
+        _refuse(function, arguments, "beta")
     num_keys, num_heads, num_values = key.shape[-1], value.shape[-2], value.shape[-1]
     dtype = torch.promote_types(value.dtype, torch.float32)
     identity = torch.eye(num_keys, dtype=dtype, device=value.device)
     start = F.pad(identity, (num_values, 0)).expand(key.shape[0], num_heads, -1, -1)
-    if given.get("cu_seqlens") is not None:
+    if arguments.get("cu_seqlens") is not None:
         if initial is not None or is_final_asked:
             _refuse_states(function, "of packed documents")
-        given["cu_seqlens"], start = _own_documents(given["cu_seqlens"], start)
+        arguments["cu_seqlens"], start = _own_documents(arguments["cu_seqlens"], start)
         for derived in ("cu_seqlens_cpu", "chunk_indices"):  # of all ranks
-            given.pop(derived, None)
+            arguments.pop(derived, None)
     out, final = function(
         **dict(zip(names, (query.float() if is_exact else query, key), strict=False)),
         **{names[2]: F.pad(value, (0, num_keys))},
-        **given,
+        **arguments,
         initial_state=start.contiguous(),
         output_final_state=True,
     )
@@ -84,28 +85,28 @@ def _own_documents(borders: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     return own.to(borders.dtype), torch.cat([torch.where(begins, 0.0, start), rest])
 
 
-def share_chunk_scan(function: Any, **given: Any) -> Any:
+def share_chunk_scan(function: Any, **arguments: Any) -> Any:
     """Share the scan of Mamba 2, whose state is (B, H, P, N) and whose decay is one per head.
 
     The function is `mamba_chunk_scan_combined`, or `mamba2_chunk_scan` of transformers.
     """
-    initial = given.pop("initial_states", None)
-    is_final_asked = given.pop("return_final_states", False)
-    _refuse(function, given, "cu_seqlens", "return_varlen_states")
-    if given.get("seq_idx") is not None and (initial is not None or is_final_asked):
+    initial = arguments.pop("initial_states", None)
+    is_final_asked = arguments.pop("return_final_states", False)
+    _refuse(function, arguments, "cu_seqlens", "return_varlen_states")
+    if arguments.get("seq_idx") is not None and (initial is not None or is_final_asked):
         _refuse_states(function, "of packed documents")
-    out, final = function(**given, return_final_states=True)
+    out, final = function(**arguments, return_final_states=True)
     dtype = torch.promote_types(final.dtype, torch.float32)
-    steps, rate, reads = given["dt"], given["A"], given["C"]
-    if given.get("dt_bias") is not None:
-        steps = steps + given["dt_bias"].to(steps.dtype)
-    if given.get("dt_softplus"):
+    steps, rate, reads = arguments["dt"], arguments["A"], arguments["C"]
+    if arguments.get("dt_bias") is not None:
+        steps = steps + arguments["dt_bias"].to(steps.dtype)
+    if arguments.get("dt_softplus"):
         steps = F.softplus(steps)
-    steps = steps.clamp(*given.get("dt_limit", (0.0, float("inf")))).to(dtype)
+    steps = steps.clamp(*arguments.get("dt_limit", (0.0, float("inf")))).to(dtype)
     # (B, S, H): what remains of the state before, when a token reads it.
     remaining = torch.exp(torch.cumsum(steps * rate.to(dtype), 1))
-    if given.get("seq_idx") is not None:
-        numbers = given["seq_idx"]
+    if arguments.get("seq_idx") is not None:
+        numbers = arguments["seq_idx"]
         # Tokens (B, S) of the document in which the rank before ends.
         goes_on = (numbers != tokens_before(numbers, 1, 1)).cumsum(1) == 0
         remaining = remaining * goes_on[..., None]
@@ -117,23 +118,23 @@ def share_chunk_scan(function: Any, **given: Any) -> Any:
         read = read * remaining[..., None]
         return read if gate is None else read * F.silu(gate.to(dtype))
 
-    out = out + _keeping_arguments(read, remaining, reads, before, given.get("z")).to(out.dtype)
+    out = out + _keeping_arguments(read, remaining, reads, before, arguments.get("z")).to(out.dtype)
     return (out, after) if is_final_asked else out
 
 
-def share_selective_scan(function: Any, **given: Any) -> Any:
+def share_selective_scan(function: Any, **arguments: Any) -> Any:
     """Share the scan of Mamba 1, whose state is (B, D, N) and whose decay is one for each element.
 
     The function is `selective_scan_fn`, or `mamba_selective_scan` of transformers.
     """
-    is_final_asked = given.pop("return_last_state", False)
-    out, final = function(**given, return_last_state=True)
-    steps = given["delta"] if "delta" in given else given["dt"]
-    rate, reads = given["A"], given["C"]
+    is_final_asked = arguments.pop("return_last_state", False)
+    out, final = function(**arguments, return_last_state=True)
+    steps = arguments["delta"] if "delta" in arguments else arguments["dt"]
+    rate, reads = arguments["A"], arguments["C"]
     if rate.is_complex() or reads.ndim != 3:
         got = f"A in {rate.dtype}, and C of {tuple(reads.shape)}"
         raise _refused(function, "a real A, and C of (B, N, S)", got, "pass others")
-    bias, is_softplus = given.get("delta_bias"), given.get("delta_softplus")
+    bias, is_softplus = arguments.get("delta_bias"), arguments.get("delta_softplus")
     dtype = torch.promote_types(final.dtype, torch.float32)
 
     def total(steps: Tensor, bias: Tensor | None) -> Tensor:  # (B, D, S)
@@ -152,7 +153,7 @@ def share_selective_scan(function: Any, **given: Any) -> Any:
 
     left = _keeping_arguments(decay, steps, bias, rate)
     before, after = pass_states(final, decay=left)
-    more = {"rate": rate, "reads": reads, "before": before, "gate": given.get("z")}
+    more = {"rate": rate, "reads": reads, "before": before, "gate": arguments.get("z")}
     out = out + _keeping_arguments(read, steps, bias, **more).to(out.dtype)
     return (out, after.to(final.dtype)) if is_final_asked else out
 
@@ -184,19 +185,19 @@ def share_gated(
     return out + read.to(out.dtype), after
 
 
-def share_short_convolution(function: Any, **given: Any) -> Tensor:
+def share_short_convolution(function: Any, **arguments: Any) -> Tensor:
     """Share a causal convolution of each channel: the K - 1 tokens before this rank's come first.
 
     The function is `causal_conv1d_fn`, of x (B, C, S) and a weight (C, K).
     """
-    _refuse(function, given, "initial_states", "return_final_states", "final_states_out")
-    name = "x" if "x" in given else "hidden_states"
-    tokens, count = given.pop(name), given["weight"].shape[-1] - 1
-    if given.get("seq_idx") is not None:
-        numbers = given["seq_idx"]
-        given["seq_idx"] = torch.cat([tokens_before(numbers, count, 1), numbers], 1)
+    _refuse(function, arguments, "initial_states", "return_final_states", "final_states_out")
+    name = "x" if "x" in arguments else "hidden_states"
+    tokens, count = arguments.pop(name), arguments["weight"].shape[-1] - 1
+    if arguments.get("seq_idx") is not None:
+        numbers = arguments["seq_idx"]
+        arguments["seq_idx"] = torch.cat([tokens_before(numbers, count, 1), numbers], 1)
     longer = torch.cat([tokens_before(tokens, count, 2), tokens], 2)
-    out: Tensor = function(**{name: longer}, **given)
+    out: Tensor = function(**{name: longer}, **arguments)
     return out[..., count:]
 
 
@@ -219,19 +220,19 @@ def _keeping_arguments(function: Callable[..., Tensor], *args: Any, **kwargs: An
     return again
 
 
-def share_nothing(function: Any, **given: Any) -> None:
+def share_nothing(function: Any, **arguments: Any) -> None:
     """Stand in for a fused kernel that has no part to share: None, so that its parts are called."""
 
 
-def refuse_steps(function: Any, **given: Any) -> Any:
+def refuse_steps(function: Any, **arguments: Any) -> Any:
     """Refuse a function of one token, which goes on from a state that all ranks have."""
     _refuse_states(function, "for a single token")
 
 
-def _refuse(function: Any, given: Mapping[str, Any], *names: str) -> None:
+def _refuse(function: Any, arguments: Mapping[str, Any], *names: str) -> None:
     for name in names:
-        if given.get(name) is not None and given[name] is not False:
-            got = f"{name}={type(given[name]).__name__}"
+        if arguments.get(name) is not None and arguments[name] is not False:
+            got = f"{name}={type(arguments[name]).__name__}"
             expected = "a call of which ranks can compute their parts"
             raise _refused(function, expected, got, "leave it out")
 

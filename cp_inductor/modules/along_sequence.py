@@ -205,8 +205,8 @@ def pass_states(
             return _exchange_states(sequence, kept, final, state, times)
         states = [state]
         for pair in sequence.gather(torch.cat([kept.flatten(), final.flatten()])).unbind(0):
-            one, other = pair.split([kept.numel(), final.numel()])
-            states.append(times(one.view(kept.shape), states[-1]) + other.view(final.shape))
+            first, other = pair.split([kept.numel(), final.numel()])
+            states.append(times(first.view(kept.shape), states[-1]) + other.view(final.shape))
         # Every rank reads all states, so that every rank takes part in the backward of the gather.
         stacked = torch.stack(states)
         return stacked[sequence.rank], stacked[-1]
@@ -261,13 +261,13 @@ def _compose(kept: Tensor, final: Tensor, times: Product) -> Tensor:
         for part in (kept, final)
     )
     pairs = [(kept[:, 0], final[:, 0])]
-    for one, other in zip(kept.unbind(1)[1:], final.unbind(1)[1:], strict=True):
+    for first, other in zip(kept.unbind(1)[1:], final.unbind(1)[1:], strict=True):
         before, state = pairs[-1]
-        pairs.append((times(one, before), times(one, state) + other))
+        pairs.append((times(first, before), times(first, state) + other))
     kept, final = (torch.stack(parts, 1) for parts in zip(*pairs, strict=True))
     states = [torch.zeros_like(final[0, 0])]
-    for one, other in zip(kept[:-1, -1], final[:-1, -1], strict=True):
-        states.append(times(one, states[-1]) + other)
+    for first, other in zip(kept[:-1, -1], final[:-1, -1], strict=True):
+        states.append(times(first, states[-1]) + other)
     return (times(kept, torch.stack(states)[:, None]) + final).flatten(0, 1)[:count]
 
 

@@ -56,21 +56,21 @@ class OnWhole(ReadsLocally):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the arguments, and compute."""
-        given = [leaf for leaf in tensors_of((args, kwargs)) if isinstance(leaf, DTensor)]
+        tensors = [leaf for leaf in tensors_of((args, kwargs)) if isinstance(leaf, DTensor)]
         reading = reading_of(self) if computing().is_running else None
-        meshes = [leaf.device_mesh for leaf in given] + ([reading.mesh] if reading else [])
+        meshes = [leaf.device_mesh for leaf in tensors] + ([reading.mesh] if reading else [])
         if not meshes:
             return super().forward(*args, **kwargs)
         mesh = meshes[0]
-        placements = _placements_of_result(given, mesh, type(self).__name__)
+        placements = _placements_of_result(tensors, mesh, type(self).__name__)
         args, kwargs = map_parts(lambda _, leaf: gathered(leaf), (args, kwargs))
         # A checkpoint may recompute this together with modules that share the sequence.
         left: list[tuple[nn.Module, str]] = []
         with computing_with(sequence=None, left=left):
             result = locally(super().forward, *args, **kwargs)
         _share_what_is_left(left, mesh, placements)
-        of_batch = (tensor for tensor in given if Shard(0) in tensor.placements)
-        batch = next(((one.to_local().shape[0], one.shape[0]) for one in of_batch), None)
+        of_batch = (tensor for tensor in tensors if Shard(0) in tensor.placements)
+        batch = next(((t.to_local().shape[0], t.shape[0]) for t in of_batch), None)
         return map_parts(
             lambda _, leaf: own_part(leaf, mesh, placements, batch), result, is_ours=True
         )
@@ -101,13 +101,13 @@ def _share_what_is_left(
         setattr(module, name, scale_gradient(whole, 1 / num_alike))
 
 
-def _placements_of_result(given: Sequence[DTensor], mesh: DeviceMesh, site: str) -> list[Placement]:
+def _placements_of_result(read: Sequence[DTensor], mesh: DeviceMesh, site: str) -> list[Placement]:
     """Return the placements of the first argument along the sequence, or those of its beginning."""
-    for tensor in given:
+    for tensor in read:
         if any(isinstance(place, Shard) and place.dim > 0 for place in tensor.placements):
             return list(tensor.placements)
     places: list[Placement] = [
-        Shard(0) if any(tensor.placements[axis] == Shard(0) for tensor in given) else Replicate()
+        Shard(0) if any(tensor.placements[axis] == Shard(0) for tensor in read) else Replicate()
         for axis in range(mesh.ndim)
     ]
     free = [axis for axis, placement in enumerate(places) if placement == Replicate()]
@@ -148,7 +148,7 @@ def drawing_alike(block: nn.Module, tokens: DTensor) -> Iterator[None]:
     states = (torch.get_rng_state, of_device) if is_uneven else ()
     before = [state() for state in states]
     yield
-    if not all(torch.equal(state(), one) for state, one in zip(states, before, strict=True)):
+    if not all(torch.equal(state(), last) for state, last in zip(states, before, strict=True)):
         raise UnsupportedPlacement(
             site=type(block).__name__,
             expected="a module that draws as many numbers on every rank",
@@ -241,20 +241,20 @@ class OnOwnTokens(OnWhole):
         """Compute this rank's tokens, or those of all ranks."""
         begun = self.begin(args, kwargs)
         leaves, site = tensors_of(begun), type(self).__name__
-        given = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
-        if given is None or given.ndim != 3 or Shard(TOKENS) not in given.placements:
+        shards = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
+        if shards is None or shards.ndim != 3 or Shard(TOKENS) not in shards.placements:
             return super().forward(*args, **kwargs)
-        other = next((leaf for leaf in leaves if not _is_part(leaf, given)), None)
+        other = next((leaf for leaf in leaves if not _is_part(leaf, shards)), None)
         if other is not None:
             _warn_of_whole(site, other.ndim)
             return super().forward(*args, **kwargs)
-        places = shared_out(given)
-        tokens = given.redistribute(placements=places)
+        places = shared_out(shards)
+        tokens = shards.redistribute(placements=places)
         axes = tuple(axis for axis, place in enumerate(places) if place == Shard(TOKENS))
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         sequence = SharedSequence(tokens.device_mesh, axes, tokens.shape[TOKENS], name)
         args, kwargs = map_parts(
-            lambda _, leaf: _own(tokens if leaf is given else leaf, tokens), begun
+            lambda _, leaf: _own(tokens if leaf is shards else leaf, tokens), begun
         )
         alike = nullcontext() if torch.compiler.is_compiling() else drawing_alike(self, tokens)
         asked = questions()
@@ -269,7 +269,7 @@ class OnOwnTokens(OnWhole):
                 " each token alone, leave its class out of parallelize(..., recurrent=)",
             )
         first, *rest = result if isinstance(result, tuple) else (result,)
-        out = _wrapped(first, tokens, given, site)
+        out = _wrapped(first, tokens, shards, site)
         states = map_parts(
             lambda _, state: _state(state, tokens, sequence, site), rest, is_ours=True
         )
@@ -360,7 +360,7 @@ def _state(state: Tensor, tokens: DTensor, sequence: SharedSequence, site: str) 
     return wrap_parts(scale_gradient(state, 1 / sequence.world_size), mesh, places, shape)
 
 
-def _wrapped(out: Any, tokens: DTensor, given: DTensor, site: str) -> Any:
+def _wrapped(out: Any, tokens: DTensor, like: DTensor, site: str) -> Any:
     local = tokens.to_local()
     length = local.shape[TOKENS]
     if not isinstance(out, Tensor) or out.shape[:2] != (local.shape[0], max(length, 1)):
@@ -372,5 +372,5 @@ def _wrapped(out: Any, tokens: DTensor, given: DTensor, site: str) -> Any:
         )
     parts = wrap_tokens(out[:, :length], tokens)
     # What was a sum over ranks, or sharded by features, is neither after the last projection.
-    places = [p if type(p) is Shard and p.dim < 2 else Replicate() for p in given.placements]
+    places = [p if type(p) is Shard and p.dim < 2 else Replicate() for p in like.placements]
     return parts.redistribute(tokens.device_mesh, places)

@@ -48,7 +48,7 @@ def local_of(module: nn.Module, options: Options) -> Local | None:
     """Return how a module computes on plain tensors; None if it computes on DTensors."""
     if isinstance(module, options.whole):
         return WHOLE
-    known: Local | None = next(filter(None, (one.find_local(module) for one in libraries)), None)
+    known: Local | Nlib = next(filter(Nlib, (lib.find_local(module) for lib in libraries)), Nlib)
     if known is not None and issubclass(known.mixin, OnOwnTokens):
         return known
     if isinstance(module, options.recurrent):
@@ -96,8 +96,8 @@ def check_arguments(
         example = 'seq_dims={"pixel_values": 2, "lengths": None}'
         refuse_argument("seq_dims", "a dict of dims by names", f"{dims!r:.80}", example)
     for name, named in classes.items():
-        given = named if isinstance(named, Iterable) else (named,)
-        if isinstance(named, (str, type)) or not all(isinstance(one, type) for one in given):
+        types = named if isinstance(named, Iterable) else (named,)
+        if isinstance(named, (str, type)) or not all(isinstance(item, type) for item in types):
             example = f"pass the classes themselves, as in {name}=[type(model.layers[0].mixer)]"
             refuse_argument(name, "a list of classes of modules", f"{named!r:.80}", example)
 
@@ -119,7 +119,7 @@ def agree_on_model(model: nn.Module, options: Options) -> None:
         _check_model(model, options)
         known: dict[int, str] = {}
         with_meta = options.weights is None
-        modules = [_describe(name, one, known, with_meta) for name, one in model.named_modules()]
+        modules = [_describe(*named, known, with_meta) for named in model.named_modules()]
         fields = {f"module {number}": text for number, text in enumerate(modules)}
         remedy = "build the same model on every rank, from one configuration; values may differ"
         what = {"what": "a model", "modules": str(len(modules))}

@@ -196,7 +196,7 @@ def _entrance(cls: Any, options: Options) -> type[nn.Module]:
     """Return a subclass whose forward takes whole batches."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(cls.forward).parameters.values()
-    names = tuple(one.name for one in parameters if one.kind in kinds)[1:]
+    names = tuple(parameter.name for parameter in parameters if parameter.kind in kinds)[1:]
     batches = WholeBatches(cls.__name__, names, options)
 
     def compute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -369,9 +369,9 @@ checks_of_given_data.append(_check_given_data)
 @torch.no_grad()
 def _take_values_of_first(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give all ranks the parameters, their gradients and buffers of the first, as DDP does."""
-    gradients = (one.grad for one in model.parameters() if one.grad is not None)
+    gradients = (t.grad for t in model.parameters() if t.grad is not None)
     everything = itertools.chain(model.parameters(), model.buffers(), gradients)
-    for tensor in {id(one): one for one in everything}.values():
+    for tensor in {id(t): t for t in everything}.values():
         is_there = isinstance(tensor, DTensor) and tensor.device_mesh == mesh
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if is_there or own.is_meta:

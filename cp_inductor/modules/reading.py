@@ -136,7 +136,7 @@ def reading_once(block: nn.Module) -> Iterator[list[Tensor]]:
         later = {inner for outer in apart for inner in outer.modules()}
         modules = [module for module in block.modules() if module not in later]
         read = [locally(getattr, module, name) for module in modules for name in module._parameters]
-        yield [one for one in read if isinstance(one, Tensor) and not isinstance(one, DTensor)]
+        yield [item for item in read if isinstance(item, Tensor) and not isinstance(item, DTensor)]
 
 
 class ReadsLocally(nn.Module):
@@ -187,7 +187,7 @@ def read_as_dtensors(module: nn.Module, reading: Options) -> None:
     """
     cls: Any = type(module)
     stored = (*module._parameters, *module._buffers)  # also None, which may be set later
-    names = tuple(one for one in stored if not isinstance(getattr(cls, one, None), property))
+    names = tuple(name for name in stored if not isinstance(getattr(cls, name, None), property))
     if names or reading_of(module) is None:
         module.__class__ = _subclass(cls, None, names, reading)
 

@@ -75,13 +75,13 @@ def share_functions(
             replaced as well.
     """
     loaded = list(sys.modules.values()) if is_everywhere else []
-    namespaces: list[Any] = [vars(one) for one in loaded if isinstance(one, ModuleType)]
+    namespaces: list[Any] = [vars(home) for home in loaded if isinstance(home, ModuleType)]
     for module in modules:
         methods = [value for base in type(module).__mro__ for value in vars(base).values()]
         called = [inspect.unwrap(method) for method in methods if callable(method)]
         namespaces += [getattr(method, "__globals__", None) for method in called]
         namespaces += [vars(module)] if is_everywhere else []
-    for namespace in {id(one): one for one in namespaces if one is not None}.values():
+    for namespace in {id(home): home for home in namespaces if home is not None}.values():
         for name, value in list(namespace.items()):
             shared_by = _form_in(value)
             original = value.__wrapped__ if shared_by else value

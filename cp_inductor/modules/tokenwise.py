@@ -81,7 +81,7 @@ class OnShards(ReadsLocally):
         """Call a method for this rank's tokens."""
         if not isinstance(tokens, DTensor):
             return method(tokens, *args, **kwargs)
-        given = tokens.placements
+        placements = tokens.placements
         tokens = tokens.redistribute(placements=shared_out(tokens))
         local = tokens.to_local()
         # Dynamo (2.13) refuses it within a checkpoint of activations.
@@ -100,7 +100,7 @@ class OnShards(ReadsLocally):
         for place, out in enumerate(outs):
             if not self.keeps_routing or not isinstance(out, tuple):
                 outs[place] = map_parts(
-                    lambda _, part: _distributed(part, local, tokens, given), out, is_ours=True
+                    lambda _, part: _distributed(part, local, tokens, placements), out, is_ours=True
                 )
         return tuple(outs) if isinstance(result, tuple) else outs[0]
 
@@ -149,7 +149,7 @@ def _calling_all(block: nn.Module) -> Iterator[None]:
         )
 
 
-def _with_all_gradients(result: Any, local: Tensor, given: Sequence[Tensor]) -> Any:
+def _with_all_gradients(result: Any, local: Tensor, parts: Sequence[Tensor]) -> Any:
     """Return a result whose tensors of tokens depend on all that a module was given, and weights.
 
     A rank's tokens decide what each depends on, and the program which of them it uses. But all
@@ -164,7 +164,7 @@ def _with_all_gradients(result: Any, local: Tensor, given: Sequence[Tensor]) -> 
     ]
     if not outs or not torch.is_grad_enabled():
         return result
-    ends = {part.grad_fn for part in given}
+    ends = {part.grad_fn for part in parts}
     nodes: set[Node] = set()
     pending = [out.grad_fn for out in outs]
     while pending:
@@ -172,7 +172,7 @@ def _with_all_gradients(result: Any, local: Tensor, given: Sequence[Tensor]) -> 
         if node is not None and node not in nodes:
             nodes.add(node)
             pending += [] if node in ends else [behind for behind, _ in node.next_functions]
-    missing = [part for part in given if part.requires_grad and part.grad_fn not in nodes]
+    missing = [part for part in parts if part.requires_grad and part.grad_fn not in nodes]
     made = dict(zip(map(id, outs), _Together.apply(len(outs), *outs, *missing), strict=True))
     return map_parts(lambda _, out: made.get(id(out), out), result, is_ours=True)
 
@@ -266,7 +266,7 @@ class _OnTokens(ReadsLocally):
             return super().__call__(x, *args, **kwargs)
         if not isinstance(x, DTensor):
             x = wrap_whole(x, reading.mesh)
-        mesh, given, num_dims = x.device_mesh, x.placements, x.ndim - x.is_floating_point()
+        mesh, placements, num_dims = x.device_mesh, x.placements, x.ndim - x.is_floating_point()
         if not num_dims:
             return self(x[None], *args, **kwargs)[0]
         parts = shared_out(x, num_dims)
@@ -279,7 +279,7 @@ class _OnTokens(ReadsLocally):
         out: Tensor = locally(super().__call__, x.to_local(), *args, **kwargs)
         if isinstance(out, DTensor):
             raise _refused(type(self).__name__, "one that hands on DTensors")
-        places = [p if type(p) is Shard else Replicate() for p in given]
+        places = [p if type(p) is Shard else Replicate() for p in placements]
         return wrap_tokens(out, x, num_dims).redistribute(mesh, places)
 
 

@@ -244,8 +244,8 @@ def check_ties(graph: fx.Graph) -> None:
             key = (value.shape, value.dtype, value.placements, local.device)
             alike[key].append((name, value, local, is_table))
     pairs = (pair for weights in alike.values() for pair in combinations(weights, 2))
-    for (name, one, local, is_table), (other_name, other, other_local, is_other_table) in pairs:
-        if one is other or not (one.requires_grad or other.requires_grad):
+    for (name, tensor, local, is_table), (other_name, other, other_local, is_other_table) in pairs:
+        if tensor is other or not (tensor.requires_grad or other.requires_grad):
             continue
         if _share_elements(local, other_local):
             raise UntiedWeights(
@@ -255,20 +255,20 @@ def check_ties(graph: fx.Graph) -> None:
                 " each would get only a part of the gradient",
                 remedy=REMEDY,
             )
-        is_said = (is_table or is_other_table) and is_first_rank(one.device_mesh)
+        is_said = (is_table or is_other_table) and is_first_rank(tensor.device_mesh)
         if is_said and _is_alike(local, other_local):
             _warn(name, other_name)
 
 
-def _share_elements(one: Tensor, other: Tensor) -> bool:
+def _share_elements(tensor: Tensor, other: Tensor) -> bool:
     """Whether two plain tensors have an element in common, and not bytes of one storage alone.
 
     Interleaved parts of one tensor, such as its even and its odd columns, have none.
     """
-    address = one.untyped_storage().data_ptr()
+    address = tensor.untyped_storage().data_ptr()
     # A tensor on "meta" has no address, nor has a weight that FSDP has freed.
     is_same = address != 0 and address == other.untyped_storage().data_ptr()
-    return is_same and np.shares_memory(_where_elements_are(one), _where_elements_are(other))
+    return is_same and np.shares_memory(_where_elements_are(tensor), _where_elements_are(other))
 
 
 def _where_elements_are(tensor: Tensor) -> np.ndarray:
@@ -282,14 +282,14 @@ def _where_elements_are(tensor: Tensor) -> np.ndarray:
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
-def _is_alike(one: Tensor, other: Tensor) -> bool:
+def _is_alike(tensor: Tensor, other: Tensor) -> bool:
     """Whether all values are equal, and not all the same number, as in initialized weights."""
-    if one.is_meta or one.shape != other.shape or one.numel() < 2:
+    if tensor.is_meta or tensor.shape != other.shape or tensor.numel() < 2:
         return False
-    probe, other_probe = (t.flatten()[:NUM_PROBED] for t in (one, other))
+    probe, other_probe = (t.flatten()[:NUM_PROBED] for t in (tensor, other))
     if not torch.equal(probe, other_probe) or bool((probe == probe[0]).all()):
         return False
-    return torch.equal(one, other)
+    return torch.equal(tensor, other)
 
 
 @cache

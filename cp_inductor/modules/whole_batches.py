@@ -65,7 +65,7 @@ class WholeBatches:
                 return self._placed(tensor, self._dim(name, tensor, lengths))
 
         placed = [map_parts(place, value, name) for name, value in named]
-        _say(self.site, tuple((name, self._dim(name, one, lengths)) for name, one in leaves))
+        _say(self.site, tuple((name, self._dim(name, leaf, lengths)) for name, leaf in leaves))
         return placed[: len(args)], dict(zip(kwargs, placed[len(args) :], strict=True))
 
     def refuse_changes(self, before: Sequence[Any], now: Sequence[Any]) -> None:
@@ -82,9 +82,9 @@ class WholeBatches:
         if len(before) != len(now) or not all(are_same):
             _raise_of_items(self.site)
 
-    def refuse_writes(self, given: Any, parts: Sequence[Any], named: Mapping[str, Any]) -> None:
+    def refuse_writes(self, batch: Any, parts: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Refuse writes in place to what `cut` has made of a batch: they have not reached it."""
-        known = {id(tensor) for tensor in tensors_of(given)}
+        known = {id(tensor) for tensor in tensors_of(batch)}
         for name, part in self._read(parts, named)[1]:
             is_cut = isinstance(part, DTensor) and not is_whole(part)
             if is_cut and id(part) not in known and not part.is_inference() and part._version:
@@ -226,13 +226,14 @@ def map_parts(
     return made
 
 
-def contents_of(copied: Any, given: Any) -> list[Any]:
+def contents_of(copied: Any, original: Any) -> list[Any]:
     """Return what copies of lists, dicts and records hold now, but for what is as it was given."""
-    if not isinstance(copied, tuple) and copied is given:  # Dynamo (2.13) cannot ask this of tuples
+    # Dynamo (2.13) cannot ask this of tuples.
+    if not isinstance(copied, tuple) and copied is original:
         return []
     if not isinstance(copied, (dict, list, tuple)) and not _is_record(copied):
         return [copied]
-    others = dict(_items(given))
+    others = dict(_items(original))
     return [x for key, item in _items(copied) for x in (key, *contents_of(item, others.get(key)))]
 
 

@@ -33,13 +33,7 @@ from torch import Tensor, fx
 from cp_inductor.errors import UnsupportedAttention
 from cp_inductor.graph.subgraphs import Calls, body_at, method_of, source_of
 from cp_inductor.mask.language import FUNCTIONS, SCORE, number_of, tables_of
-from cp_inductor.mask.reader.read import (
-    Reading,
-    Recognized,
-    as_rule_of_scores,
-    misread,
-    with_bias,
-)
+from cp_inductor.mask.reader.read import Reading, Recognized, as_rule_of_scores, misread, with_bias
 from cp_inductor.mask.reader.scores import OPS_OF_SCORES, is_sum_with_score
 from cp_inductor.mask.reader.trace import Scores, as_number, trace_nodes
 from cp_inductor.region.flex_bias import reads_batch_and_head

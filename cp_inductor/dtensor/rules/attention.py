@@ -92,7 +92,7 @@ def handle_forward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
                 remedy="compile the model, with backend='cp_inductor' or 'cp_aot_eager'",
             )
         refuse_permuted(site)
-        this, sides, local, extras = _prepare(bound, axis, placements, query.dtype, site)
+        spec, sides, local, extras = _prepare(bound, axis, placements, query.dtype, site)
     except CPError as error:
         if is_propagating:
             # Let Dynamo go on: the graph pass will raise the same error, with the source line.
@@ -101,13 +101,13 @@ def handle_forward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
             tell_refusal(axis.group_name, error)
         raise
     if _is_traced(local[0]):
-        out, lse = attention(*local, extras, *this.arguments)
+        out, lse = attention(*local, extras, *spec.arguments)
     else:
         line = f"{site} ({user_line()})"
         has_grad = torch.is_grad_enabled()
-        agreement = agreed(this, local[0], local[1], extras, site=site, has_grad=has_grad)
-        with agreement, named_steps(this, "forward", line):
-            out, lse = run_forward(this, *local, *extras)
+        agreement = agreed(spec, local[0], local[1], extras, site=site, has_grad=has_grad)
+        with agreement, named_steps(spec, "forward", line):
+            out, lse = run_forward(spec, *local, *extras)
         site = line
     # For the backward, which runs on other threads: autograd saves the storage, not the tensor.
     lse.untyped_storage()._cp_inductor_note = site
@@ -176,14 +176,14 @@ def handle_backward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     # must not change that choice.
     chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
     with chosen if tensors[0].device.type == "cpu" else nullcontext():
-        this, sides, local, extras = _prepare(bound, axis, placements, tensors[0].dtype, site)
+        spec, sides, local, extras = _prepare(bound, axis, placements, tensors[0].dtype, site)
     grad_out = bound["grad_out"] if "grad_out" in bound else bound["grad_out_"]
     grad_out = _placed(grad_out, sides[0].placements).to_local()
     if _is_traced(local[0]):
-        grads = attention_backward(grad_out, *local, out, lse, extras, [], *this.arguments)
+        grads = attention_backward(grad_out, *local, out, lse, extras, [], *spec.arguments)
     else:
-        with named_steps(this, "backward", site_of_forward or site):
-            grads = run_backward(this, grad_out, *local, out, lse, *extras)
+        with named_steps(spec, "backward", site_of_forward or site):
+            grads = run_backward(spec, grad_out, *local, out, lse, *extras)
     return _gradients_of(op, map(from_local_like, grads, sides), tensors)
 
 
@@ -279,13 +279,13 @@ def attend(*args: Any, like: Tensor, scale: Any = None, enable_gqa: bool = False
     dtype = torch.get_autocast_dtype(device) if is_cast else query.dtype
     axis, placements = axis_and_placements(query, key, call["value"], site=EAGER)
     assert axis is not None
-    this, placed, tensors, extras = _prepare(call, axis, placements, dtype, EAGER)
+    spec, placed, tensors, extras = _prepare(call, axis, placements, dtype, EAGER)
     if call["dropout_p"]:
         seed = torch.randint(0, 1 << 31, (), device=query.device)
         extras.append(seed_of_shard(seed, like))
     has_grad = torch.is_grad_enabled()
-    with agreed(this, tensors[0], tensors[1], extras, site=EAGER, has_grad=has_grad):
-        out: Tensor = _AttendWithGradient.apply(this, *tensors, *extras)
+    with agreed(spec, tensors[0], tensors[1], extras, site=EAGER, has_grad=has_grad):
+        out: Tensor = _AttendWithGradient.apply(spec, *tensors, *extras)
     return from_local_like(out, placed[0])
 
 
@@ -326,21 +326,21 @@ def _prepare(
     # SDPA's own op saves only its results: nothing of what was fetched.
     flags = replace(PlanOptions.read({})[0], can_keep=False)
     recipe = make_recipe(flags, axis, query, key, rule=rule.format(), dtype=dtype, site=site)
-    this = Attention(recipe, axis.rank, call["scale"], kernel, axis.group_name, call["dropout_p"])
-    return this, sides, local, extras
+    spec = Attention(recipe, axis.rank, call["scale"], kernel, axis.group_name, call["dropout_p"])
+    return spec, sides, local, extras
 
 
 class _AttendWithGradient(torch.autograd.Function):
     """The op pair cp_inductor::attention as plain functions, so that dispatch modes see inside."""
 
     @staticmethod
-    def forward(ctx: Any, this: Attention, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, spec: Attention, *tensors: Tensor) -> Tensor:
         # The tensors are cast already. Autocast would also cast sums that must stay in float32.
         with torch.autocast(tensors[0].device.type, enabled=False):
             ctx.site = f"scaled_dot_product_attention ({user_line()})"
-            with named_steps(this, "forward", ctx.site):
-                out, lse = run_forward(this, *tensors)
-        ctx.this = this
+            with named_steps(spec, "forward", ctx.site):
+                out, lse = run_forward(spec, *tensors)
+        ctx.spec = spec
         ctx.save_for_backward(out, lse, *tensors)
         return out
 
@@ -349,9 +349,9 @@ class _AttendWithGradient(torch.autograd.Function):
         out, lse, query, key, value, *extras = ctx.saved_tensors
         with torch.autocast(query.device.type, enabled=False):
             tensors = (*grads, query, key, value, out, lse, *extras)
-            with named_steps(ctx.this, "backward", ctx.site):
-                found = run_backward(ctx.this, *tensors)
-        return None, *found, *[None] * len(extras)
+            with named_steps(ctx.spec, "backward", ctx.site):
+                gradients = run_backward(ctx.spec, *tensors)
+        return None, *gradients, *[None] * len(extras)
 
 
 run_uncompiled(_AttendWithGradient.backward)

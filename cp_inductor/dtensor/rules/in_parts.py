@@ -150,24 +150,24 @@ ALONE = (
 def concatenate(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Concatenate as DTensor does, without what torch skips."""
     bound = bind_arguments(op, args, kwargs)
-    given: list[Tensor] = list(bound["tensors"])
-    rest = [tensor for tensor in given if tensor.shape != (0,)]
-    if not rest or len(rest) == len(given):
+    tensors: list[Tensor] = list(bound["tensors"])
+    rest = [tensor for tensor in tensors if tensor.shape != (0,)]
+    if not rest or len(rest) == len(tensors):
         return dispatch_as_dtensor(op, args, kwargs)
-    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in given))
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     rest = [tensor.to(dtype) for tensor in rest]
     if len(rest) == 1:
         return rest[0].clone()  # DTensor would gather it first
     return dispatch_as_dtensor(op, (rest, bound["dim"]), {})
 
 
-def places(num_results: int, *given: Any) -> list[tuple[list[Any], list[Any]]]:
+def places(num_results: int, *arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     """Return placements of the results and of what is given, on one axis of a mesh.
 
     Given are tensors, some of which are broadcast to the shape of the results, then numbers.
     """
-    shapes = [one.shape for one in given if hasattr(one, "shape")]
-    numbers = [None] * (len(given) - len(shapes))
+    shapes = [argument.shape for argument in arguments if hasattr(argument, "shape")]
+    numbers = [None] * (len(arguments) - len(shapes))
     num_dims = max(map(len, shapes))
     shardings: list[Any] = [([Replicate()] * num_results, [Replicate()] * len(shapes) + numbers)]
     for dim in range(-num_dims, 0):

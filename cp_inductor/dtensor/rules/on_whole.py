@@ -193,14 +193,14 @@ def run_on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     if no_dims is not None:
         all_dims = [*range(args[0].ndim)]
         return op(*args[:no_dims], all_dims, *args[no_dims + 1 :], **kwargs)
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
-    error, meshes = sys.exc_info()[1], {one.device_mesh for one in given}
+    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    error, meshes = sys.exc_info()[1], {t.device_mesh for t in inputs}
     if (
         isinstance(error, CPError)
         or op.namespace in COLLECTIVES
         or is_composite(op)
         or len(meshes) != 1
-        or given[0].device_mesh.get_coordinate() is None
+        or inputs[0].device_mesh.get_coordinate() is None
     ):
         assert error is not None, op
         raise error
@@ -214,8 +214,8 @@ def run_on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
             remedy="make it from a DTensor (torch.zeros_like, x.new_zeros), write x.full_tensor(),"
             " or name the module that does it in parallelize(..., whole=)",
         )
-    _tell(op, given)
-    mesh, is_view = given[0].device_mesh, op._schema._is_view_op()
+    _tell(op, inputs)
+    mesh, is_view = inputs[0].device_mesh, op._schema._is_view_op()
     whole_args, whole_kwargs = pytree.tree_map_only(DTensor, whole_tensor, (args, kwargs))
     results = op(*whole_args, **whole_kwargs)
     copies = tensors_written_by(op, whole_args, whole_kwargs)
@@ -236,9 +236,9 @@ def run_on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
         if id(whole) in returned:
             return returned[id(whole)]
         made = replicated(whole, mesh)
-        for like in given:
+        for like in inputs:
             is_sharded = not is_view and any(place.is_shard() for place in like.placements)
-            is_convolved = op is aten.convolution.default and like is given[0]
+            is_convolved = op is aten.convolution.default and like is inputs[0]
             if is_sharded and (is_convolved or whole.shape == like.shape):
                 places = [place if place.is_shard() else Replicate() for place in like.placements]
                 return made.redistribute(placements=places)
@@ -254,12 +254,12 @@ def _change_shape(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     packet = getattr(aten, name)
     taken = [str(argument.type) for argument in op._schema.arguments]
     views = (getattr(packet, overload) for overload in packet.overloads())
-    view = next(v for v in views if [str(one.type) for one in v._schema.arguments] == taken)
+    view = next(v for v in views if [str(a.type) for a in v._schema.arguments] == taken)
     return become(args[0], view(*args, **kwargs), op, args, kwargs)
 
 
-def _tell(op: torch._ops.OpOverload, given: Sequence[DTensor]) -> None:
-    moved = [tensor for tensor in given if not is_whole(tensor)]
+def _tell(op: torch._ops.OpOverload, inputs: Sequence[DTensor]) -> None:
+    moved = [tensor for tensor in inputs if not is_whole(tensor)]
     if moved and is_first_rank(moved[0].device_mesh):
         if op is aten.convolution.default:
             warnings.warn(

@@ -48,7 +48,7 @@ def local_of(module: nn.Module, options: Options) -> Local | None:
     """Return how a module computes on plain tensors; None if it computes on DTensors."""
     if isinstance(module, options.whole):
         return WHOLE
-    known: Local | Nlib = next(filter(Nlib, (lib.find_local(module) for lib in libraries)), Nlib)
+    known: Local | None = next(filter(None, (lib.find_local(module) for lib in libraries)), None)
     if known is not None and issubclass(known.mixin, OnOwnTokens):
         return known
     if isinstance(module, options.recurrent):
@@ -119,7 +119,7 @@ def agree_on_model(model: nn.Module, options: Options) -> None:
         _check_model(model, options)
         known: dict[int, str] = {}
         with_meta = options.weights is None
-        modules = [_describe(*named, known, with_meta) for named in model.named_modules()]
+        modules = [_describe(name, m, known, with_meta) for name, m in model.named_modules()]
         fields = {f"module {number}": text for number, text in enumerate(modules)}
         remedy = "build the same model on every rank, from one configuration; values may differ"
         what = {"what": "a model", "modules": str(len(modules))}

@@ -66,10 +66,9 @@ def sdpa_order(device: torch.device, capability: tuple[int, int] | None) -> list
 
 def ops_that_write() -> list[torch._ops.OpOverload]:
     """Return the ops of ATen that write to an argument; `dir` has only those that were used."""
-    schemas = (schema for schema in torch._C._jit_get_all_schemas() if schema.is_mutable)
-    named = ((one.name.split("::"), one.overload_name or "default") for one in schemas)
-    aten = torch.ops.aten
-    return [getattr(getattr(aten, name), o) for (space, name), o in named if space == "aten"]
+    schemas = torch._C._jit_get_all_schemas()
+    names = [(s.name.split("::"), s.overload_name or "default") for s in schemas if s.is_mutable]
+    return [getattr(getattr(torch.ops.aten, n), o) for (space, n), o in names if space == "aten"]
 
 
 def tensors_written_by(

@@ -123,11 +123,11 @@ class Interval:
 
     def __le__(self, other: Any) -> Decision:
         a, b, numbers = self.numbers.match(self, other)
-        return numbers.decide(a, b, a.high <= b.low, a.low <= b.high)
+        return numbers.decide(a.high <= b.low, a.low <= b.high)
 
     def __lt__(self, other: Any) -> Decision:
         a, b, numbers = self.numbers.match(self, other)
-        return numbers.decide(a, b, a.high < b.low, a.low < b.high)
+        return numbers.decide(a.high < b.low, a.low < b.high)
 
     def __ge__(self, other: Any) -> Decision:
         return self.numbers.match(self, other)[1] <= self
@@ -139,7 +139,7 @@ class Interval:
         a, b, numbers = self.numbers.match(self, other)
         must = (a.low == b.high) & (a.high == b.low)
         may = (a.low <= b.high) & (b.low <= a.high)
-        return numbers.decide(a, b, must, may, is_equality=True)
+        return numbers.decide(must, may)
 
     def __ne__(self, other: object) -> Decision:  # type: ignore[override]
         return ~(self == other)
@@ -225,12 +225,9 @@ class Numbers:
         """Return the bounds of what may be anything, with the shape of operands."""
         return self.make(self.least, self.most)
 
-    def decide(
-        self, a: Interval, b: Interval, must: Any, may: Any, *, is_equality: bool = False
-    ) -> Decision:
+    def decide(self, must: Any, may: Any) -> Decision:
         """Return a decision, given what comparing the ends of two intervals says."""
-        # Python's ~True is -2.
-        return Decision(np.bool_(must), np.bool_(may))
+        return Decision(must, may)
 
 
 class _Floats(Numbers):
@@ -273,6 +270,10 @@ class _Exact(Numbers):
 
     def floor_divide(self, end: Any, divisor: int) -> Any:
         return end if isinstance(end, float) else end // divisor
+
+    def decide(self, must: Any, may: Any) -> Decision:
+        # Python's ~True is -2.
+        return Decision(np.bool_(must), np.bool_(may))
 
 
 FLOATS, EXACT = _Floats(), _Exact()

@@ -271,9 +271,7 @@ class _Floats(Numbers):
         either = a.low + b.low
         return Interval(either, either, _FLOATS)
 
-    def decide(
-        self, a: Interval, b: Interval, must: Tensor, may: Tensor, *, is_equality: bool = False
-    ) -> Decision:
+    def decide(self, must: Tensor, may: Tensor) -> Decision:
         return Decision(torch.zeros_like(must), torch.ones_like(may))
 
 

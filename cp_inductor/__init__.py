@@ -153,7 +153,7 @@ config.load_checks_late(lambda: import_module("cp_inductor.flags"))
 attend_with(lambda: import_module("cp_inductor.dtensor.rules").register_rules())
 when_imported(
     {"accelerate.parallelism_config"},
-    lambda: import_module("cp_inductor.integrations.by_name").register_when_named(),
+    lambda: import_module("cp_inductor.integrations.methods").register_when_named(),
 )
 when_imported(
     {"cp_inductor.modules.model"},

@@ -44,8 +44,7 @@ from cp_inductor.dtensor.rules.writes import (
 )
 from cp_inductor.dtensor.wrap import is_whole
 from cp_inductor.errors import UnsupportedWrite
-from cp_inductor.graph.nodes import call_target, graphs_of, name_of, recompile_all
-from cp_inductor.graph.subgraphs import Calls, calls_of
+from cp_inductor.graph.nodes import Calls, call_target, calls_of, graphs_of, name_of, recompile_all
 from cp_inductor.modules.whole_batches import PART_OF_BATCH, write_to_part
 from cp_inductor.torch_private.dtensor import local_of
 from cp_inductor.torch_private.tracing import (

@@ -44,13 +44,6 @@ Tensors = tuple[Tensor, ...]
 RESULTS = (Payload.PARTIAL, Payload.QUERY_GRAD, Payload.KEY_VALUE_GRAD)
 
 
-def merge(result: Payload, parts: Sequence[Tensors], dtype: torch.dtype) -> Tensors:
-    """Merge several contributions to the same chunks and heads into one, in the dtype given."""
-    if result is Payload.PARTIAL:
-        return combine([Partial(*part) for part in parts], dtype=dtype)
-    return tuple(sum_grads(grads, dtype=dtype) for grads in zip(*parts, strict=True))
-
-
 def merge_stack(result: Payload, stacks: Iterable[Tensor]) -> Tensors:
     """Merge several that are one tensor; they are not rounded."""
     if result is Payload.PARTIAL:
@@ -150,7 +143,9 @@ class Results:
         near = [piece for piece in contributions if piece.span.intersect(span)]
         if near:
             cuts = [tuple(self._cut(piece, span, heads).tensors.values()) for piece in near]
-            return merge(result, cuts, like.dtype)
+            if result is Payload.PARTIAL:
+                return combine([Partial(*cut) for cut in cuts], dtype=like.dtype)
+            return tuple(sum_grads(grads, dtype=like.dtype) for grads in zip(*cuts, strict=True))
         length = self.store.tokens.of(span, of_keys=result.is_of_keys)
         if is_known(length == 0):
             return ()

@@ -46,16 +46,8 @@ from cp_inductor.dtensor.axis import from_local_like, local_part, roles_of, seed
 from cp_inductor.dtensor.recipe import whole_lengths
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.graph.derive_tables import derive_tables
-from cp_inductor.graph.nodes import (
-    Calls,
-    bodies_of,
-    bring_in,
-    calls_of,
-    drop_unused_inputs,
-    graphs_of,
-    place_of,
-    recompile_all,
-)
+from cp_inductor.graph.nodes import graphs_of, place_of, recompile_all
+from cp_inductor.graph.subgraphs import Calls, bodies_of, bring_in, calls_of, drop_unused_inputs
 from cp_inductor.mask.reader.writes import Writes, is_in_place
 from cp_inductor.ops.attention import FORWARD, attention_of
 from cp_inductor.ops.plan_batch import PLAN_BATCH, remember_mask

@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.dtensor.wrap import is_whole
 from cp_inductor.errors import InvalidArgument, SequenceWarning, UnsupportedAttention
-from cp_inductor.graph.nodes import Calls, calls_of, method_of, name_of, source_of
+from cp_inductor.graph.nodes import name_of
+from cp_inductor.graph.subgraphs import Calls, calls_of, method_of, source_of
 from cp_inductor.kept import cache
 from cp_inductor.passes.attentions import CAPTURED, calls_to
 from cp_inductor.passes.graph_types import REWRAPPING

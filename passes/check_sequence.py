@@ -42,7 +42,8 @@ from cp_inductor.dtensor.axis import SequenceAxis, is_sequence_sharded, whole_of
 from cp_inductor.dtensor.limits import dim_of
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import InvalidArgument, SequenceMixed
-from cp_inductor.graph.nodes import method_of, name_of, nodes_of
+from cp_inductor.graph.nodes import name_of, nodes_of
+from cp_inductor.graph.subgraphs import method_of
 from cp_inductor.passes.attentions import Site
 from cp_inductor.passes.graph_types import Checking, GraphTypes, compare_lengths, follow_graph
 from cp_inductor.region.marks import MARK, PER_RANK, groups_of_regions, is_marked

@@ -36,7 +36,8 @@ from cp_inductor.dtensor.axis import (
 from cp_inductor.dtensor.limits import check_attention, refuse_both_masks, refuse_permuted
 from cp_inductor.dtensor.recipe import PlanOptions, make_recipe, shape_on_rank, whole_lengths
 from cp_inductor.errors import CPError, UnsupportedAttention, UnsupportedStrategy
-from cp_inductor.graph.nodes import Calls, calls_of, nodes_of, place_of, source_of
+from cp_inductor.graph.nodes import nodes_of, place_of
+from cp_inductor.graph.subgraphs import Calls, calls_of, source_of
 from cp_inductor.mask.language import BATCH, CAUSAL, FULL, HEAD, is_of_pairs
 from cp_inductor.mask.reader.lengths import LEAST, MOST, MaskOfLengths
 from cp_inductor.mask.reader.read import Recognized, read_mask

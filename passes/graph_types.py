@@ -32,7 +32,8 @@ from torch.utils import _pytree as pytree
 
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
-from cp_inductor.graph.nodes import copy_graphs, method_of, name_of
+from cp_inductor.graph.nodes import name_of
+from cp_inductor.graph.subgraphs import copy_graphs, method_of
 from cp_inductor.passes.attentions import CAPTURED, SDPA_OP
 from cp_inductor.region.marks import FLEX, LEFT_ALONE, MARK, PER_RANK, is_marked
 from cp_inductor.region.modes import typers_of_program

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import flop_registry
 
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.graph.collectives import is_collective
-from cp_inductor.graph.nodes import body_at, call_target
+from cp_inductor.graph.nodes import call_target
+from cp_inductor.graph.subgraphs import body_at
 from cp_inductor.tiles.kernel_table import TILE_OPS
 from cp_inductor.torch_private.sizes import size_expression
 from cp_inductor.torch_private.tracing import fake_mode_of, tensors_in, unbacked_ignored

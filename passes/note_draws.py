@@ -27,14 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.dtensor.rules.in_parts import note_drawn
-from cp_inductor.graph.nodes import (
-    bodies_of,
-    graphs_of,
-    method_of,
-    name_of,
-    nodes_of,
-    recompile_all,
-)
+from cp_inductor.graph.nodes import graphs_of, name_of, nodes_of, recompile_all
+from cp_inductor.graph.subgraphs import bodies_of, method_of
 from cp_inductor.kept import cache
 from cp_inductor.torch_private.dtensor import local_of
 from cp_inductor.torch_private.tracing import memory_of, tensors_in

@@ -36,15 +36,11 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.func import functionalize
 
-from cp_inductor.dtensor.rules.writes import (
-    entry_of,
-    replicated_like,
-    replicated_numbers,
-    writes_as_dtensor,
-)
+from cp_inductor.dtensor.rules import writes
 from cp_inductor.dtensor.wrap import is_whole
 from cp_inductor.errors import UnsupportedWrite
-from cp_inductor.graph.nodes import Calls, call_target, calls_of, graphs_of, name_of, recompile_all
+from cp_inductor.graph.nodes import call_target, graphs_of, name_of, recompile_all
+from cp_inductor.graph.subgraphs import Calls, calls_of
 from cp_inductor.modules.whole_batches import PART_OF_BATCH, write_to_part
 from cp_inductor.torch_private.dtensor import local_of
 from cp_inductor.torch_private.tracing import (
@@ -61,9 +57,7 @@ from cp_inductor.torch_private.tracing import (
 aten = torch.ops.aten
 _SIMPLE = (aten.copy_.default, aten.fill_.Scalar, aten.zero_.default)
 # They write to entries of a list one after the other, and may read what they have written.
-_WRITTEN_BY_ENTRY = {
-    getattr(torch, name) for name in dir(torch) if name[:9] == "_foreach_" and name[-1] == "_"
-}
+_BY_ENTRY = {getattr(torch, n) for n in dir(torch) if n[:9] == "_foreach_" and n[-1] == "_"}
 
 
 def replay_writes(gm: fx.GraphModule) -> None:
@@ -178,14 +172,12 @@ class _Aliases:
 def _call(node: fx.Node, value_of: Callable[[fx.Node], Any], arguments: Any = None) -> Any:
     """Call what a node calls, on its arguments or others, of which values are taken."""
     args, kwargs = fx.map_arg(arguments or (node.args, node.kwargs), value_of)
-    if node.target is get_data:
-        return Tensor.detach(*args)
-    if node.target in _WRITTEN_BY_ENTRY:
+    if node.target in _BY_ENTRY:
         # An entry may read what was written before; `functionalize` (2.13) would read all at once.
-        for place, _ in enumerate(tensors_in(args[0])):
-            call_target(node, [entry_of(arg, place) for arg in args], kwargs)
+        for entry in writes.entries_of(args):
+            call_target(node, entry, kwargs)
         return args[0]
-    return call_target(node, args, kwargs)
+    return Tensor.detach(*args) if node.target is get_data else call_target(node, args, kwargs)
 
 
 def _check_outside(aliases: _Aliases, calls: Calls) -> None:
@@ -325,7 +317,7 @@ class _Replay:
             if copied.op == "get_attr":
                 numbers: Tensor = getattr(traced, copied.target)
                 made = (numbers.tolist(), numbers.dtype, like)
-                env[copied] = self._add(node, replicated_numbers, *made)
+                env[copied] = self._add(node, writes.replicated_numbers, *made)
             elif copied.op == "call_function":
                 if torch.Tag.nondeterministic_seeded in getattr(copied.target, "tags", ()):
                     raise _refusal(node, f"{copied.target}, which draws random numbers")
@@ -335,7 +327,7 @@ class _Replay:
                     continue
                 env[copied] = self._add(node, copied.target, *args, **kwargs)
                 if not copied.all_input_nodes:
-                    env[copied] = self._add(node, replicated_like, env[copied], like)
+                    env[copied] = self._add(node, writes.replicated_like, env[copied], like)
         results: Any = traced.graph.output_node().args[0]
         return [env[copied] for copied in results]
 
@@ -396,7 +388,7 @@ def _runs(node: fx.Node) -> bool:
     """Whether DTensor can write as a node does."""
     values = {source: source.meta.get("example_value") for source in node.all_input_nodes}
     like = next(value for source in values for value in _dtensors_of(source))
-    with torch.no_grad(), fake_mode_of(local_of(like)), writes_as_dtensor():
+    with torch.no_grad(), fake_mode_of(local_of(like)), writes.writes_as_dtensor():
         copies = {source: map_tensors(torch.clone, value) for source, value in values.items()}
         try:
             _call(node, copies.__getitem__)

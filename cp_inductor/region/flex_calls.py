@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, fx
 
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.graph.nodes import Calls, body_at, method_of, source_of
+from cp_inductor.graph.subgraphs import Calls, body_at, method_of, source_of
 from cp_inductor.mask.language import FUNCTIONS, SCORE, number_of, tables_of
 from cp_inductor.mask.reader.read import Reading, Recognized, as_rule_of_scores, misread, with_bias
 from cp_inductor.mask.reader.scores import OPS_OF_SCORES, is_sum_with_score

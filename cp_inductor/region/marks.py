@@ -16,7 +16,8 @@ from torch import Tensor, fx
 
 from cp_inductor.dtensor.axis import SequenceAxis
 from cp_inductor.errors import UnsupportedAttention
-from cp_inductor.graph.nodes import bodies_of, graphs_of, modules_of, nodes_of, recompile_all
+from cp_inductor.graph.nodes import graphs_of, modules_of, nodes_of, recompile_all
+from cp_inductor.graph.subgraphs import bodies_of
 from cp_inductor.sequence.rules.call import RULES
 from cp_inductor.sequence.rules.computing import pointwise
 from cp_inductor.torch_private.dtensor import flex_attention_op

@@ -133,8 +133,8 @@ def _write(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     parts = [x for x in filter(is_partial, written) if holds_sequences(x.device_mesh)]
     if len(written) > 1 and "_foreach_" in op.name() and _meet(args, written, bool(parts)):
         # DTensor, and an op on the whole, would read all before they write any.
-        for place in range(len(written)):
-            op(*(entry_of(arg, place) for arg in args), **kwargs)
+        for entry in entries_of(args):
+            op(*entry, **kwargs)
         return None
     if parts and not is_composite(op) and not _takes_parts(op, args, kwargs):
         return run_on_whole(op, args, kwargs)
@@ -148,10 +148,14 @@ def _meet(args: tuple[Any, ...], written: list[DTensor], is_once: bool) -> bool:
     return not {*memories}.isdisjoint(read) or (is_once and len({*memories}) < len(memories))
 
 
-def entry_of(value: Any, place: int) -> Any:
-    """Return an argument of a foreach op for one entry of its lists."""
-    is_list = isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.ndim)
-    return value[place : place + 1] if is_list else value
+def entries_of(args: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yield the arguments of a foreach op for each entry of its lists."""
+    for place in range(len(args[0])):
+        part = slice(place, place + 1)
+        yield [
+            arg[part] if isinstance(arg, Sequence) or getattr(arg, "ndim", False) else arg
+            for arg in args
+        ]
 
 
 def _takes_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

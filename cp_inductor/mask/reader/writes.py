@@ -23,7 +23,8 @@ from torch import Tensor, UntypedStorage, fx
 from torch.distributed.tensor import DTensor
 from torch.fx.node import map_aggregate, map_arg
 
-from cp_inductor.graph.nodes import bodies_of, call_target, modules_of
+from cp_inductor.graph.nodes import call_target, modules_of
+from cp_inductor.graph.subgraphs import bodies_of
 from cp_inductor.torch_private.dtensor import flex_attention_op, local_of
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import (

@@ -137,11 +137,7 @@ def lowered_as_asked(arguments_of: Mapping[torch._ops.OpOverload, Sequence[int]]
 
 
 def _keep_last_strides(
-    constrain: Callable[..., Any] | None,
-    places: Sequence[int],
-    node: fx.Node,
-    *args: Any,
-    **kwargs: Any,
+    constrain: Any, places: Sequence[int], node: fx.Node, *args: Any, **kwargs: Any
 ) -> tuple[Any, Any]:
     """Apply another layout constraint, and then ask for last strides of 1."""
     from torch._inductor import ir

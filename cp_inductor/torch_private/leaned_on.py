@@ -93,10 +93,9 @@ _NAMES = {
         _native_multi_head_attention _transformer_encoder_layer_fwd""",
     "torch._C": """
         FunctionSchema._is_view_op _AutoDispatchBelowAutograd _DisableTorchDispatch
-        _are_functorch_transforms_active _current_graph_task_id
+        _are_functorch_transforms_active _current_graph_task_id _jit_get_all_schemas
         _dispatch_has_kernel_for_dispatch_key _functorch.is_functorch_wrapped_tensor
-        _get_sdp_priority_order _jit_get_all_schemas _nn.scaled_dot_product_attention
-        _set_grad_enabled""",
+        _get_sdp_priority_order _nn.scaled_dot_product_attention _set_grad_enabled""",
     "torch._C._autograd": "_get_current_graph_task_keep_graph _top_saved_tensors_default_hooks",
     "torch._C._distributed_c10d": "Backend.Options._timeout ProcessGroupGloo.options",
     "torch._C._dynamo.eval_frame": "_FrameAction.SKIP _FrameExecStrategy set_code_exec_strategy",

@@ -81,9 +81,7 @@ class Traces:
                 return trace()
         except Exception as error:
             if tell is not None and not is_run_by_python(error, is_whole=arguments["one_graph"]):
-                wrapped = [
-                    layer for layer in layers if isinstance(layer, torch._TorchCompileWrapper)
-                ]
+                wrapped = [x for x in layers if isinstance(x, torch._TorchCompileWrapper)]
                 options = wrapped[0].kwargs.get("options") if wrapped else None
                 tell(error, frame, options or {})
             raise

@@ -153,9 +153,13 @@ config.load_checks_late(lambda: import_module("cp_inductor.flags"))
 attend_with(lambda: import_module("cp_inductor.dtensor.rules").register_rules())
 when_imported(
     {"accelerate.parallelism_config"},
-    lambda: import_module("cp_inductor.integrations.methods").register_when_named(),
+    lambda: import_module("cp_inductor.integrations.by_name").register_when_named(),
+)
+when_imported(
+    {"cp_inductor.modules.recurrences"},
+    lambda: import_module("cp_inductor.integrations.kernel_libraries").register_kernel_libraries(),
 )
 when_imported(
     {"cp_inductor.modules.model"},
-    lambda: import_module("cp_inductor.integrations.transformers_models"),
+    lambda: import_module("cp_inductor.integrations.transformers_models").register_models(),
 )

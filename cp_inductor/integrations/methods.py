@@ -2,11 +2,6 @@
 
 def prepare_model(original, self, model): ...
 replace_method(Accelerator, "prepare_model", prepare_model, when=is_ours)
-
-accelerate (1.15) raises for a backend that it does not know. Only then, as soon as a program names
-this library, are its methods replaced, without a call of `register`:
-
-    ParallelismConfig(cp_size=2, cp_backend="cp_inductor")      =>  register(), and then as named
 """
 
 from __future__ import annotations
@@ -71,25 +66,3 @@ def is_ours(owner: Any) -> bool:
     accelerator = getattr(owner, "accelerator", owner)
     config = getattr(accelerator, "parallelism_config", None)
     return config is not None and config.cp_enabled and config.cp_backend == NAME
-
-
-def register_when_named() -> None:
-    """Register if a `ParallelismConfig` names this library; called behind accelerate's import."""
-    from accelerate.parallelism_config import ParallelismConfig
-
-    replace_method(ParallelismConfig, "__post_init__", _post_init)
-
-
-def _post_init(original: Method, self: Any) -> None:
-    handler = self.cp_handler
-    try:
-        original(self)
-    except (ValueError, KeyError):
-        if self.cp_backend != NAME:
-            raise
-        from cp_inductor.integrations.accelerate import register
-
-        type(self).__post_init__ = original
-        register()
-        self.cp_handler = handler
-        self.__post_init__()

@@ -156,10 +156,6 @@ when_imported(
     lambda: import_module("cp_inductor.integrations.by_name").register_when_named(),
 )
 when_imported(
-    {"cp_inductor.modules.recurrences"},
-    lambda: import_module("cp_inductor.integrations.kernel_libraries").register_kernel_libraries(),
-)
-when_imported(
     {"cp_inductor.modules.model"},
-    lambda: import_module("cp_inductor.integrations.transformers_models").register_models(),
+    lambda: import_module("cp_inductor.integrations.transformers_models"),
 )

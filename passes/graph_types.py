@@ -77,9 +77,7 @@ def follow_graph(
     ):
         typer = GraphTyper(is_even)
         entering = [fake_copy(value) if isinstance(value, Tensor) else value for value in values]
-        typed = [
-            (t, kind) for t, kind in zip(entering, types, strict=True) if isinstance(t, Tensor)
-        ]
+        typed = [(t, k) for t, k in zip(entering, types, strict=True) if isinstance(t, Tensor)]
         typer.types.update(typed)
         returned = _Follower(gm, typer, entered, sites).run(*entering)
         typer.refuse_kept([tensor for tensor, kind in typed if isinstance(kind, Same)])
@@ -206,9 +204,7 @@ class _Follower(fx.Interpreter):
             operands = list(operands[0])
         is_function = node.target is torch.ops.higher_order.autograd_function_apply
         bodies = bodies[:1] if is_function else bodies
-        is_known = len(bodies) == 1 and not any(
-            isinstance(value, (tuple, list)) for value in operands
-        )
+        is_known = len(bodies) == 1 and not any(isinstance(x, (tuple, list)) for x in operands)
         if node.target is torch.ops.higher_order.cond:
             # All ranks must take one branch.
             kind = self.typer.type_of(args[0]) if isinstance(args[0], Tensor) else Same()

@@ -87,9 +87,7 @@ class Captured:
                 batches=batches,
             )
         inputs = gm.graph.find_nodes(op="placeholder")
-        sharing = [
-            (outputs, [inputs.index(node) for node in of]) for outputs, of in captured.sharing
-        ]
+        sharing = [(outputs, [inputs.index(n) for n in of]) for outputs, of in captured.sharing]
         values = [node.meta.get("example_value") for node in inputs]
         written = [
             place

@@ -175,10 +175,8 @@ def _inductor_patches(settings: Settings, mode: str | None, post_grad: PostGrad)
     }
     chunker = {}
     if not any(option.startswith("auto_chunker.") for option in options):
-        chunker = {
-            "auto_chunker.enable": True,
-            "auto_chunker.output_size_threshold": MAX_WHOLE_BYTES,
-        }
+        size = "auto_chunker.output_size_threshold"
+        chunker = {"auto_chunker.enable": True, size: MAX_WHOLE_BYTES}
     hooks = {name: custom, "unsafe_marked_cacheable_functions": cacheable}
     return {**chunker, **options, **hooks}
 

@@ -105,9 +105,7 @@ def _tell(error: Exception, frame: Mapping[str, Any], options: Mapping[str, Any]
         names.update(str(mesh.get_group(0).group_name) for mesh in meshes)
         for leaf in pytree.tree_leaves(dict(frame)):
             if isinstance(leaf, DTensor) and leaf.device_mesh.get_coordinate() is not None:
-                axes = [
-                    at for at, p in enumerate(leaf.placements) if isinstance(p, Shard) and p.dim
-                ]
+                axes = [i for i, p in enumerate(leaf.placements) if isinstance(p, Shard) and p.dim]
                 names.update(str(leaf.device_mesh.get_group(axis).group_name) for axis in axes)
         for name in names:
             tell_refusal(name, error)

@@ -208,7 +208,7 @@ def _prepare_model(
         return model
     _parallelize(self, model, device_placement)
     # Without a wrapper that averages gradients: they are whole.
-    with _compiled_below_head(self, model):
+    with _compile_below_head(self, model):
         return original(self, model, device_placement=False, evaluation_mode=True)
 
 
@@ -292,9 +292,7 @@ def _below_head(model: nn.Module) -> nn.Module | None:
     return next((head.base_model for head in heads), None)
 
 
-def _compiled_below_head(
-    accelerator: Accelerator, model: nn.Module
-) -> AbstractContextManager[None]:
+def _compile_below_head(accelerator: Accelerator, model: nn.Module) -> AbstractContextManager[None]:
     """Compile what is below a head that runs in eager code, and nothing more within the result."""
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend != DynamoBackend.NO:

@@ -179,9 +179,7 @@ def share_gated(
 
     left = _keeping_arguments(lambda decay: remaining(decay)[:, -1], decay)
     before, after = pass_states(final, decay=left, initial=initial)
-    read = _keeping_arguments(
-        lambda decay, before: remaining(decay) * before[:, None], decay, before
-    )
+    read = _keeping_arguments(lambda d, state: remaining(d) * state[:, None], decay, before)
     return out + read.to(out.dtype), after
 
 

@@ -314,15 +314,13 @@ class _Reader:
         return value
 
 
-def _chain(
-    node: ast.expr, *kinds: type[ast.operator]
-) -> list[tuple[ast.operator | None, ast.expr]]:
+def _chain(node: ast.expr, *ops: type[ast.operator]) -> list[tuple[ast.operator | None, ast.expr]]:
     """Return the operands of a chain a + b - c, each with the operator ahead of it.
 
     A chain is joined at once: making a sum term by term takes quadratic time.
     """
     links: list[tuple[ast.operator | None, ast.expr]] = []
-    while isinstance(node, ast.BinOp) and isinstance(node.op, kinds):
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ops):
         links.append((node.op, node.right))
         node = node.left
     return [(None, node), *reversed(links)]

@@ -118,9 +118,7 @@ class SharedSequence:
 
 def _parts(length: Any, count: int) -> list[Any]:
     longest = (length + count - 1) // count
-    return [
-        torch.sym_max(0, torch.sym_min(longest, length - rank * longest)) for rank in range(count)
-    ]
+    return [torch.sym_max(0, torch.sym_min(longest, length - r * longest)) for r in range(count)]
 
 
 def shared_sequence() -> SharedSequence | None:

@@ -142,10 +142,8 @@ def drawing_alike(block: nn.Module, tokens: DTensor) -> Iterator[None]:
         for place, size in zip(tokens.placements, tokens.device_mesh.shape, strict=True)
         if isinstance(place, Shard)
     )
-    of_device = getattr(
-        torch.get_device_module(tokens.device), "get_rng_state", torch.get_rng_state
-    )
-    states = (torch.get_rng_state, of_device) if is_uneven else ()
+    state_of = getattr(torch.get_device_module(tokens.device), "get_rng_state", torch.get_rng_state)
+    states = (torch.get_rng_state, state_of) if is_uneven else ()
     before = [state() for state in states]
     yield
     if not all(torch.equal(state(), last) for state, last in zip(states, before, strict=True)):
@@ -252,13 +250,13 @@ class OnOwnTokens(OnWhole):
         tokens = shards.redistribute(placements=places)
         axes = tuple(axis for axis, place in enumerate(places) if place == Shard(TOKENS))
         name = f"{type(self).__module__}.{type(self).__qualname__}"
-        sequence = SharedSequence(tokens.device_mesh, axes, tokens.shape[TOKENS], name)
+        dim = SharedSequence(tokens.device_mesh, axes, tokens.shape[TOKENS], name)
         args, kwargs = map_parts(
             lambda _, leaf: _own(tokens if leaf is shards else leaf, tokens), begun
         )
         alike = nullcontext() if torch.compiler.is_compiling() else drawing_alike(self, tokens)
         asked = questions()
-        with computing_with(sequence=sequence), alike:
+        with computing_with(sequence=dim), alike:
             result = locally(self.compute, *args, **kwargs)
         if not has_asked(name, asked):
             raise UnsupportedPlacement(
@@ -270,9 +268,7 @@ class OnOwnTokens(OnWhole):
             )
         first, *rest = result if isinstance(result, tuple) else (result,)
         out = _wrapped(first, tokens, shards, site)
-        states = map_parts(
-            lambda _, state: _state(state, tokens, sequence, site), rest, is_ours=True
-        )
+        states = map_parts(lambda _, state: _state(state, tokens, dim, site), rest, is_ours=True)
         return (out, *states) if isinstance(result, tuple) else out
 
     def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

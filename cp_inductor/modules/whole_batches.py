@@ -148,9 +148,7 @@ class WholeBatches:
             return None if dim is None else dim_of(tensor, dim, site=site)
         if tensor.ndim == 2 and not (tensor.is_floating_point() or tensor.is_complex()):
             return TOKENS
-        dims = [
-            dim for dim in range(1, tensor.ndim) if any(tensor.shape[dim] == n for n in lengths)
-        ]
+        dims = [d for d in range(1, tensor.ndim) if any(tensor.shape[d] == n for n in lengths)]
         # A mask of pairs has two such dims. It stays whole.
         return dims[0] if dims[:1] == [TOKENS] or len(dims) == 1 else None
 

@@ -337,9 +337,7 @@ class PlanData:
     @cached_property
     def tiles_of_heads(self) -> list[tuple[Span, list[Tile]]]:
         """Runs of heads that each tile has all of, or none, and the tiles that have them."""
-        edges = sorted(
-            {edge for tile in self.tiles for edge in (tile.heads.start, tile.heads.stop)}
-        )
+        edges = sorted({end for tile in self.tiles for end in (tile.heads.start, tile.heads.stop)})
         return [
             (Span(start, stop), [t for t in self.tiles if t.heads.start <= start < t.heads.stop])
             for start, stop in pairwise(edges)

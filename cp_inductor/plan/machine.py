@@ -280,14 +280,14 @@ MATMUL_SHARE = 0.7
 
 
 def _device(
-    name: str, kernel: str, peak: float, memory: float, rates: Mapping[str, Rate]
+    name: str, kernel: str, flops: float, bytes_s: float, rates: Mapping[str, Rate]
 ) -> Device:
     """Return a GPU whose tiles run as the backward of its usual kernel, where most flops are."""
     return Device(
-        peak_flops=peak,
-        matmul_flops_per_s=MATMUL_SHARE * peak,
+        peak_flops=flops,
+        matmul_flops_per_s=MATMUL_SHARE * flops,
         flops_per_s=rates[kernel].backward,
-        bytes_per_s=memory,
+        bytes_per_s=bytes_s,
         name=name,
         rates=tuple(rates.items()),
     )
@@ -405,8 +405,5 @@ def read_calibrated(folder: str | Path) -> Machine:
 
 
 def _where() -> dict[str, str]:
-    return {
-        "host": socket.gethostname(),
-        "processor": platform.machine(),
-        "torch": version("torch"),
-    }
+    host, processor = socket.gethostname(), platform.machine()
+    return {"host": host, "processor": processor, "torch": version("torch")}

@@ -148,9 +148,7 @@ def _check_places(plan: PlanData, *, of_keys: bool) -> None:
         return np.insert(columns, 0, stage, axis=1)
 
     num_heads, ranks = shape.num_kv_heads if of_keys else shape.num_heads, range(grid.world_size)
-    own = [
-        (BEFORE, rank, grid.own(rank).start, grid.own(rank).stop, 0, num_heads) for rank in ranks
-    ]
+    own = [(BEFORE, r, grid.own(r).start, grid.own(r).stop, 0, num_heads) for r in ranks]
     of_tiles = [
         (index, tile.rank, span.start, span.stop, heads.start, heads.stop)
         for index, stage in enumerate(plan.stages)

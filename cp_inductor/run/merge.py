@@ -83,9 +83,8 @@ class Results:
         is_single = stacks[0].shape[0] == 1
         tensors = [t.squeeze(0) for t in stacks] if is_single else merge_stack(result, stacks)
         heads = replace(heads, repeat=1)
-        self.contributions[result].append(
-            Piece.of(result, (span,), heads, tensors, has_arrived=True)
-        )
+        piece = Piece.of(result, (span,), heads, tensors, has_arrived=True)
+        self.contributions[result].append(piece)
 
     def withdraw(self, result: Payload, gone: Set[Span]) -> None:
         """Let go of what this rank computed of its own chunks and sends itself, of such heads."""

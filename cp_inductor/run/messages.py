@@ -158,13 +158,11 @@ class Messages:
             for (payload, _), of in zip(unit[0].contents, groups, strict=True)
         )
 
-    def _splits(
-        self, records: Sequence[Record], end: Callable[[Record], int]
-    ) -> list[int | SymInt]:
+    def _splits(self, records: Sequence[Record], to: Callable[[Record], int]) -> list[int | SymInt]:
         """Return how many elements go to, or come from, each rank."""
         splits: list[int | SymInt] = [0] * self.store.tokens.grid.world_size
         for record in records:
-            splits[end(record)] += self.store.numel(record)
+            splits[to(record)] += self.store.numel(record)
         return splits
 
     def _packed(self, contents: Contents, spans: Sequence[Span]) -> Tensor:
@@ -208,18 +206,18 @@ class Messages:
         return concatenate(parts, -1)
 
     def _of_groups(
-        self, name: str, spans: Sequence[Span], heads: Span, of: Groups | None
+        self, name: str, spans: Sequence[Span], heads: Span, by: Groups | None
     ) -> Tensor:
         """Return a tensor over spans (B, h, t, ...); with groups of heads (B, n, h, t, ...)."""
-        parts = self.store.parts(name, spans, of.whole if of else heads)
+        parts = self.store.parts(name, spans, by.whole if by else heads)
         tensor = concatenate(parts, SEQUENCE_DIM)
-        if of is None:
+        if by is None:
             return tensor
-        tensor = tensor.unflatten(HEADS_DIM, (of.count, of.step))
-        if of.size < of.step:
-            tensor = tensor.narrow(2, of.start - of.whole.start, of.size)
-        if of.repeat > 1:
-            shape = (*tensor.shape[:2], of.repeat, *tensor.shape[2:])
+        tensor = tensor.unflatten(HEADS_DIM, (by.count, by.step))
+        if by.size < by.step:
+            tensor = tensor.narrow(2, by.start - by.whole.start, by.size)
+        if by.repeat > 1:
+            shape = (*tensor.shape[:2], by.repeat, *tensor.shape[2:])
             tensor = tensor.unsqueeze(2).expand(shape).flatten(1, 2)
         return tensor
 

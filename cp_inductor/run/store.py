@@ -142,9 +142,8 @@ class Store:
                 concatenate(self.parts(name, [span], heads), SEQUENCE_DIM)
                 for name in Payload.KEY_VALUE.tensors
             ]
-            self.pieces.append(
-                Piece.of(Payload.KEY_VALUE, (span,), heads, tensors, has_arrived=True)
-            )
+            piece = Piece.of(Payload.KEY_VALUE, (span,), heads, tensors, has_arrived=True)
+            self.pieces.append(piece)
 
     def _both_together(self, span: Span, heads: Span) -> list[Tensor] | None:
         """Return keys and values of a span by one concatenation, if messages hold all of both.

@@ -134,15 +134,13 @@ def known_wrong_of(
     )
 
 
-def _describe_wrong(
-    row: KernelRow, query: Tensor, capability: tuple[int, int] | None
-) -> str | None:
+def _describe_wrong(row: KernelRow, like: Tensor, capability: tuple[int, int] | None) -> str | None:
     """Say that the kernel of a row is known to be wrong for an attention; None if it is not."""
     wrong = known_wrong.TWO_WIDE_SEQUENCES
     if row.plain is not FlashCUDA or known_wrong.flash_implementation() != wrong.kernel:
         return None
-    is_met = wrong.is_met(capability or known_wrong.chip_of(query.device))
-    return str(wrong) if is_met and query.shape[-1] == 256 and query.shape[0] != 1 else None
+    is_met = wrong.is_met(capability or known_wrong.chip_of(like.device))
+    return str(wrong) if is_met and like.shape[-1] == 256 and like.shape[0] != 1 else None
 
 
 # Dynamo evaluates it, where it would break the graph.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend
 
 from cp_inductor.torch_private.modes import without_modes
@@ -64,7 +65,7 @@ def sdpa_order(device: torch.device, capability: tuple[int, int] | None) -> list
     return order
 
 
-def ops_that_write() -> list[torch._ops.OpOverload]:
+def ops_that_write() -> list[OpOverload]:
     """Return the ops of ATen that write to an argument; `dir` has only those that were used."""
     schemas = torch._C._jit_get_all_schemas()
     names = [(s.name.split("::"), s.overload_name or "default") for s in schemas if s.is_mutable]
@@ -72,7 +73,7 @@ def ops_that_write() -> list[torch._ops.OpOverload]:
 
 
 def tensors_written_by(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[torch.Tensor]:
     """Return the tensors that a call of an op writes to, by the op's schema."""
     bound = bind_arguments(op, args, kwargs)
@@ -82,7 +83,7 @@ def tensors_written_by(
 
 
 def bind_arguments(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return a call's arguments by name, with defaults, from its op's schema (2.13-2.15)."""
     arguments = op._schema.arguments

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -135,7 +135,7 @@ def _call_handler(op: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
 run_uncompiled(_call_handler)
 
 
-def handler_of_loss_parallel(op: torch._ops.OpOverload) -> Handler | None:
+def handler_of_loss_parallel(op: OpOverload) -> Handler | None:
     """Return the handler that `loss_parallel` has for a loss, while it is entered.
 
     It is if DTensor's handler of `_log_softmax` is its own.
@@ -168,9 +168,7 @@ def _first_handlers() -> dict[Any, Handler]:
     return DTensor._op_dispatcher._custom_op_handlers
 
 
-def dispatch_as_dtensor(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def dispatch_as_dtensor(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dispatch `op` as DTensor does if no handler is registered for it.
 
     The steps of `OpDispatcher` (torch.distributed.tensor._dispatch, 2.13-2.15): unwrap, propagate
@@ -188,9 +186,7 @@ def dispatch_as_dtensor(
     return dispatcher.wrap(results, sharding.output_spec)
 
 
-def without_handler(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def without_handler(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `op` as DTensor does if no handler is registered for it, its generator included."""
     table = DTensor._op_dispatcher._custom_op_handlers
     handler = table.pop(op, None)  # None: another thread is in here, and puts it back
@@ -201,7 +197,7 @@ def without_handler(
             table[op] = handler
 
 
-def ops_that_draw() -> tuple[torch._ops.OpOverload, ...]:
+def ops_that_draw() -> tuple[OpOverload, ...]:
     """Return the ops for which DTensor has a generator of its own, where it has one (2.13-2.15)."""
     return tuple(DTensor._op_dispatcher._random_ops)
 

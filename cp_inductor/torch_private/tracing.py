@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import predispatch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, maybe_get_fake_mode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
@@ -90,17 +91,15 @@ def trace_of_shapes(
         return trace_fake(function, values, decompositions, like=like)
 
 
-def writes_of(
-    function: Callable[[], Any], like: Tensor
-) -> list[tuple[torch._ops.OpOverload, Tensor]]:
+def writes_of(function: Callable[[], Any], like: Tensor) -> list[tuple[OpOverload, Tensor]]:
     """Call a function on fake tensors, and return what it writes to in place, and by which ops.
 
     It is called under the fake mode of `like`, a fake tensor or a DTensor of one.
     """
-    written: list[tuple[torch._ops.OpOverload, Tensor]] = []
+    written: list[tuple[OpOverload, Tensor]] = []
 
     class Watch(OpWatcher):
-        def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        def meet(self, op: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
             written.extend((op, tensor) for tensor in tensors_written_by(op, args, kwargs))
 
     local = like.to_local() if isinstance(like, DTensor) else like

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -68,7 +69,7 @@ SIDES = ("query", "key", "value")
 PLACED = ROWS | {"logsumexp", "grad_out", "grad_out_"}
 
 
-def handle_forward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def handle_forward(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """Handle a forward op: run the plan's part of this rank, or that of its batch and heads."""
     bound = bind_arguments(op, args, kwargs)
     query, *_ = tensors = [bound[side] for side in SIDES]
@@ -132,7 +133,7 @@ def handle_flex(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise error
 
 
-def handle_varlen(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def handle_varlen(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """Tell Dynamo the shapes of varlen_attn on sharded tokens; refuse it in eager code."""
     query = bind_arguments(op, args, kwargs)["query"]
     if not isinstance(query, DTensor) or Shard(0) not in query.placements:
@@ -159,7 +160,7 @@ def _not_compiled(site: str) -> UnsupportedAttention:
     )
 
 
-def handle_backward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def handle_backward(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """Handle a backward op, for the attention that `handle_forward` computed."""
     bound = bind_arguments(op, args, kwargs)
     tensors = tuple(bound[side] for side in SIDES)
@@ -188,7 +189,7 @@ def handle_backward(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
 
 
 def _gradients_of(
-    op: torch._ops.OpOverload, grads: Iterable[Tensor], tensors: Sequence[Tensor]
+    op: OpOverload, grads: Iterable[Tensor], tensors: Sequence[Tensor]
 ) -> tuple[Any, ...]:
     """Return all results of a backward op: gradients, placed as the tensors are; None for others.
 
@@ -203,7 +204,7 @@ def _gradients_of(
     return tuple(results)
 
 
-def _attend_within_ranks(op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
+def _attend_within_ranks(op: OpOverload, bound: dict[str, Any]) -> Any:
     """Compute an attention, or its backward, on this rank's batch entries and heads.
 
     DTensor (up to torch 2.15) has no sharding rule for the kernel of the CPU, and the rules of the
@@ -239,7 +240,7 @@ def _attend_within_ranks(op: torch._ops.OpOverload, bound: dict[str, Any]) -> An
     return tuple(from_local_like(result, sides[0]) for result in results)
 
 
-def _dispatch(op: torch._ops.OpOverload, bound: dict[str, Any]) -> Any:
+def _dispatch(op: OpOverload, bound: dict[str, Any]) -> Any:
     """Dispatch a call as DTensor does, which does not look at tensors passed by name."""
     by_name = {it.name: bound[it.name] for it in op._schema.arguments if it.kwarg_only}
     in_order = tuple(value for name, value in bound.items() if name not in by_name)
@@ -385,7 +386,7 @@ def _is_traced(local: Tensor) -> bool:
 
 
 def _results_of(
-    op: torch._ops.OpOverload, bound: dict[str, Any], out: Tensor, lse: Tensor | None = None
+    op: OpOverload, bound: dict[str, Any], out: Tensor, lse: Tensor | None = None
 ) -> tuple[Any, ...]:
     """Return all results of a kernel: out, lse, lengths, and None for the state of dropout.
 

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.dtensor.axis import holds_sequences
@@ -62,7 +63,7 @@ FILLS = (
 )
 
 
-def draw(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def draw(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """Draw as one process does over what is sharded, and as the first rank over what is whole."""
     bound = bind_arguments(op, args, kwargs)
     of: Any = next(value for value in bound.values() if isinstance(value, DTensor))
@@ -85,7 +86,7 @@ def draw(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     return args[0] if op._schema.is_mutable else drawn
 
 
-def _part_of_whole(op: torch._ops.OpOverload, bound: dict[str, Any], of: DTensor) -> Any:
+def _part_of_whole(op: OpOverload, bound: dict[str, Any], of: DTensor) -> Any:
     """Draw what one process would draw, and keep this rank's part of it."""
     mesh, own = of.device_mesh, of.to_local().detach()
     name = next(iter(bound))
@@ -147,7 +148,7 @@ ALONE = (
 )
 
 
-def concatenate(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def concatenate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Concatenate as DTensor does, without what torch skips."""
     bound = bind_arguments(op, args, kwargs)
     tensors: list[Tensor] = list(bound["tensors"])
@@ -187,7 +188,7 @@ ACCUMULATED: dict[Any, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
 }
 
 
-def accumulate(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def accumulate(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """Accumulate along a sharded dim, a column of every rank gathered; other dims as DTensor."""
     tensor, mesh, places = args[0], args[0].device_mesh, args[0].placements
     dim = args[1] % max(tensor.ndim, 1)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import SymInt, Tensor
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_inductor.dtensor.axis import is_first_rank
@@ -161,7 +162,7 @@ def view_as_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     )
 
 
-def is_misjudged(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+def is_misjudged(op: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether the rule that DTensor has for a call is wrong."""
     if op in INDEXED:
         masks = (torch.bool, torch.uint8)
@@ -177,7 +178,7 @@ def is_misjudged(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
     return is_known or _place_of_no_dims(op, args) is not None
 
 
-def _place_of_no_dims(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> int | None:
+def _place_of_no_dims(op: OpOverload, args: tuple[Any, ...]) -> int | None:
     """Return which argument of a reduction is an empty list of dims; None if none is."""
     if torch.Tag.reduction not in op.tags or op in KEEP_ALL_OF_NO_DIMS:
         return None
@@ -185,7 +186,7 @@ def _place_of_no_dims(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> int |
     return next((i for i, (it, dims) in enumerate(named) if it.name == "dim" and dims == []), None)
 
 
-def run_on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_on_whole(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an op on whole tensors. DTensor's error may be the one that is being handled."""
     if torch.Tag.inplace_view in op.tags:
         return _change_shape(op, args, kwargs)
@@ -248,7 +249,7 @@ def run_on_whole(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     return as_view(op, args, kwargs, made) if is_view else made
 
 
-def _change_shape(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _change_shape(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Change the shape of a tensor in place, as `unsqueeze_` does, by the op that returns it."""
     name = op._schema.name.removeprefix("aten::").removesuffix("_")
     packet = getattr(aten, name)
@@ -258,7 +259,7 @@ def _change_shape(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     return become(args[0], view(*args, **kwargs), op, args, kwargs)
 
 
-def _tell(op: torch._ops.OpOverload, inputs: Sequence[DTensor]) -> None:
+def _tell(op: OpOverload, inputs: Sequence[DTensor]) -> None:
     moved = [tensor for tensor in inputs if not is_whole(tensor)]
     if moved and is_first_rank(moved[0].device_mesh):
         if op is aten.convolution.default:
@@ -272,7 +273,7 @@ def _tell(op: torch._ops.OpOverload, inputs: Sequence[DTensor]) -> None:
 
 
 @cache
-def _tell_once(op: torch._ops.OpOverload, num_bytes: int) -> None:
+def _tell_once(op: OpOverload, num_bytes: int) -> None:
     log.info(
         f"{op} ({user_line()}): DTensor has no sharding rule for it, so every rank gathers its"
         f" inputs, {num_bytes:,} bytes, and computes all of it"

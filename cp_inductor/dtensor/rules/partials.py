@@ -36,6 +36,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -99,7 +100,7 @@ def part_of(whole: Tensor, like: DTensor) -> Tensor:
     return part if is_first else torch.zeros_like(part)
 
 
-def makes_parts(op: torch._ops.OpOverload, args: tuple[Any, ...], output_spec: Any) -> bool:
+def makes_parts(op: OpOverload, args: tuple[Any, ...], output_spec: Any) -> bool:
     """Whether what DTensor would return of an op is partial, and more than a sum that may stay.
 
     DTensor remembers its choice for all calls alike, so this does not depend on the mesh, which may
@@ -115,7 +116,7 @@ def makes_parts(op: torch._ops.OpOverload, args: tuple[Any, ...], output_spec: A
     return bool(parts) and not (may_sum and all(map(_is_sum, parts)))
 
 
-def compute_whole(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def compute_whole(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """Compute an op as DTensor does, and make whole what it returns, where sequences lie.
 
     What a gather along a sharded dim returns is made whole everywhere.
@@ -142,7 +143,7 @@ def whole_of_sequence(tensor: DTensor) -> Tensor | None:
     return whole_tensor(tensor) if holds_sequences(tensor.device_mesh) else None
 
 
-def read_item(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def read_item(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """Read the number of the whole."""
     whole = whole_of_sequence(args[0].detach())
     return without_handler(op, args, kwargs) if whole is None else op(whole)
@@ -158,7 +159,7 @@ MEAN, SUM = 1, 2  # at::Reduction
 CLASS_DIM = 1
 
 
-def compute_loss(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def compute_loss(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """Compute a loss of what is sharded; leave others to `loss_parallel` if that is on, or DTensor.
 
     No loss is partial, whoever computes it.

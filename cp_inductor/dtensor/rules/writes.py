@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -71,7 +72,7 @@ _copied: MutableMapping[Any, Any] = WeakKeyDictionary()
 _is_strict: ContextVar[bool] = ContextVar("is_strict", default=False)
 
 
-def handled() -> dict[Any, Iterable[torch._ops.OpOverload]]:
+def handled() -> dict[Any, Iterable[OpOverload]]:
     """Return the ops that each handler is for, if torch has no other: views, and all writes."""
     return {_view: (*VIEWS, *RESHAPES), _write: ops_that_write()}
 
@@ -86,7 +87,7 @@ def writes_as_dtensor() -> Iterator[None]:
         _is_strict.reset(token)
 
 
-def _view(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _view(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     of = args[0]
     if op is aten.view.default and not of.numel() and any(p.is_shard() for p in of.placements):
         refuse_empty(f"view ({user_line()})", of)
@@ -123,7 +124,7 @@ def _copies_of(tensor: DTensor) -> Any:
     return _copies.setdefault(memory_of(local_of(tensor)), WeakTensorKeyDictionary())
 
 
-def _write(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _write(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = tensors_written_by(op, args, kwargs)
     written = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     if any(is_propagating_shapes(local_of(tensor)) for tensor in written):
@@ -170,7 +171,7 @@ def _takes_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _trace(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[DTensor]
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[DTensor]
 ) -> Any:
     """Write to fake tensors, or leave that out if a backend of this library rewrites the write."""
     try:
@@ -185,7 +186,7 @@ def _trace(
         return tuple(written) if len(returned) > 1 else written[0] if returned else None
 
 
-def _check(op: torch._ops.OpOverload, tensor: DTensor) -> None:
+def _check(op: OpOverload, tensor: DTensor) -> None:
     local, base = local_of(tensor), tensor._base
     is_lost = isinstance(base, DTensor) and memory_of(local_of(base)) is not memory_of(local)
     if is_lost or memory_of(local) in _copied:

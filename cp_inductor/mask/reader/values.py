@@ -308,17 +308,15 @@ def _check_native(value: Value, tables: RunTimeTables) -> None:
             raise Unknown
 
 
-def _fits(
-    expression: Expr, shape: Sequence[int], dtype: torch.dtype, tables: RunTimeTables
-) -> bool:
+def _fits(value: Expr, shape: Sequence[int], dtype: torch.dtype, tables: RunTimeTables) -> bool:
     """Whether a dtype holds a whole number exactly. True for floats that are not whole."""
     if dtype not in INTEGERS and dtype not in WHOLE_UP_TO:
         raise Unknown
-    if dtype.is_floating_point and not _is_whole(expression):
+    if dtype.is_floating_point and not _is_whole(value):
         return True
-    if not _is_whole(expression):
+    if not _is_whole(value):
         raise Unknown
-    low, high = range_of(expression, sizes_of(shape), tables)
+    low, high = range_of(value, sizes_of(shape), tables)
     if not dtype.is_floating_point:
         return bool(low >= torch.iinfo(dtype).min and high <= torch.iinfo(dtype).max)
     if low < torch.finfo(dtype).min or high > torch.finfo(dtype).max:
@@ -420,22 +418,20 @@ def join_pieces(pieces: Sequence[tuple[Boolean, Value]]) -> Value:
     return replace(values[0], cases=tuple(cases), **_marks_of(values))
 
 
-def divide(
-    left: Expr, right: int, shape: Sequence[int], tables: RunTimeTables
-) -> tuple[Expr, Expr]:
+def divide(left: Expr, by: int, shape: Sequence[int], tables: RunTimeTables) -> tuple[Expr, Expr]:
     """Return left // right and left % right, simplified as far as the ranges of indices allow."""
     # left = quotient * right + rest, with as much as possible in the quotient.
     quotient, rest = sympy.Integer(0), sympy.Integer(0)
     for term, coefficient in sympy.expand(left).as_coefficients_dict().items():
-        whole = coefficient // right if coefficient.is_Integer else sympy.Integer(0)
-        if term != 1 and coefficient != whole * right:
+        whole = coefficient // by if coefficient.is_Integer else sympy.Integer(0)
+        if term != 1 and coefficient != whole * by:
             whole = sympy.Integer(0)
         quotient += whole * term
-        rest += (coefficient - whole * right) * term
+        rest += (coefficient - whole * by) * term
     low, high = range_of(rest, sizes_of(shape), tables)
-    if low >= 0 and high < right:
+    if low >= 0 and high < by:
         return quotient, rest
-    return quotient + sympy.floor(rest / right), sympy.Mod(rest, right)
+    return quotient + sympy.floor(rest / by), sympy.Mod(rest, by)
 
 
 def relate(word: str, left: Value, right: Value, tables: RunTimeTables) -> Value:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from cp_inductor.sequence.types import Mixed, Same, Shards, Sum, Type, describe
@@ -50,9 +51,7 @@ TypeOf = Callable[[Tensor], Type]
 class OpCall:
     """A call of an op, as a rule sees it."""
 
-    def __init__(
-        self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any, type_of: TypeOf
-    ) -> None:
+    def __init__(self, op: OpOverload, args: Any, kwargs: Any, out: Any, type_of: TypeOf) -> None:
         self.op, self.type_of = op, type_of
         self.bound = bind_arguments(op, args, kwargs)
         self.tensors, self.outs = tensors_in(self.bound), tensors_in(out)
@@ -143,15 +142,15 @@ def describe_kind(kind: Type) -> str:
 
 
 Rule = Callable[[OpCall], "list[Type]"]
-RULES: dict[torch._ops.OpOverload, Rule] = {}
+RULES: dict[OpOverload, Rule] = {}
 TAGGED: dict[torch.Tag, Rule] = {}
 
 
-def overloads(ops: Iterable[Any]) -> set[torch._ops.OpOverload]:
+def overloads(ops: Iterable[Any]) -> set[OpOverload]:
     """Return overloads, and all overloads of packets."""
     known = set()
     for op in ops:
-        is_one = isinstance(op, torch._ops.OpOverload)
+        is_one = isinstance(op, OpOverload)
         known |= {op} if is_one else {getattr(op, name) for name in op.overloads()}
     return known
 
@@ -168,6 +167,6 @@ def rule(*ops: Any, tag: torch.Tag | None = None) -> Callable[[Rule], Rule]:
     return register
 
 
-def find_rule(op: torch._ops.OpOverload) -> Rule | None:
+def find_rule(op: OpOverload) -> Rule | None:
     """Return the rule of an op, or of its tag."""
     return RULES.get(op) or next((TAGGED[tag] for tag in op.tags if tag in TAGGED), None)

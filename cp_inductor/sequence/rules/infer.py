@@ -73,9 +73,7 @@ def _join_places(kinds: Sequence[Type]) -> Type:
     first = kinds[0]
     if not isinstance(first, Shards):
         return first
-    return first.at(
-        [place for kind in kinds if isinstance(kind, Shards) for place in kind.places()]
-    )
+    return first.at([p for kind in kinds if isinstance(kind, Shards) for p in kind.places()])
 
 
 def _infer(call: OpCall) -> list[Type]:

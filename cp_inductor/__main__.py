@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     what = "measure the ranks of a torchrun and their links, for --machine calibrated"
     examples = ("calibrate", "calibrate --json")
     ranks = "torchrun --nproc-per-node 8"
-    calibrate = _add_command(commands, "calibrate", what, *examples, launcher=ranks)
+    calibrate = _add_command(commands, "calibrate", what, *examples, start=ranks)
     calibrate.set_defaults(run=_calibrate)
     what = "check torch, triton, caches, compilers, process groups"
     doctor = _add_command(commands, "doctor", what, "doctor", "doctor --json")
@@ -79,10 +79,8 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
     """Defaults are printed, and examples stay lines."""
 
 
-def _add_command(
-    commands: Any, name: str, what: str, *examples: str, launcher: str = "python"
-) -> Any:
-    lines = "\n".join(f"  {launcher} -m cp_inductor {example}" for example in examples)
+def _add_command(commands: Any, name: str, what: str, *examples: str, start: str = "python") -> Any:
+    lines = "\n".join(f"  {start} -m cp_inductor {example}" for example in examples)
     parser = commands.add_parser(
         name, help=what, description=what, epilog=f"examples:\n{lines}", formatter_class=_Formatter
     )

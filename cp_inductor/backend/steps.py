@@ -51,9 +51,7 @@ def with_steps_named(
         if not has_backward:
             leaves = outputs if isinstance(outputs, (tuple, list)) else [outputs]
             nodes = [output.grad_fn for output in leaves if isinstance(output, Tensor)]
-            has_backward = replace_backward(
-                nodes, lambda backward: _named(backward, attentions, "backward")
-            )
+            has_backward = replace_backward(nodes, lambda run: _named(run, attentions, "backward"))
         return outputs
 
     return run

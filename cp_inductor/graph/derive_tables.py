@@ -118,9 +118,7 @@ def derive_tables(
         except Exception:  # a model may call anything, which may raise anything
             return None
     is_plain = not any(isinstance(made_table, DTensor) for made_table in made)
-    is_right = [tuple(table.shape) for table in made] == [
-        tuple(map(size_hint, shape)) for shape in shapes
-    ]
+    is_right = [tuple(table.shape) for table in made] == [tuple(map(size_hint, s)) for s in shapes]
     return derived if is_plain and is_right else None
 
 

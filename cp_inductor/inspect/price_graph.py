@@ -251,9 +251,7 @@ class _Priced(Description):
         link = self.pricing.machine.levels[-1]
         moved = node.meta.get(BYTES_KEY, own)
         if node.target in _SUMS:
-            is_of_gradients = all(
-                user.op == "output" for wait in node.users for user in self.users[wait]
-            )
+            is_of_gradients = all(u.op == "output" for wait in node.users for u in self.users[wait])
             if is_of_gradients and not self.pricing.sums_gradients:
                 return 0.0
             moved = 2 * own * (self.pricing.world_size - 1) / self.pricing.world_size

@@ -218,7 +218,7 @@ class _Lightning(OnOwnTokens):
             states = (states * attention_mask[:, :, None]).to(states.dtype)
         states = states.reshape(batch, length, layer.num_attention_heads, -1).transpose(1, 2)
         query, key, value = states.split(layer.head_dim, 3)
-        out, final = _attend_in_blocks(layer, query, key, value)
+        out, final = _attend_blocks(layer, query, key, value)
         passed = torch.arange(1, length + 1, device=query.device)[:, None]
         remaining = torch.exp(-layer.slope_rate * passed)  # (H, S, 1)
         before, after = pass_states(final, decay=torch.exp(-layer.slope_rate * length))
@@ -230,9 +230,7 @@ class _Lightning(OnOwnTokens):
         return layer.out_proj(out), after.to(value.dtype)
 
 
-def _attend_in_blocks(
-    layer: Any, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
+def _attend_blocks(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs (B, H, S, D) and the final state (B, H, D, D), from a state of zeros."""
     state = value.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
     outs = []

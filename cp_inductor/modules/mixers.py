@@ -71,9 +71,7 @@ class OnWhole(ReadsLocally):
         _share_what_is_left(left, mesh, placements)
         of_batch = (tensor for tensor in tensors if Shard(0) in tensor.placements)
         batch = next(((t.to_local().shape[0], t.shape[0]) for t in of_batch), None)
-        return map_parts(
-            lambda _, leaf: own_part(leaf, mesh, placements, batch), result, is_ours=True
-        )
+        return map_parts(lambda _, x: own_part(x, mesh, placements, batch), result, is_ours=True)
 
 
 def _share_what_is_left(
@@ -251,9 +249,7 @@ class OnOwnTokens(OnWhole):
         axes = tuple(axis for axis, place in enumerate(places) if place == Shard(TOKENS))
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         dim = SharedSequence(tokens.device_mesh, axes, tokens.shape[TOKENS], name)
-        args, kwargs = map_parts(
-            lambda _, leaf: _own(tokens if leaf is shards else leaf, tokens), begun
-        )
+        args, kwargs = map_parts(lambda _, x: _own(tokens if x is shards else x, tokens), begun)
         alike = nullcontext() if torch.compiler.is_compiling() else drawing_alike(self, tokens)
         asked = questions()
         with computing_with(sequence=dim), alike:

@@ -285,9 +285,7 @@ def _subclass(
 def class_of(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module had before any of this, as which it is pickled."""
     classes: tuple[Any, ...] = type(module).__mro__
-    return next(
-        cls for cls in classes if READING not in vars(cls) and not issubclass(cls, ReadsLocally)
-    )
+    return next(c for c in classes if READING not in vars(c) and not issubclass(c, ReadsLocally))
 
 
 def _state_of(module: nn.Module) -> Any:

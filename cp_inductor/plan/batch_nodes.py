@@ -169,9 +169,7 @@ class _Imports:
             keys.rank[crosses], self.cost_home[1][crosses], world_size
         )
         excess = self.load - MAX_IMBALANCE_OF_NODES * self.share * self.num_ranks
-        self.sources = {
-            node: _Source(self, node) for node in np.flatnonzero(excess > self.least).tolist()
-        }
+        self.sources = {n: _Source(self, n) for n in np.flatnonzero(excess > self.least).tolist()}
 
     def with_crossing(self, taken: _Taken) -> np.ndarray:
         """Return the rank of each cell that was taken, or has keys of another node.

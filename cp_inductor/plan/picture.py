@@ -71,9 +71,7 @@ def panels_of(plan: PlanData) -> Iterator[Panel]:
 
 
 def _areas(grid: Grid, tile: Tile) -> Iterator[Area]:
-    of_queries, of_keys = (
-        tokens_before(grid, of_keys=of_keys).tolist() for of_keys in (False, True)
-    )
+    of_queries, of_keys = (tokens_before(grid, of_keys=k).tolist() for k in (False, True))
     for queries, keys in product(tile.queries, tile.keys):
         mask = tile.mask
         if mask is Mask.CAUSAL and keys != queries:

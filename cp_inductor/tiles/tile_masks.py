@@ -97,9 +97,7 @@ class TileMasks:
         own, _ = self.tokens.range_of(self.own, of_keys=False)
         rows = [(first - own, last - own) for first, last in queries]
         # Under a rule, lengths are constants of the graph.
-        runs = [
-            tuple((int(first), int(last)) for first, last in side) for side in (queries, keys, rows)
-        ]
+        runs = [tuple((int(a), int(b)) for a, b in side) for side in (queries, keys, rows)]
         return Geometry((tile.heads.start, tile.heads.stop), *runs)
 
     def change(self, tile: Tile, rows: slice) -> ScoreChange | None:

@@ -113,12 +113,10 @@ class Multiple:
         return Multiple(int(factor), symbol)
 
 
-def solve(
-    sizes: Sequence[Multiple | int], numbers: Sequence[int]
-) -> dict[sympy.Symbol, int] | None:
+def solve(sizes: Sequence[Multiple | int], values: Sequence[int]) -> dict[sympy.Symbol, int] | None:
     """Return what symbols are if sizes have these numbers; None if they cannot have them."""
     solution: dict[sympy.Symbol, int] = {}
-    for size, number in zip(sizes, numbers, strict=True):
+    for size, number in zip(sizes, values, strict=True):
         if not isinstance(size, int):
             solution.setdefault(size.symbol, number // size.factor)
         if number_of(size, solution) != number:

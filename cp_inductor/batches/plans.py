@@ -91,8 +91,8 @@ def numbers_of(
         stages=stages,
         nodes=Nodes.parse(nodes) if nodes else None,
     )
-    sizes = {"num_queries": batch * queries[rank], "num_keys": batch * keys[rank]}
-    numbers = rank_tables(plan, rank, **sizes)
+    tokens = batch * queries[rank], batch * keys[rank]
+    numbers = rank_tables(plan, rank, num_queries=tokens[0], num_keys=tokens[1])
     _made.append(plan)
     counters["cp_inductor"]["batches_planned"] += 1
     counters["cp_inductor"]["planning_us"] += round(1e6 * (time.perf_counter() - started))
@@ -111,10 +111,8 @@ def pin(found: RankTables) -> None:
 
 def copy_numbers(found: RankTables, device: torch.device) -> Tensor:
     """Return the numbers of a plan on a device, without waiting if they are pinned."""
-    pinned = _pinned.get(found)
-    if pinned is None:
-        return torch.from_numpy(found.numbers).to(device, copy=True)
-    return pinned.to(device, copy=True, non_blocking=True)
+    numbers = _pinned.get(found, torch.from_numpy(found.numbers))
+    return numbers.to(device, copy=True, non_blocking=found in _pinned)
 
 
 def _as_numpy(table: Tensor) -> np.ndarray:
@@ -160,11 +158,11 @@ class Known:
             group = group_of(self.group_name)
         except (RuntimeError, LookupError):  # it was destroyed
             return
-        size, queries, keys = (number_of(one, numbers) for one in self.sizes)
+        size, *lengths = (number_of(of_batch, numbers) for of_batch in self.sizes)
         tables = HashedTables.of(self.derived(batch))
-        how = (self.rule, size, (queries, keys), self.heads, self.stages)
+        attention = self.rule, size, tuple(lengths), self.heads, self.stages
         place = dist.get_world_size(group), dist.get_rank(group)
-        found = numbers_of(tables, *how, *place, self.nodes)
+        found = numbers_of(tables, *attention, *place, self.nodes)
         if self.is_copied:
             pin(found)
         counters["cp_inductor"]["plans_prepared"] += 1

@@ -46,13 +46,9 @@ def plan_batch(
 
     Args:
         tables: of the rule, whole, the same on all ranks of the group.
-        rule: its text.
-        batch: B, batch entries.
-        query_length, key_length: S and T, tokens of the whole sequence, which ranks hold as
-            torch.chunk cuts them.
-        num_heads, num_kv_heads: H and G.
+        query_length, key_length: tokens of the whole sequence, which ranks hold as torch.chunk cuts
+            them.
         stages: that fetch.
-        device: of the attention.
         group_name: c10d name of the process group.
         mask: its name for `remember_mask`, if the rule was read at other lengths than these may be.
         nodes: that ranks share, as `cp_inductor.plan.batch_nodes.Nodes` writes them; "" for none.
@@ -114,11 +110,7 @@ def remember_mask(
 ) -> None:
     """Remember a mask of a graph that is compiled.
 
-    Args:
-        name: of the mask.
-        site: for messages.
-        holds: whether its rule holds for these lengths of queries and keys.
-        lengths: for which it was read.
+    It was read for these lengths of queries and keys; its rule holds for others if `holds` says so.
     """
     known = _masks.pop(name, None)
     _masks[name] = _Mask(site, holds, lengths if known is None else known.lengths)

@@ -62,7 +62,6 @@ def assign_ranks(
     """Return the rank of each cell.
 
     Args:
-        cells, world_size, prices: of the batch.
         taken: the ranks of cells that are decided; NOBODY for others.
         num_growing: the ranks before this one take cells, and the others only store chunks; 0: all.
         max_load: the most weight that moves may give to a rank; 0: `MAX_IMBALANCE` of the mean.

@@ -76,15 +76,9 @@ class Chunks:
 
 
 def chunks_of(batch: int, lengths: Sequence[int], size: int, num_groups: int = 1) -> Chunks:
-    """Cut the shards of all ranks into chunks.
+    """Cut the shards of all ranks into chunks; each rank has so many tokens of each entry, or none.
 
     With groups of heads, the same tokens are a chunk of each group.
-
-    Args:
-        batch: number of batch entries.
-        lengths: the tokens of each rank, of one entry; may be 0 and need not be equal.
-        size: tokens of a full chunk, a multiple of BLOCK.
-        num_groups: of heads.
     """
     assert size > 0 and size % BLOCK == 0, size
     local = np.asarray(lengths, dtype=np.int64)

@@ -89,14 +89,9 @@ class LineMoves:
     def __init__(
         self, lines: Lines, weight: np.ndarray, rank: np.ndarray, max_load: float, fixed: np.ndarray
     ) -> None:
-        """Begin with an assignment.
+        """Begin with the rank of each cell, which is the same for all cells of two segments.
 
-        Args:
-            lines: the segments, and the cells of which lines move.
-            weight: of each cell.
-            rank: who computes it; NOBODY for nobody. All cells of two segments have the same rank.
-            max_load: the most weight that a rank may have after a move.
-            fixed: the weight of each rank that does not move.
+        No move gives a rank more weight than `max_load`; of it, `fixed` does not move.
         """
         self.lines, self.weight, self.max_load = lines, lines.sum(weight), max_load
         self.rank = np.full(self.weight.shape, NOBODY)

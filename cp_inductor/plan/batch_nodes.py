@@ -93,16 +93,17 @@ class Nodes:
 
 def assign_over_nodes(cells: Cells, world_size: int, prices: Prices, nodes: Nodes) -> np.ndarray:
     """Return the rank of each cell."""
-    rank = np.full(len(cells.query), NOBODY)
     imports = _Imports(cells, world_size, prices, nodes)
     least = np.inf
     for most in (MAX_IMBALANCE_OF_NODES, *MORE_IMBALANCE):
         taken = imports.search(most * imports.share)
-        work, waiting = taken.work, float(taken.received.max()) * imports.unit * nodes.wait / 1000
+        work = float((taken.load / imports.num_ranks).max())
+        waiting = float(taken.received.max()) * imports.unit * nodes.wait / 1000
         if work + waiting < least:
-            rank, least = imports.with_crossing(taken), work + waiting
+            best, least = taken, work + waiting
         if waiting <= work:
             break
+    rank = imports.with_crossing(best)
     of_cell = np.where(rank == NOBODY, imports.of_cell, rank // nodes.size)
     for node in range(-(-world_size // nodes.size)):
         first = node * nodes.size
@@ -177,7 +178,7 @@ class _Imports:
         Keys of one owner and one group of heads enter a node at one rank, the one that receives
         least of those that have room.
         """
-        cells, keys, rank = self.cells, self.cells.keys, taken.ranks()
+        cells, keys, rank = self.cells, self.cells.keys, taken.taken[self.cells.query]
         received = taken.received - self.enters
         room = self.share - np.bincount(rank[rank >= 0], cells.weight[rank >= 0], self.world_size)
         crosses = np.flatnonzero(
@@ -241,6 +242,7 @@ class _Taken:
     """Ranks that take cells of nodes that have too many, of which none receives more than a limit.
 
     Attributes:
+        load: the work of each node.
         received: what ranks receive from other nodes, in tokens' keys and values, over those that
             a rank stores.
     """
@@ -248,6 +250,7 @@ class _Taken:
     def __init__(self, imports: _Imports, kept: float, limit: float) -> None:
         self.imports, self.limit = imports, limit
         spare = kept * imports.num_ranks - imports.load
+        self.load = imports.load.copy()
         self.room, self.excess = np.maximum(spare, 0), np.maximum(-spare, 0)
         self.of_rank = np.full(imports.world_size, MAX_SHARE_TAKEN * imports.share)
         self.received = imports.crossing.copy()
@@ -281,22 +284,11 @@ class _Taken:
                 got = self._grow(source, rank, most)
                 is_stuck[rank, source] = not got
                 excess[source] -= got
+                self.load[source] -= got
+                self.load[node] += got
                 room[node] -= got
                 self.of_rank[rank] -= got
         return True
-
-    @property
-    def work(self) -> float:
-        """The work of a rank of the node that has most."""
-        imports = self.imports
-        rank = self.ranks()
-        of_node = np.where(rank == NOBODY, imports.of_cell, imports.node[rank])
-        load = np.bincount(of_node, imports.cells.weight, len(imports.num_ranks))
-        return float((load / imports.num_ranks).max())
-
-    def ranks(self) -> np.ndarray:
-        """Return the rank of each cell that was taken; NOBODY for others."""
-        return self.taken[self.imports.cells.query]
 
     def _grow(self, node: int, rank: int, room: float) -> float:
         """Let a rank take the row that brings most for its cost; return how much that is.

@@ -103,16 +103,16 @@ def numbers_of(
 _pinned: WeakKeyDictionary[RankTables, Tensor] = WeakKeyDictionary()
 
 
-def pin(found: RankTables) -> None:
+def pin(tables: RankTables) -> None:
     """Put the numbers of a plan into pinned memory, from where they are copied to a GPU."""
-    if found not in _pinned:
-        _pinned[found] = torch.from_numpy(found.numbers).pin_memory()
+    if tables not in _pinned:
+        _pinned[tables] = torch.from_numpy(tables.numbers).pin_memory()
 
 
-def copy_numbers(found: RankTables, device: torch.device) -> Tensor:
+def copy_numbers(tables: RankTables, device: torch.device) -> Tensor:
     """Return the numbers of a plan on a device, without waiting if they are pinned."""
-    numbers = _pinned.get(found, torch.from_numpy(found.numbers))
-    return numbers.to(device, copy=True, non_blocking=found in _pinned)
+    numbers = _pinned.get(tables, torch.from_numpy(tables.numbers))
+    return numbers.to(device, copy=True, non_blocking=tables in _pinned)
 
 
 def _as_numpy(table: Tensor) -> np.ndarray:
@@ -162,9 +162,9 @@ class Known:
         tables = HashedTables.of(self.derived(batch))
         attention = self.rule, size, tuple(lengths), self.heads, self.stages
         place = dist.get_world_size(group), dist.get_rank(group)
-        found = numbers_of(tables, *attention, *place, self.nodes)
+        planned = numbers_of(tables, *attention, *place, self.nodes)
         if self.is_copied:
-            pin(found)
+            pin(planned)
         counters["cp_inductor"]["plans_prepared"] += 1
 
 

@@ -158,25 +158,21 @@ def compare(word: str, left: Expr, right: Expr) -> Boolean:
     return equality if word == "eq" else Not(equality)
 
 
-def normal(allowed: Boolean) -> Boolean:
-    """Return a condition in its one form, however it was written: k <= q is k - q <= 0.
-
-    Of several bounds of an expression the tightest is kept, and equal documents are used.
-    """
-    if isinstance(allowed, Not):
-        inner = normal(allowed.args[0])
-        opposite = {And: Or, Or: And}.get(type(inner))
-        if opposite is not None:
-            return normal(opposite(*map(Not, inner.args)))
-        allowed = Not(inner)
+def canonical(allowed: Boolean) -> Boolean:
+    """Simplify a conjunction: keep the tightest of several bounds, and use equal documents."""
     if isinstance(allowed, Or):
-        return Or(*map(normal, allowed.args))
-    # x < 0 is x + 1 <= 0 for integers only.
-    if isinstance(allowed, Relational) and (allowed.lhs - allowed.rhs).is_integer:
-        return compare(WORDS[type(allowed)], *allowed.args)
+        return Or(*map(canonical, allowed.args))
+    if isinstance(allowed, Not) and isinstance(allowed.args[0], (And, Or)):
+        inner = allowed.args[0]
+        opposite = Or if isinstance(inner, And) else And
+        return canonical(opposite(*(Not(part) for part in inner.args)))
     if not isinstance(allowed, And):
+        # x < 0 is x + 1 <= 0 for integers only.
+        is_open = isinstance(allowed, (sympy.Lt, sympy.Ge, sympy.Gt))
+        if is_open and (allowed.lhs - allowed.rhs).is_integer:
+            return compare(WORDS[type(allowed)], *allowed.args)
         return allowed
-    parts = [normal(part) for part in allowed.args]
+    parts = [canonical(part) for part in allowed.args]
     for part in list(parts):
         if isinstance(part, sympy.Eq) and (equal := _what_equality_implies(part)):
             # No other equality: two of them could each make the other one true.
@@ -193,10 +189,19 @@ def substitute(expression: Any, replaced: Mapping[Expr, Expr], only: Any = None)
         return expression.func(*(substitute(part, replaced, only) for part in expression.args))
     if only is not None and not isinstance(expression, only):
         return expression
-    found = expression.xreplace(replaced)
-    if found != expression and isinstance(found, (sympy.Le, sympy.Eq, sympy.Ne)):
-        return compare(WORDS[type(found)], *found.args)
-    return found
+    result = expression.xreplace(replaced)
+    if result != expression and isinstance(result, (sympy.Le, sympy.Eq, sympy.Ne)):
+        return compare(WORDS[type(result)], *result.args)
+    return result
+
+
+def normal(allowed: Boolean) -> Boolean:
+    """Return a condition in its one form, however it was written: k <= q is k - q <= 0."""
+    if isinstance(allowed, (And, Or, Not)):
+        return canonical(allowed.func(*map(normal, allowed.args)))
+    if isinstance(allowed, Relational) and (allowed.lhs - allowed.rhs).is_integer:
+        return compare(WORDS[type(allowed)], *allowed.args)
+    return allowed
 
 
 def _what_equality_implies(equality: sympy.Eq) -> dict[Expr, Expr]:

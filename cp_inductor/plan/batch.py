@@ -105,7 +105,7 @@ class BatchPlan(Cells):
 
         (n, 8) each, as in `cp_inductor.plan.transfers`; sorted by rank, chunk and stage.
         """
-        found = []
+        uses = []
         for (chunks, chunk), payload in zip(
             self.sides, (Payload.QUERY, Payload.KEY_VALUE), strict=True
         ):
@@ -115,8 +115,8 @@ class BatchPlan(Cells):
             rank, which = np.divmod(numbers, max(1, len(chunks)))
             group, kind = chunks.group[which], np.full_like(which, payload.order)
             columns = chunks.rank[which], rank, which, which + 1, kind, group, group + 1, stage
-            found.append(np.stack(columns, axis=1))
-        return found
+            uses.append(np.stack(columns, axis=1))
+        return uses
 
     @cached_property
     def loads(self) -> np.ndarray:

@@ -278,10 +278,10 @@ def _only_equated(condition: Boolean) -> frozenset[int]:
         reads = sorted(tables_of(relation), key=str)
         is_equation = isinstance(relation, (sympy.Eq, sympy.Ne)) and len(reads) == 2
         if is_equation:
-            one, two = reads
+            first, second = reads
             difference = sympy.expand(relation.lhs - relation.rhs)
-            is_equation = difference in (one - two, two - one)
-            is_equation &= one.func == two.func and one.args[:-1] == two.args[:-1]
+            is_equation = difference in (first - second, second - first)
+            is_equation &= first.func == second.func and first.args[:-1] == second.args[:-1]
         (equated if is_equation else others).update(map(number_of, reads))
     return frozenset(equated - others)
 

@@ -89,11 +89,11 @@ class Layout:
     def parts(self) -> tuple[Part, ...]:
         """All parts."""
         fetching, computing = range(1, self.stages + 1), range(self.stages + 2)
-        found = [Part(Kind.SEND, side, stage) for stage in fetching for side in Side]
-        found += [Part(Kind.TILE, side, stage) for stage in computing for side in Side]
-        found += [Part(Kind.CELLS, Side.QUERY, stage) for stage in computing]
-        found += [Part(Kind.HOME, side, stage) for stage in fetching for side in Side]
-        return (*found, *(Part(Kind.SUM, side) for side in Side))
+        parts = [Part(Kind.SEND, side, stage) for stage in fetching for side in Side]
+        parts += [Part(Kind.TILE, side, stage) for stage in computing for side in Side]
+        parts += [Part(Kind.CELLS, Side.QUERY, stage) for stage in computing]
+        parts += [Part(Kind.HOME, side, stage) for stage in fetching for side in Side]
+        return (*parts, *(Part(Kind.SUM, side) for side in Side))
 
     @property
     def exchanges(self) -> tuple[Part, ...]:

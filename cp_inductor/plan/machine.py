@@ -132,9 +132,9 @@ class Machine:
     device: Device = Device()
 
     def __post_init__(self) -> None:
-        if len(self.levels) not in (1, 2) or any(not one.ranks for one in self.levels[:-1]):
+        if len(self.levels) not in (1, 2) or any(not level.ranks for level in self.levels[:-1]):
             expected = "one level, or two of which the first says how many ranks a node has"
-            refuse("levels", expected, tuple(one.ranks for one in self.levels), "a machine")
+            refuse("levels", expected, tuple(level.ranks for level in self.levels), "a machine")
 
     def node_of(self, rank: int) -> int:
         """Return the node of a rank: 0 if there is one level."""
@@ -387,9 +387,9 @@ def read_calibrated(folder: str | Path) -> Machine:
     """
     path = Path(folder) / _NAME
     try:
-        found = json.loads(path.read_text())
-        there = {name: found[name] for name in _where()}
-        machine = Machine.parse(found["machine"], site=str(path))
+        kept = json.loads(path.read_text())
+        there = {name: kept[name] for name in _where()}
+        machine = Machine.parse(kept["machine"], site=str(path))
     except (OSError, ValueError, KeyError, TypeError):
         there, machine = {}, Machine()
     if there != _where():

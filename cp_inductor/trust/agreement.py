@@ -284,7 +284,7 @@ class AgreedGraph:
 
     def __post_init__(self, inputs: Sequence[fx.Node]) -> None:
         # Now: what is found out of a symbol while a backward is compiled is true of that call.
-        self.sizes = [tuple(map(size_expression, one.sizes)) for one in self.planned]
+        self.sizes = [tuple(map(size_expression, p.sizes)) for p in self.planned]
         symbols = {symbol for sizes in self.sizes for size in sizes for symbol in size.free_symbols}
         # Where the arguments of a call tell the value of a symbol.
         self.sources = {
@@ -293,7 +293,7 @@ class AgreedGraph:
             for index, size in enumerate(_sizes_in(node.meta.get("example_value")))
             if isinstance(size, SymInt) and (expression := size_expression(size)) in symbols
         }
-        self.group_names = tuple(dict.fromkeys(one.attention.group_name for one in self.planned))
+        self.group_names = tuple(dict.fromkeys(p.attention.group_name for p in self.planned))
         self.known: dict[tuple[Any, ...], list[Entry]] = {}
 
     @contextmanager
@@ -339,11 +339,11 @@ class AgreedGraph:
         self, group_name: str, has_grad: bool, values: Sequence[int], kinds: Sequence[str]
     ) -> list[Entry]:
         claims, numbers = [], dict(zip(self.sources, map(sympy.Integer, values), strict=True))
-        for one, expressions in zip(self.planned, self.sizes, strict=True):
-            if one.attention.group_name == group_name:
+        for attention, expressions in zip(self.planned, self.sizes, strict=True):
+            if attention.attention.group_name == group_name:
                 known = (expression.xreplace(numbers) for expression in expressions)
                 sizes = tuple(int(size) if size.is_Integer else None for size in known)
-                planned = replace(one, sizes=sizes, heads=tuple(map(int, one.heads)))
+                planned = replace(attention, sizes=sizes, heads=tuple(map(int, attention.heads)))
                 claims.append(describe_attention(planned, has_grad=has_grad))
         # The first speaks for the graph. Where its attention differs, too, that says more.
         first, program = claims[0], dict[str, str]()
@@ -370,7 +370,7 @@ def _sizes_in(value: Any) -> Sequence[Any]:
 
 def warn_of_alike(begins: Sequence[Mapping[str, str]]) -> None:
     """Warn of inputs that begin alike on all ranks, by what they begin with on each."""
-    names = [name for name in begins[0] if len({one.get(name) for one in begins}) == 1]
+    names = [name for name in begins[0] if len({begin.get(name) for begin in begins}) == 1]
     if names:
         warnings.warn(
             f'options={{"mesh": ...}}: of the inputs, {", ".join(names)} begin with the same'
@@ -448,8 +448,8 @@ def note_draw(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
     noted = drawn.clone()
     if not is_captured(drawn):
         numbers, kind = {"its numbers": beginning_of(noted)}, f"draw {number} at {site}"
-        how = {"what": "a tensor that every rank is to have", "remedy": SEED_ALIKE}
-        compare_tables(group_name, numbers, kind, site, note_as=number, **how)
+        words = {"what": "a tensor that every rank is to have", "remedy": SEED_ALIKE}
+        compare_tables(group_name, numbers, kind, site, note_as=number, **words)
     return noted
 
 

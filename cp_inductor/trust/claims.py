@@ -108,9 +108,9 @@ def describe_attention(planned: Planned, *, has_grad: bool | None) -> Entry:
     return Entry(planned.site, said, PLANNED, kind=kind)
 
 
-def _values_of(this: Any) -> dict[str, str]:
+def _values_of(options: Any) -> dict[str, str]:
     """Return what an attention, or the source of its plan, says of itself, by name."""
-    named = {field.name: getattr(this, field.name) for field in fields(this)}
+    named = {field.name: getattr(options, field.name) for field in fields(options)}
     return {n: str(value) or "none" for n, value in named.items() if n not in SAID_APART}
 
 
@@ -297,9 +297,9 @@ def batches_of(gm: fx.GraphModule) -> dict[int, str]:
     if made is None:
         return {}
     name = str(made.device_mesh.get_group(0).group_name)
-    given = {node for node, source, _ in graph_inputs(gm.graph) if is_argument(source)}
+    arguments = {node for node, source, _ in graph_inputs(gm.graph) if is_argument(source)}
     inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
-    return {place: name for place, node in inputs if node in given}
+    return {place: name for place, node in inputs if node in arguments}
 
 
 def _made_whole(gm: fx.GraphModule) -> dict[fx.Node, DTensor]:

@@ -66,7 +66,7 @@ class _GradientWatch:
         if self.is_over or torch.compiler.is_compiling():
             return
         self.samples = self.samples or self._samples_of(optimizer)
-        compared, own = [one for one, _ in self.samples], [sample for _, sample in self.samples]
+        compared, own = [x for x, _ in self.samples], [sample for _, sample in self.samples]
         log = agreed_of(self.group_name) if own else None
         told = [] if log is None else _swap(log, own)
         self.num_tries += 1
@@ -98,7 +98,7 @@ def watch_gradients(group_name: str, tensors: Sequence[Any]) -> None:
         return
     if not config.check_agreement:
         return
-    plain = [one for one in tensors if type(one) is nn.Parameter and one.requires_grad]
+    plain = [t for t in tensors if type(t) is nn.Parameter and t.requires_grad]
     if plain and torch.is_grad_enabled():
         watch = watch or _watches.setdefault(group_name, _GradientWatch(group_name))
         for parameter in plain:
@@ -151,7 +151,7 @@ def _apart(own: Sequence[Any], other: Sequence[Any]) -> list[int]:
 
 def _warn(parameters: Sequence[Tensor]) -> None:
     """Warn of parameters by their names in their models, which only this needs."""
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     known = {
         id(parameter): name.replace("_orig_mod.", "")  # of a model that is compiled

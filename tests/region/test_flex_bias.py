@@ -231,7 +231,7 @@ CAPTURED = {
     "slope": ("k-q<=0;x0(0,h,q,k);float32", (1, HEADS, 8, LENGTH)),
     "of pairs": ("True;x0(0,0,q,k);float32", (1, 1, 8, LENGTH)),
     "keys": ("k-q<=0;x0(b,0,q,k);float32", (BATCH, 1, 8, LENGTH)),
-    "window": ("(k-q<=0)&(-k+q-6<=0);x0(0,0,q,k);float32", (1, 1, 8, LENGTH)),
+    "window": ("(k-q<=0)&((-k+q-6<=0)|(-k+q+1<=0));x0(0,0,q,k);float32", (1, 1, 8, LENGTH)),
 }
 
 

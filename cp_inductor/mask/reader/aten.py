@@ -297,8 +297,8 @@ def _viewed(call: OpCall) -> Any:
     if 0 in value.shape:
         raise Unknown
     with without_modes():
-        found = call.op(torch.empty(value.shape, device="meta"), **others)
-    views = found if isinstance(found, (list, tuple)) else (found,)
+        result = call.op(torch.empty(value.shape, device="meta"), **others)
+    views = result if isinstance(result, (list, tuple)) else (result,)
     values = []
     for view in views:
         shape = tuple(view.shape)
@@ -311,7 +311,7 @@ def _viewed(call: OpCall) -> Any:
             if size > 1:
                 flat, indices[DIMS[dim]] = divide(flat, size, shape, call.tables)
         values.append(value.map(shape, indices))
-    return values[0] if views is not found else tuple(values)
+    return values[0] if views is not result else tuple(values)
 
 
 def _flipped(call: OpCall) -> Value:

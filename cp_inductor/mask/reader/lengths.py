@@ -53,12 +53,12 @@ class Frozen:
         Raises:
             ValueError: the numbers leave a length open.
         """
-        found = [number_at(size, numbers) for size in self.sizes]
-        if None in found or isinstance(self.kind, torch.layout):
+        sizes = [number_at(size, numbers) for size in self.sizes]
+        if None in sizes or isinstance(self.kind, torch.layout):
             raise ValueError(str(self))
         if isinstance(self.kind, torch.dtype):
-            return torch.empty(tuple(map(int, found)), dtype=self.kind, device="meta")
-        return self.kind(found[0])
+            return torch.empty(tuple(map(int, sizes)), dtype=self.kind, device="meta")
+        return self.kind(sizes[0])
 
     def said(self, names: Mapping[sympy.Symbol, sympy.Symbol]) -> str:
         """Return the value as text, with other names for its symbols."""
@@ -165,13 +165,13 @@ class MaskOfLengths:
     @property
     def name(self) -> str:
         """A name that only this mask has: the same on every rank, and in every process."""
-        symbols = dict.fromkeys(one.symbol for one in self.lengths if not isinstance(one, int))
+        symbols = dict.fromkeys(n.symbol for n in self.lengths if not isinstance(n, int))
         canonical = {symbol: sympy.Symbol(f"n{place}") for place, symbol in enumerate(symbols)}
         mask = self.recognized
         said = [mask.rule.format(), repr(tuple(mask.indices)), *map(str, mask.tables)]
-        for one in self.lengths:
-            said.append(str(one if isinstance(one, int) else one.factor * canonical[one.symbol]))
+        for n in self.lengths:
+            said.append(str(n if isinstance(n, int) else n.factor * canonical[n.symbol]))
         for node, value in self.values.items():
-            frozen = [one for one in pytree.tree_leaves(value) if isinstance(one, Frozen)]
-            said += [node.format_node() or node.name, *(one.said(canonical) for one in frozen)]
+            frozen = [n for n in pytree.tree_leaves(value) if isinstance(n, Frozen)]
+            said += [node.format_node() or node.name, *(n.said(canonical) for n in frozen)]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]

@@ -51,9 +51,9 @@ from cp_inductor.mask.language import (
     QUERY,
     SCORE,
     Step,
+    canonical,
     compare,
     is_of_pairs,
-    normal,
     number_of,
     substitute,
     table,
@@ -282,7 +282,7 @@ def as_rule(value: Value, tables: RunTimeTables) -> Recognized | None:
         lowest = number(torch.finfo(value.dtype).min)
         recognized = _as_rule(value, tables, {sympy.S.NegativeInfinity, lowest})
         at_itself = recognized and substitute(recognized.rule.allowed, {KEY: QUERY})
-        if recognized is not None and normal(at_itself) == sympy.true:
+        if recognized is not None and canonical(at_itself) == sympy.true:
             return recognized
     return _as_rule(value, tables, {sympy.S.NegativeInfinity})
 
@@ -327,7 +327,7 @@ def _as_rule(value: Value, tables: RunTimeTables, nothing: Collection[Expr]) -> 
             bias = sympy.Piecewise(*((e, c) for c, e in others), (last, True))
         if bias.atoms(Step) and not bias.is_integer:
             return None
-    allowed = _with_runs(normal(allowed), tables)
+    allowed = _with_runs(canonical(allowed), tables)
     if sympy.count_ops(allowed) > 40 * MAX_TERMS:
         return None
     # Existing pairs simplify a bias by their equalities: 1 - t0 is 0 where t0 = 1.
@@ -367,7 +367,7 @@ def _with_runs(allowed: Boolean, tables: RunTimeTables) -> Boolean:
                 at_key = source.xreplace({DIMS[d]: index for d, index in enumerate(counted.args)})
                 equal = {at_key: at_key.xreplace({KEY: QUERY}) + KEY - QUERY}
                 parts = [p if p is part else substitute(p, equal) for p in parts]
-    return normal(And(*parts))
+    return canonical(And(*parts))
 
 
 def _used_only(rule: Rule, nodes: Sequence[fx.Node]) -> Recognized:
@@ -390,7 +390,7 @@ def misread(recognized: Recognized, shape: Sequence[int], tables: RunTimeTables)
     index must lie within its dim.
     """
     sizes = dict(zip(INDICES, [1] * (4 - len(shape)) + list(shape), strict=True))
-    found = set()
+    nodes = set()
     roles: dict[fx.Node, tuple[Any, ...]] = {}
     for entry in sorted(recognized.rule.reads, key=str):
         node = recognized.tables[number_of(entry)]
@@ -409,5 +409,5 @@ def misread(recognized: Recognized, shape: Sequence[int], tables: RunTimeTables)
                 low, high = range_of(index, sizes, tables)
                 is_right &= bool(low >= 0 and high < length)
         if not is_right:
-            found.add(node)
-    return found
+            nodes.add(node)
+    return nodes

@@ -162,22 +162,22 @@ def _slice(ends: Sequence[fx.Node], leaves: Collection[fx.Node]) -> dict[fx.Node
         is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
         return node in leaves or not is_call or is_higher_order
 
-    found: dict[fx.Node, bool] = {}
+    visited: dict[fx.Node, bool] = {}
     queue = list(ends)
     for node in queue:
-        if node in found:
+        if node in visited:
             continue
         examples = ((source, source.meta.get("example_value")) for source in node.all_input_nodes)
         sources = [source for source, example in examples if tensors_in(example)]
         # An input must be one tensor. If a node that returns several cannot be run, each node that
         # takes a tensor out of it becomes an input.
         is_taken = any(is_leaf(source) and not _is_tensor(source) for source in sources)
-        is_far = len(found) >= MAX_NODES and _is_tensor(node)
-        found[node] = is_leaf(node) or is_taken or is_far
-        if not found[node]:
+        is_far = len(visited) >= MAX_NODES and _is_tensor(node)
+        visited[node] = is_leaf(node) or is_taken or is_far
+        if not visited[node]:
             queue += sources
-    graphs = dict.fromkeys(node.graph for node in found)
-    return {node: found[node] for graph in graphs for node in graph.nodes if node in found}
+    graphs = dict.fromkeys(node.graph for node in visited)
+    return {node: visited[node] for graph in graphs for node in graph.nodes if node in visited}
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -269,8 +269,8 @@ KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 def number_at(expression: sympy.Expr, numbers: Mapping[sympy.Symbol, int]) -> Any:
     """Return an expression as a number or truth of sympy; None if these symbols do not fix it."""
-    found = sympy.sympify(expression.xreplace(dict(numbers)))
-    return found if found.is_number or found in (sympy.true, sympy.false) else None
+    value = sympy.sympify(expression.xreplace(dict(numbers)))
+    return value if value.is_number or value in (sympy.true, sympy.false) else None
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:

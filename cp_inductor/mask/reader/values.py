@@ -114,8 +114,6 @@ class Value:
     def expand(self, shape: tuple[int, ...]) -> Value:
         """Return the tensor, repeated along new dims and along those of size 1."""
         offset = len(shape) - len(self.shape)
-        if not offset:
-            return replace(self, shape=shape)
         return self.map(shape, {DIMS[d]: DIMS[d + offset] for d in range(len(self.shape))})
 
     def exact(self) -> Value:
@@ -212,15 +210,13 @@ def range_of(expression: Expr, sizes: Mapping[Expr, int], tables: RunTimeTables)
 
     Its indices count from 0 to the sizes of their dims.
     """
-    if expression in sizes:  # as most are
-        return 0, sizes[expression] - 1
     anything = EXACT.make(-math.inf, math.inf)
     indices = {index: EXACT.make(0, size - 1) for index, size in sizes.items()}
     operations = interval_operations(
         lambda read, _: EXACT.make(*tables.ranges[number_of(read)]), EXACT.make, number=exact_number
     )
-    found = evaluate(sympy.expand(expression), {SCORE: anything, **indices}, operations)
-    return (found.low, found.high) if isinstance(found, Interval) else (found, found)
+    value = evaluate(sympy.expand(expression), {SCORE: anything, **indices}, operations)
+    return (value.low, value.high) if isinstance(value, Interval) else (value, value)
 
 
 def sizes_of(shape: Sequence[int]) -> dict[Expr, int]:
@@ -439,8 +435,8 @@ def relate(word: str, left: Value, right: Value, tables: RunTimeTables) -> Value
     shape, (left, right) = align([left, right])
     if (left.is_wrapped or right.is_wrapped) and word not in ("eq", "ne"):
         raise Unknown
-    for one, other in ((left, right), (right, left)):
-        if one.limit < math.inf and magnitude(other.exact(), tables) + 1 > one.limit:
+    for side, other in ((left, right), (right, left)):
+        if side.limit < math.inf and magnitude(other.exact(), tables) + 1 > side.limit:
             raise Unknown
     parts = [
         And(c, d, _compare(word, a, b, sizes_of(shape), tables))

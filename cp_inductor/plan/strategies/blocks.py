@@ -94,7 +94,7 @@ def _search(work: Work) -> list[Area]:
     whole = Block(0, num_chunks, 0, num_chunks)
     candidates = [cut_blocks(whole, before, world_size, aspect) for aspect in aspects[:num_tried]]
     assigned = [(*assign_blocks(b, owners, prices), b) for b in candidates]
-    ranks, _, chosen = min(assigned, key=lambda one: one[1])
+    ranks, _, chosen = min(assigned, key=lambda trial: trial[1])
     areas: list[Area] = [(owners[:0], owners[:0])] * world_size
     for rank, block in zip(ranks, chosen, strict=True):
         keys = work.chunks_before(rank) if under_rule else chunks

@@ -37,26 +37,19 @@ from cp_inductor.trust.unreduced import watch_gradients
 
 @dataclass(frozen=True)
 class Captured:
-    """What calling a captured graph takes.
+    """What calling a captured graph takes."""
 
-    Attributes:
-        kept: places of the inputs that were kept.
-        agree: makes the context, from the inputs, in which the ranks compare what they run.
-        attentions: those that were captured, in the order in which they run.
-        types: what checks calls of the graph, if they must be.
-        collectives: what its lowered graphs start, by "forward", "backward" and "inference"; of
-            graphs that come from a cache nothing is known.
-        sharing: places of outputs, and of inputs, that are one memory on one process.
-        written: places of the DTensors among the inputs that the graph writes to.
-    """
-
-    kept: tuple[int, ...]
+    kept: tuple[int, ...]  # places of the inputs that were kept
+    # Makes the context, from the inputs, in which the ranks compare what they run.
     agree: Callable[[Sequence[Any]], Any]
-    attentions: tuple[Planned, ...] = ()
-    types: Checking | None = None
+    attentions: tuple[Planned, ...] = ()  # those that were captured, in the order in which they run
+    types: Checking | None = None  # what checks calls of the graph, if they must be
+    # What its lowered graphs start, by "forward", "backward" and "inference"; of graphs that come
+    # from a cache nothing is known.
     collectives: dict[str, Sequence[Collective]] = field(default_factory=dict)
+    # Places of outputs, and of inputs, that are one memory on one process.
     sharing: Sequence[tuple[list[int], list[int]]] = ()
-    written: Sequence[int] = ()
+    written: Sequence[int] = ()  # places of the DTensors among the inputs that the graph writes to
 
     @staticmethod
     def of(gm: fx.GraphModule, settings: Settings) -> Captured:

@@ -131,23 +131,17 @@ NUM_KNOWN = 64  # attentions of all models that are remembered; the oldest are f
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """An attention whose plan the batch decides. Those of all layers of a model are equal.
+    """An attention whose plan the batch decides. Those of all layers of a model are equal."""
 
-    Attributes:
-        derived: makes the tables of its rule from inputs of the model.
-        sizes: of the batch, and the lengths of queries and keys.
-        rule, heads, stages, nodes, group_name: as the op `plan_batch` takes them.
-        is_copied: the plan goes to a GPU, from pinned memory.
-    """
-
-    derived: Derived
+    derived: Derived  # makes the tables of its rule from inputs of the model
+    # rule, heads, stages, nodes, group_name: as the op `plan_batch` takes them.
     rule: str
-    sizes: tuple[int | Multiple, ...]
+    sizes: tuple[int | Multiple, ...]  # of the batch, and the lengths of queries and keys
     heads: tuple[int, int]
     stages: int
     nodes: str
     group_name: str
-    is_copied: bool
+    is_copied: bool  # the plan goes to a GPU, from pinned memory
 
     def plan(self, batch: Mapping[str, Any]) -> None:
         """Plan a batch, if it has the inputs and sizes for which the attention was compiled."""

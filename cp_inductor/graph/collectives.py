@@ -38,17 +38,12 @@ def is_start(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What a graph starts among the ranks of a group.
+    """What a graph starts among the ranks of a group."""
 
-    Attributes:
-        op: its name, and the dtype of what arrives.
-        shape: of what arrives, if all ranks of the group get as much; None if inputs decide it.
-        group_name: c10d name of the group.
-    """
-
-    op: str
+    op: str  # its name, and the dtype of what arrives
+    # What arrives has this shape, if all ranks of the group get as much; None if inputs decide it.
     shape: tuple[int, ...] | None
-    group_name: str
+    group_name: str  # c10d name of the group
 
 
 def list_collectives(gm: fx.GraphModule) -> tuple[Collective, ...]:

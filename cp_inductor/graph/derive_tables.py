@@ -32,18 +32,12 @@ NAME = re.compile(r"\['(\w+)'\]$")
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """Tables as a function of the inputs of a model.
+    """Tables as a function of the inputs of a model."""
 
-    Attributes:
-        names: of the inputs.
-        like: the shape and dtype of each; sizes that Dynamo traced as symbols are multiples of
-            these.
-        function: makes the tables of them.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the inputs
+    # The shape and dtype of each; sizes that Dynamo traced as symbols are multiples of these.
     like: tuple[tuple[tuple[int | Multiple, ...], torch.dtype], ...]
-    function: fx.Graph = field(compare=False)
+    function: fx.Graph = field(compare=False)  # makes the tables of them
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """Compute on the CPU, without a gradient, on copies: the function may write to them."""

@@ -21,17 +21,11 @@ Stack = nn.ModuleList | nn.ModuleDict | nn.Sequential
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The longest list of layers in a model.
+    """The longest list of layers in a model."""
 
-    Attributes:
-        name: of the list, from the model.
-        count: how many layers it has.
-        period: every layer is like the one so many before it: 1 if all are alike.
-    """
-
-    name: str
-    count: int
-    period: int
+    name: str  # of the list, from the model
+    count: int  # how many layers it has
+    period: int  # every layer is like the one so many before it: 1 if all are alike
 
     @property
     def fewest(self) -> tuple[int, int]:

@@ -82,26 +82,19 @@ def _computed(device: Device, node: fx.Node) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a graph takes.
+    """What a graph takes."""
 
-    Attributes:
-        seconds: of its compute, by "attention", "matmuls" and "elementwise"; and "exposed
-            exchanges": what no compute hides of them, or cannot hide by the device's `hidden`.
-        model_flops: of attention and matrix multiplications, forward and backward, as a forward
-            has them: what is computed again does not count.
-        peak_bytes: most bytes alive at once, besides what the caller passed in.
-        saved_bytes: of what a forward leaves to the backward, and of what a backward returns.
-        exchange_bytes: most bytes of received buffers at once.
-        chunk_bytes: the most that a chunk of logits holds; 0 without chunks.
-        largest: the largest buffers at the peak, as (op, bytes), the largest first.
-    """
-
+    # seconds: of its compute, by "attention", "matmuls" and "elementwise"; and "exposed exchanges":
+    # what no compute hides of them, or cannot hide by the device's `hidden`.
     seconds: Mapping[str, float]
+    # model_flops: of attention and matrix multiplications, forward and backward, as a forward has
+    # them: what is computed again does not count.
     model_flops: float
-    peak_bytes: int
-    saved_bytes: int
-    exchange_bytes: int
-    chunk_bytes: int
+    peak_bytes: int  # most bytes alive at once, besides what the caller passed in
+    saved_bytes: int  # of what a forward leaves to the backward, and of what a backward returns
+    exchange_bytes: int  # most bytes of received buffers at once
+    chunk_bytes: int  # the most that a chunk of logits holds; 0 without chunks
+    # The largest buffers at the peak, as (op, bytes), the largest first.
     largest: tuple[tuple[str, int], ...]
 
 

@@ -58,15 +58,10 @@ TARGETS = ("cpu", *(f"cuda:{name}" for name in (*ARCHITECTURES, *GPUS)))
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A device to generate code for.
+    """A device to generate code for."""
 
-    Attributes:
-        name: one of `TARGETS`.
-        chip: the key of the GPU in `GPUS`; "" for the CPU of this machine.
-    """
-
-    name: str
-    chip: str
+    name: str  # one of `TARGETS`
+    chip: str  # the key of the GPU in `GPUS`; "" for the CPU of this machine
 
     @staticmethod
     def parse(name: str) -> Target:

@@ -21,31 +21,25 @@ from cp_inductor.mask.language import WORDS, Step
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """How `evaluate` computes what Python operators do not cover: on numpy arrays, if not told.
+    """How `evaluate` computes what Python operators do not cover: on numpy arrays, if not told."""
 
-    Attributes:
-        read: (read of a table, values of its indices) -> value. None where none is read.
-        floor_divide: (value, positive integer) -> value.
-        minimum, maximum: (value, value) -> value, elementwise.
-        choose: (condition, value, other) -> value where the condition holds, else other.
-        as_integer: condition -> 0 or 1.
-        boolean: bool -> a constant condition.
-        apply: (name of a function of `language.FUNCTIONS`, values) -> value. None where such
-            functions do not occur.
-        remainder: (value of an integer, positive integer) -> value. None: by `floor_divide`.
-        number: number of sympy that is no integer -> value.
-    """
-
+    # (read of a table, values of its indices) -> value. None where none is read.
     read: Callable[[Any, tuple[Any, ...]], Any] | None = None
+    # (value, positive integer) -> value.
     floor_divide: Callable[[Any, int], Any] = operator.floordiv
+    # minimum and maximum: (value, value) -> value, elementwise.
     minimum: Callable[[Any, Any], Any] = np.minimum
     maximum: Callable[[Any, Any], Any] = np.maximum
+    # (condition, value, other) -> value where the condition holds, else other.
     choose: Callable[[Any, Any, Any], Any] = np.where
-    as_integer: Callable[[Any], Any] = np.int64
-    boolean: Callable[[bool], Any] = np.bool_
+    as_integer: Callable[[Any], Any] = np.int64  # condition -> 0 or 1
+    boolean: Callable[[bool], Any] = np.bool_  # bool -> a constant condition
+    # (name of a function of `language.FUNCTIONS`, values) -> value. None where such functions do
+    # not occur.
     apply: Callable[..., Any] | None = None
+    # (value of an integer, positive integer) -> value. None: by `floor_divide`.
     remainder: Callable[[Any, int], Any] | None = None
-    number: Callable[[Expr], Any] = float
+    number: Callable[[Expr], Any] = float  # number of sympy that is no integer -> value
 
 
 def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operations) -> Any:

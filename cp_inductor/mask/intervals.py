@@ -56,16 +56,12 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interval:
-    """The least and the greatest of some values. The operators take intervals and numbers.
+    """The least and the greatest of some values. The operators take intervals and numbers."""
 
-    Attributes:
-        low, high: the ends.
-        numbers: how they are computed.
-    """
-
+    # low and high: the ends.
     low: Any
     high: Any
-    numbers: Numbers
+    numbers: Numbers  # how they are computed
 
     def __add__(self, other: Any) -> Interval:
         a, b, numbers = self.numbers.match(self, other)

@@ -65,19 +65,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Rule:
-    """A mask, as an expression of indices.
+    """A mask, as an expression of indices."""
 
-    Attributes:
-        allowed: true for the pairs that exist.
-        bias: added to their scores, after these are scaled.
-        is_wide: the bias stays in float32 when the attention is computed in half precision.
-        score: what takes the place of a scaled score s, if it is more than a sum with a bias. Then
-            the bias is 0.
-    """
-
-    allowed: Boolean
-    bias: Expr = sympy.S.Zero
+    allowed: Boolean  # true for the pairs that exist
+    bias: Expr = sympy.S.Zero  # added to their scores, after these are scaled
+    # The bias stays in float32 when the attention is computed in half precision.
     is_wide: bool = False
+    # What takes the place of a scaled score s, if it is more than a sum with a bias. Then the bias
+    # is 0.
     score: Expr = SCORE
 
     @staticmethod

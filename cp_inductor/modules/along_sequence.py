@@ -53,18 +53,13 @@ MOST_GATHERED = 64
 
 @dataclass(frozen=True, slots=True)
 class SharedSequence:
-    """A sequence whose tokens are shared among the ranks of mesh axes.
+    """A sequence whose tokens are shared among the ranks of mesh axes."""
 
-    Attributes:
-        mesh, axes: whose ranks share it.
-        length: how many tokens all ranks have.
-        site: of the module that computes on its own tokens.
-    """
-
+    # mesh and axes: whose ranks share it.
     mesh: DeviceMesh
     axes: tuple[int, ...]
-    length: int | SymInt
-    site: str = ""
+    length: int | SymInt  # how many tokens all ranks have
+    site: str = ""  # of the module that computes on its own tokens
 
     @property
     def world_size(self) -> int:

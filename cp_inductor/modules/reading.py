@@ -39,31 +39,27 @@ READING = "_cp_reading"
 # were also assigned to before it.
 @dataclass(slots=True)
 class Computing:
-    """What a thread is computing now.
+    """What a thread is computing now."""
 
-    Attributes:
-        is_running: whether a parallelized model runs (True), or runs on its plain weights, as on
-            one process (False); None if none runs.
-        is_local: whether modules now read local tensors (True) or DTensors (False); None if no
-            module runs that computes on a rank's own tokens.
-        tokens: the input of a mixture of experts, if the logits of its routers are recorded.
-        sequence: of which such a module has this rank's tokens, if it passes states between ranks:
-            a `SharedSequence`.
-        questions: how often it has been asked for.
-        is_in_form: whether a function runs that a form calls to compute this rank's tokens.
-        is_alone: whether a checkpoint recomputes here whose forward was outside of a run.
-        left: attributes that were set to tensors in a module that computes on the whole sequence.
-        weights: the parameters that modules have read since `reading_once`, by module and name.
-    """
-
+    # Whether a parallelized model runs (True), or runs on its plain weights, as on one process
+    # (False); None if none runs.
     is_running: bool | None = None
+    # Whether modules now read local tensors (True) or DTensors (False); None if no module runs that
+    # computes on a rank's own tokens.
     is_local: bool | None = None
+    # The input of a mixture of experts, if the logits of its routers are recorded.
     tokens: DTensor | None = None
+    # sequence: of which such a module has this rank's tokens, if it passes states between ranks: a
+    # `SharedSequence`.
     sequence: Any = None
-    questions: int = 0
+    questions: int = 0  # how often it has been asked for
+    # Whether a function runs that a form calls to compute this rank's tokens.
     is_in_form: bool = False
+    # Whether a checkpoint recomputes here whose forward was outside of a run.
     is_alone: bool = False
+    # Attributes that were set to tensors in a module that computes on the whole sequence.
     left: list[tuple[nn.Module, str]] | None = None
+    # The parameters that modules have read since `reading_once`, by module and name.
     weights: dict[tuple[int, str], Tensor] | None = None
 
 
@@ -156,18 +152,15 @@ class ReadsLocally(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """How a module computes on plain tensors, in a model that computes on DTensors.
+    """How a module computes on plain tensors, in a model that computes on DTensors."""
 
-    Attributes:
-        mixin: what `read_locally` adds to the module: `OnWhole` computes on all tokens,
-            `OnOwnTokens` and `OnShards` on a rank's own.
-        inner: what it adds to modules inside it, by their class, if not `ReadsLocally`.
-        functions: forms of functions that pass states, by the names under which the module calls
-            them, beside what `recurrences` knows.
-    """
-
+    # What `read_locally` adds to the module: `OnWhole` computes on all tokens, `OnOwnTokens` and
+    # `OnShards` on a rank's own.
     mixin: type[ReadsLocally]
+    # What it adds to modules inside it, by their class, if not `ReadsLocally`.
     inner: Mapping[type, type[ReadsLocally]] = field(default_factory=dict)
+    # Forms of functions that pass states, by the names under which the module calls them, beside
+    # what `recurrences` knows.
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 

@@ -68,22 +68,19 @@ class _ScaledGradient(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ShardedWeights:
-    """How the parameters of a model are stored and gathered.
+    """How the parameters of a model are stored and gathered."""
 
-    Attributes:
-        mesh: 1-D, over which they are sharded: the ranks of the sequence, or these and those with
-            other batches.
-        param_dtype: in which floating-point parameters are gathered; None leaves theirs.
-        reduce_dtype: in which their gradients are summed; None is the parameter's own.
-        is_float32: whether shards of parameters that are trained are float32, whatever they were.
-        is_offloaded: whether shards are in the host's memory, and so their gradients and the states
-            of their optimizer; each is copied to the device when it is gathered.
-    """
-
+    # 1-D, over which they are sharded: the ranks of the sequence, or these and those with other
+    # batches.
     mesh: DeviceMesh
+    # The dtype in which floating-point parameters are gathered; None leaves theirs.
     param_dtype: torch.dtype | None = None
+    # The dtype in which their gradients are summed; None is the parameter's own.
     reduce_dtype: torch.dtype | None = None
+    # Whether shards of parameters that are trained are float32, whatever they were.
     is_float32: bool = False
+    # Whether shards are in the host's memory, and so their gradients and the states of their
+    # optimizer; each is copied to the device when it is gathered.
     is_offloaded: bool = False
 
     def check(self, model: nn.Module) -> None:
@@ -173,20 +170,16 @@ class ShardedWeights:
 
 @dataclass(eq=False)
 class Options:
-    """How a model was parallelized, and so how its modules read their tensors while it runs.
+    """How a model was parallelized, and so how its modules read their tensors while it runs."""
 
-    Attributes:
-        mesh, tokenwise, recurrent, whole, seq_dims, outputs, gradients: arguments of `parallelize`.
-        weights: how parameters are stored in shards; None leaves them.
-    """
-
+    # mesh, tokenwise, recurrent, whole, seq_dims, outputs, gradients: arguments of `parallelize`.
     mesh: DeviceMesh
     tokenwise: tuple[type[nn.Module], ...] = ()
     recurrent: tuple[type[nn.Module], ...] = ()
     whole: tuple[type[nn.Module], ...] = ()
     seq_dims: Mapping[str, int | None] = field(default_factory=dict)
     outputs: str = "sharded"
-    weights: ShardedWeights | None = None
+    weights: ShardedWeights | None = None  # how parameters are stored in shards; None leaves them
     gradients: str = "sum"
 
     @property

@@ -42,19 +42,12 @@ TOKENS = 1
 
 @dataclass(frozen=True)
 class WholeBatches:
-    """How a model takes whole batches.
+    """How a model takes whole batches."""
 
-    Attributes:
-        site: of the model, for errors.
-        names: of the arguments of the model's forward, by position.
-        options: how it was parallelized.
-        lengths: that were compiled.
-    """
-
-    site: str
-    names: tuple[str, ...]
-    options: Options
-    lengths: set[tuple[int, ...]] = field(default_factory=set)
+    site: str  # of the model, for errors
+    names: tuple[str, ...]  # of the arguments of the model's forward, by position
+    options: Options  # how it was parallelized
+    lengths: set[tuple[int, ...]] = field(default_factory=set)  # that were compiled
 
     def cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
         """Return the arguments of a call, of which plain tensors are DTensors, or stay whole."""

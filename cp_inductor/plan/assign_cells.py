@@ -245,38 +245,29 @@ class Strategy:
     """One way to assign tiles to ranks: a row of the table in `cp_inductor.plan.strategies`.
 
     Planner, tests and the command line read the table, and know no strategy by name.
-
-    Attributes:
-        name: as users write it.
-        assign: (work, number of stages) -> tiles.
-        assign_backward: the same -> tiles of the backward, as many stages as of the forward, if
-            they are others.
-        is_ring: keys come from the rank before, which had them one stage before; "auto" leaves it
-            out.
-        under_rules: the strategy that takes its place under a mask that is neither full nor causal.
-        num_nodes: over how many nodes it splits the heads; see `moves_of`.
-        num_stages: (ranks) -> the number of stages, if there is no choice; else None.
-        splits: (shape, ranks) -> whether it can split the heads of this shape over them.
-        free_keep: (shape, stages) -> of how many stages, from the first, the forward keeps what it
-            fetched for the backward, because that takes the place of the shard's own q, k and v. It
-            is as large, but where several ranks share a KV head.
-        is_groupable: groups of ranks may split the heads around it, as in "heads4+blocks".
-        fine: many chunks for so many ranks balance a causal mask; 0 if pieces do, or nothing does.
-        min_chunks: per rank.
-        moves_queries: a rank may compute queries of another, and would need their rows of a mask
-            tensor.
     """
 
-    name: str
-    assign: Assign
+    name: str  # as users write it
+    assign: Assign  # (work, number of stages) -> tiles
+    # The same -> tiles of the backward, as many stages as of the forward, if they are others.
     assign_backward: Assign | None = None
+    # Keys come from the rank before, which had them one stage before; "auto" leaves it out.
     is_ring: bool = False
+    # The strategy that takes its place under a mask that is neither full nor causal.
     under_rules: Strategy | None = None
-    num_nodes: int = 1
+    num_nodes: int = 1  # over how many nodes it splits the heads; see `moves_of`
+    # (ranks) -> the number of stages, if there is no choice; else None.
     num_stages: Callable[[int], int | None] = lambda world_size: None
+    # (shape, ranks) -> whether it can split the heads of this shape over them.
     splits: Callable[[Shape, int], bool] = lambda shape, world_size: True
+    # (shape, stages) -> of how many stages, from the first, the forward keeps what it fetched for
+    # the backward, because that takes the place of the shard's own q, k and v. It is as large, but
+    # where several ranks share a KV head.
     free_keep: Callable[[Shape, int], int] = lambda shape, num_stages: 0
+    # Groups of ranks may split the heads around it, as in "heads4+blocks".
     is_groupable: bool = False
+    # Many chunks for so many ranks balance a causal mask; 0 if pieces do, or nothing does.
     fine: int = 0
-    min_chunks: int = 2
+    min_chunks: int = 2  # per rank
+    # A rank may compute queries of another, and would need their rows of a mask tensor.
     moves_queries: bool = False

@@ -103,19 +103,15 @@ def chunks_of(batch: int, lengths: Sequence[int], size: int, num_groups: int = 1
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """A query chunk x a key chunk each, of those that may hold pairs; sorted by (query, key).
+    """A query chunk x a key chunk each, of those that may hold pairs; sorted by (query, key)."""
 
-    Attributes:
-        queries, keys: the chunks; both have equally many groups of heads.
-        query, key: the chunks of each cell.
-        weight: blocks of 128 x 128 that may hold pairs, of each cell.
-    """
-
+    # queries and keys: the chunks; both have equally many groups of heads.
     queries: Chunks
     keys: Chunks
+    # query and key: the chunks of each cell.
     query: np.ndarray
     key: np.ndarray
-    weight: np.ndarray
+    weight: np.ndarray  # blocks of 128 x 128 that may hold pairs, of each cell
 
     @property
     def sides(self) -> tuple[tuple[Chunks, np.ndarray], tuple[Chunks, np.ndarray]]:

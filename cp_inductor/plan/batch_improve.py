@@ -38,21 +38,16 @@ MAX_LINES_TRIED = 4
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """Segments, which are runs of chunks of one rank: those of queries, then those of keys.
+    """Segments, which are runs of chunks of one rank: those of queries, then those of keys."""
 
-    Attributes:
-        row, column: of each cell, its query segment, and its key segment counted from 0.
-        num_rows: how many query segments there are.
-        owner: who stores each segment.
-        group: of heads, of its first chunk.
-        cost_in, cost_home: of a rank that fetches it, and of its owner then, to which results come.
-    """
-
+    # row and column: of each cell, its query segment, and its key segment counted from 0.
     row: np.ndarray
     column: np.ndarray
-    num_rows: int
-    owner: np.ndarray
-    group: np.ndarray
+    num_rows: int  # how many query segments there are
+    owner: np.ndarray  # who stores each segment
+    group: np.ndarray  # of heads, of its first chunk
+    # cost_in and cost_home: of a rank that fetches it, and of its owner then, to which results
+    # come.
     cost_in: np.ndarray
     cost_home: np.ndarray
 

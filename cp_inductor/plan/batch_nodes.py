@@ -52,17 +52,12 @@ MAX_PRICE_OF_NODES = 64
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """How ranks share nodes, as far as plans of batches depend on it.
+    """How ranks share nodes, as far as plans of batches depend on it."""
 
-    Attributes:
-        size: ranks of a node, numbered through the first node, then the second.
-        price: what a byte between nodes costs, in bytes inside.
-        wait: how long a token's keys and values take between nodes, in thousandths of the time of
-            a block of pairs; 0 balances whatever that costs.
-    """
-
-    size: int
-    price: int
+    size: int  # ranks of a node, numbered through the first node, then the second
+    price: int  # what a byte between nodes costs, in bytes inside
+    # How long a token's keys and values take between nodes, in thousandths of the time of a block
+    # of pairs; 0 balances whatever that costs.
     wait: int = 0
 
     @staticmethod

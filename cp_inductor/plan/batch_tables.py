@@ -70,15 +70,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which parts there are, in which order, and which exchanges.
+    """Which parts there are, in which order, and which exchanges."""
 
-    Attributes:
-        stages: that fetch.
-        world_size: P.
-    """
-
-    stages: int
-    world_size: int
+    stages: int  # that fetch
+    world_size: int  # P
 
     @property
     def last(self) -> int:
@@ -124,15 +119,10 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class RankTables:
-    """The numbers.
+    """The numbers."""
 
-    Attributes:
-        sizes: see `Layout.place`, `Layout.place_of_rows`; int64.
-        numbers: all parts, one behind the other; int64.
-    """
-
-    sizes: np.ndarray
-    numbers: np.ndarray
+    sizes: np.ndarray  # see `Layout.place`, `Layout.place_of_rows`; int64
+    numbers: np.ndarray  # all parts, one behind the other; int64
 
 
 def rank_tables(plan: BatchPlan, rank: int, *, num_queries: int, num_keys: int) -> RankTables:

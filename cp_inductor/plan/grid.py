@@ -36,17 +36,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How the sequence is cut into chunks, and which rank holds them.
+    """How the sequence is cut into chunks, and which rank holds them."""
 
-    Attributes:
-        world_size: P, the number of ranks.
-        chunks_per_rank: R. Of a rank's T tokens, its chunk c holds those from c T // R on.
-        query_length, key_length: S, the tokens of the whole sequence. As torch.chunk cuts it, every
-            rank holds ceil(S / P) tokens, except the last ranks, which hold the rest.
-    """
-
-    world_size: int
+    world_size: int  # P, the number of ranks
+    # R. Of a rank's T tokens, its chunk c holds those from c T // R on.
     chunks_per_rank: int
+    # query_length and key_length: S, the tokens of the whole sequence. As torch.chunk cuts it,
+    # every rank holds ceil(S / P) tokens, except the last ranks, which hold the rest.
     query_length: int
     key_length: int
 

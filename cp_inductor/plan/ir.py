@@ -94,20 +94,15 @@ IS_OF_KEYS = np.array([payload.is_of_keys for payload in Payload])
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One attention call of one rank.
+    """One attention call of one rank."""
 
-    Attributes:
-        rank: the rank that computes it.
-        queries, keys: spans of chunks, in the order of their positions; the call sees them
-            concatenated.
-        heads: query heads.
-        mask: CAUSAL only if queries and keys are the same spans; PARTIAL only in plans with a rule.
-    """
-
-    rank: int
+    rank: int  # the rank that computes it
+    # queries and keys: spans of chunks, in the order of their positions; the call sees them
+    # concatenated.
     queries: tuple[Span, ...]
     keys: tuple[Span, ...]
-    heads: Span
+    heads: Span  # query heads
+    # CAUSAL only if queries and keys are the same spans; PARTIAL only in plans with a rule.
     mask: Mask
 
     def at(self, rank: int, heads: Span) -> Tile:
@@ -125,18 +120,15 @@ class Tile:
 
 
 class TileColumns(NamedTuple):
-    """The tiles of all ranks and stages, as integers.
+    """The tiles of all ranks and stages, as integers."""
 
-    Attributes:
-        stage, rank, first_head, last_head, is_causal: (tiles,).
-        queries, keys: (3, spans), of each span its tile, its first chunk and that behind it.
-    """
-
+    # stage, rank, first_head, last_head, is_causal: (tiles,).
     stage: np.ndarray
     rank: np.ndarray
     first_head: np.ndarray
     last_head: np.ndarray
     is_causal: np.ndarray
+    # queries and keys: (3, spans), of each span its tile, its first chunk and that behind it.
     queries: np.ndarray
     keys: np.ndarray
 
@@ -286,26 +278,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class PlanData:
-    """Which rank computes which tile of an attention, what moves, and when; for all ranks.
-
-    Attributes:
-        strategy: the name of the strategy that assigned the tiles.
-        num_kept: number of stages, from the first, whose fetched data is kept for the backward.
-        kept_fetches: in a backward plan, the transfers that the forward fetched and kept.
-        rule: which pairs exist, if the mask is partial; see `cp_inductor.mask.rule`.
-        num_nodes: over how many nodes heads are split. With more than one, inputs enter a node at
-            one rank, which passes them on.
-    """
+    """Which rank computes which tile of an attention, what moves, and when; for all ranks."""
 
     grid: Grid
     shape: Shape
     mask: Mask
-    strategy: str
+    strategy: str  # the name of the strategy that assigned the tiles
     direction: Direction
-    num_kept: int
+    num_kept: int  # number of stages, from the first, whose fetched data is kept for the backward
     stages: tuple[Stage, ...]
+    # In a backward plan, the transfers that the forward fetched and kept.
     kept_fetches: Transfers = field(default_factory=Transfers)
-    rule: str = ""
+    rule: str = ""  # which pairs exist, if the mask is partial; see `cp_inductor.mask.rule`
+    # Over how many nodes heads are split. With more than one, inputs enter a node at one rank,
+    # which passes them on.
     num_nodes: int = 1
 
     @property
@@ -439,19 +425,12 @@ def bytes_per_row(payload: Payload, shape: Shape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a token of all heads costs the rank that receives it, forward and backward together.
+    """What a token of all heads costs the rank that receives it, forward and backward together."""
 
-    Attributes:
-        query_in: q; q again and the gradient of out.
-        query_home: out; dq.
-        key_in: k and v, and both again.
-        key_home: their gradients.
-    """
-
-    query_in: float
-    query_home: float
-    key_in: float
-    key_home: float
+    query_in: float  # q; q again and the gradient of out
+    query_home: float  # out; dq
+    key_in: float  # k and v, and both again
+    key_home: float  # their gradients
 
     @staticmethod
     def of(shape: Shape) -> Prices:

@@ -291,22 +291,14 @@ def weigh(recipe: Recipe, machine: Machine) -> list[Trial]:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a candidate would cost, forward and backward.
-
-    Attributes:
-        seconds: by the timeline.
-        waited_s: what exchanges take, of which that counts twice which no tile hides.
-        num_bytes: received by the rank that receives most.
-        num_calls: tiles of the rank that has most, in both directions.
-        balance: pairs of the busiest rank over the mean.
-    """
+    """What a candidate would cost, forward and backward."""
 
     recipe: Recipe
-    seconds: float
-    waited_s: float
-    num_bytes: float
-    num_calls: int
-    balance: float
+    seconds: float  # by the timeline
+    waited_s: float  # what exchanges take, of which that counts twice which no tile hides
+    num_bytes: float  # received by the rank that receives most
+    num_calls: int  # tiles of the rank that has most, in both directions
+    balance: float  # pairs of the busiest rank over the mean
 
 
 def _try(recipe: Recipe, stages: Sequence[Stage], machine: Machine) -> Trial:

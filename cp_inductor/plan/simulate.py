@@ -233,20 +233,16 @@ class Event:
 
 @dataclass(frozen=True)
 class Loads:
-    """What each rank does in each stage of one direction.
+    """What each rank does in each stage of one direction."""
 
-    Attributes:
-        fetch, home: (levels, stages, 2, P), bytes that each rank sends and receives over each
-            level of links.
-        flops: (stages, P), of the tiles, and what kernels compute beyond them, in whole blocks of
-            causal tiles.
-        calls: (stages, P), the number of tiles.
-    """
-
+    # fetch and home: (levels, stages, 2, P), bytes that each rank sends and receives over each
+    # level of links.
     fetch: np.ndarray
     home: np.ndarray
+    # (stages, P), of the tiles, and what kernels compute beyond them, in whole blocks of causal
+    # tiles.
     flops: np.ndarray
-    calls: np.ndarray
+    calls: np.ndarray  # (stages, P), the number of tiles
 
     def events(self, machine: Machine) -> list[Event]:
         """Return what each rank does when, all in step; exchanges follow each other on the links.

@@ -21,16 +21,11 @@ ANY_RANK = -1
 
 @dataclass(frozen=True, slots=True)
 class PerBatch:
-    """A plan that each batch decides: `plan_batch` makes it, and graphs read its numbers.
+    """A plan that each batch decides: `plan_batch` makes it, and graphs read its numbers."""
 
-    Attributes:
-        rule: text of it.
-        stages: that fetch.
-        nodes: that ranks share, as `cp_inductor.plan.batch_nodes.Nodes` writes them; "" for none.
-    """
-
-    rule: str
-    stages: int
+    rule: str  # text of it
+    stages: int  # that fetch
+    # What ranks share, as `cp_inductor.plan.batch_nodes.Nodes` writes it; "" for none.
     nodes: str = ""
 
     def format(self) -> str:
@@ -48,28 +43,19 @@ class PerBatch:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Everything about one sequence-sharded attention but its tensors.
+    """Everything about one sequence-sharded attention but its tensors."""
 
-    Attributes:
-        source: where its plan is from: a resolved recipe, or each batch.
-        rank: whose part of a recipe's plan: this process's position among the plan's ranks.
-            `ANY_RANK` if the batch decides.
-        scale: of the scores; None is 1 / sqrt(D).
-        kernel: a name in `cp_inductor.tiles.kernel_table.KERNELS`.
-        group_name: c10d name of the process group behind the sequence axis.
-        dropout_p: probability with which a probability is dropped.
-        has_bias: the last table of the rule is a bias (B | 1, H | 1, S, T) with a gradient.
-        kernel_options: for the templates of tiles under a mask on CUDA; see `FlexCUDA`.
-    """
-
-    source: Recipe | PerBatch
+    source: Recipe | PerBatch  # where its plan is from: a resolved recipe, or each batch
+    # Whose part of a recipe's plan: this process's position among the plan's ranks. `ANY_RANK` if
+    # the batch decides.
     rank: int
-    scale: float | None
-    kernel: str
-    group_name: str
-    dropout_p: float = 0.0
+    scale: float | None  # of the scores; None is 1 / sqrt(D)
+    kernel: str  # a name in `cp_inductor.tiles.kernel_table.KERNELS`
+    group_name: str  # c10d name of the process group behind the sequence axis
+    dropout_p: float = 0.0  # probability with which a probability is dropped
+    # The last table of the rule is a bias (B | 1, H | 1, S, T) with a gradient.
     has_bias: bool = False
-    kernel_options: str = ""
+    kernel_options: str = ""  # for the templates of tiles under a mask on CUDA; see `FlexCUDA`
 
     def __post_init__(self) -> None:
         if isinstance(self.source, Recipe):

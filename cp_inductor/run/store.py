@@ -31,22 +31,15 @@ from cp_inductor.torch_private.sizes import is_known
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """What is known about some chunks and heads: tokens of tensors, or records of them.
+    """What is known about some chunks and heads: tokens of tensors, or records of them."""
 
-    Attributes:
-        spans: chunks whose tokens the tensors hold, one span behind the other.
-        heads: all of the tensors'.
-        of_keys: the chunks are chunks of keys.
-        tensors: by name, (B, h, t, D), or (B, h, t) for a statistic; of several groups of heads
-            (B, count, size, t, ...). By their contents, records (t, B, W).
-        has_arrived: they are views of a message.
-    """
-
-    spans: tuple[Span, ...]
-    heads: Groups
-    of_keys: bool
+    spans: tuple[Span, ...]  # chunks whose tokens the tensors hold, one span behind the other
+    heads: Groups  # all of the tensors'
+    of_keys: bool  # the chunks are chunks of keys
+    # By name, (B, h, t, D), or (B, h, t) for a statistic; of several groups of heads (B, count,
+    # size, t, ...). By their contents, records (t, B, W).
     tensors: dict[str | Contents, Tensor]
-    has_arrived: bool = False
+    has_arrived: bool = False  # they are views of a message
 
     @staticmethod
     def of(

@@ -44,46 +44,29 @@ HORIZON = 8
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction of a program. Instructions are named by their index in the program.
+    """One instruction of a program. Instructions are named by their index in the program."""
 
-    Attributes:
-        inputs: instructions that must come before this one.
-        seconds: time on the device; of a start, time on the link.
-        is_start: it starts an exchange.
-        waits_for: of a wait: the start of the exchange. Otherwise None.
-        is_input: it is an input of the program and stays at its head.
-        is_view: it makes no buffer and takes no time.
-        num_bytes: size of the buffer that it makes.
-        reads: instructions whose buffers it reads, directly or through views; empty for a view.
-        is_kept: its buffer is still needed when the program ends.
-    """
-
-    inputs: tuple[int, ...] = ()
-    seconds: float = 0.0
-    is_start: bool = False
+    inputs: tuple[int, ...] = ()  # instructions that must come before this one
+    seconds: float = 0.0  # time on the device; of a start, time on the link
+    is_start: bool = False  # it starts an exchange
+    # The start of the exchange, of a wait; otherwise None.
     waits_for: int | None = None
-    is_input: bool = False
-    is_view: bool = False
-    num_bytes: int = 0
+    is_input: bool = False  # it is an input of the program and stays at its head
+    is_view: bool = False  # it makes no buffer and takes no time
+    num_bytes: int = 0  # size of the buffer that it makes
+    # Instructions whose buffers it reads, directly or through views; empty for a view.
     reads: tuple[int, ...] = ()
-    is_kept: bool = False
+    is_kept: bool = False  # its buffer is still needed when the program ends
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What an order of instructions costs.
+    """What an order of instructions costs."""
 
-    Attributes:
-        seconds: until the last instruction is done.
-        exposed_s: the part of `seconds` in which the device stands still in waits.
-        peak_bytes: the most bytes of all buffers alive at once.
-        exchange_bytes: the most bytes of received buffers alive at once, from their starts on.
-    """
-
-    seconds: float
-    exposed_s: float
-    peak_bytes: int
-    exchange_bytes: int
+    seconds: float  # until the last instruction is done
+    exposed_s: float  # the part of `seconds` in which the device stands still in waits
+    peak_bytes: int  # the most bytes of all buffers alive at once
+    exchange_bytes: int  # the most bytes of received buffers alive at once, from their starts on
 
 
 def measure(instructions: Sequence[Instruction], order: Sequence[int]) -> Measured:

@@ -13,15 +13,11 @@ BATCH_DIM, HEADS_DIM, SEQUENCE_DIM = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Lengths of spans, in tokens, that may be symbolic.
+    """Lengths of spans, in tokens, that may be symbolic."""
 
-    Attributes:
-        grid: of the plan.
-        num_queries, num_keys: this rank's, from its tensors. Where the sequence divides evenly, all
-            ranks hold as many, whatever the length that the plan was made for.
-    """
-
-    grid: Grid
+    grid: Grid  # of the plan
+    # num_queries and num_keys: this rank's, from its tensors. Where the sequence divides evenly,
+    # all ranks hold as many, whatever the length that the plan was made for.
     num_queries: int | SymInt
     num_keys: int | SymInt
 

@@ -28,15 +28,11 @@ from cp_inductor.torch_private.arguments import sdpa_order
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """What computes the tiles of an attention.
+    """What computes the tiles of an attention."""
 
-    Attributes:
-        plain: those that are FULL or CAUSAL, and those under a mask that `under_rule` leaves.
-        under_rule: those under a mask.
-    """
-
+    # Those that are FULL or CAUSAL, and those under a mask that `under_rule` leaves.
     plain: type[PlainKernel]
-    under_rule: type[RuleKernel]
+    under_rule: type[RuleKernel]  # those under a mask
 
     @property
     def device(self) -> str:

@@ -38,23 +38,17 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TileCall:
-    """What a tile attends to.
+    """What a tile attends to."""
 
-    Attributes:
-        query: (B, H, S, D).
-        key, value: (B, G, T, D).
-        is_causal: only keys with an index up to the query's; needs S == T.
-        scale: of the scores; None is 1 / sqrt(D).
-        bias: (B | 1, H | 1, S, T), added to the scaled scores; -inf where there is no pair.
-        change: what takes the place of the scaled scores before; `Math` alone computes it.
-    """
-
-    query: Tensor
+    query: Tensor  # (B, H, S, D)
+    # key and value: (B, G, T, D).
     key: Tensor
     value: Tensor
-    is_causal: bool = False
-    scale: float | None = None
+    is_causal: bool = False  # only keys with an index up to the query's; needs S == T
+    scale: float | None = None  # of the scores; None is 1 / sqrt(D)
+    # (B | 1, H | 1, S, T), added to the scaled scores; -inf where there is no pair.
     bias: Tensor | None = None
+    # What takes the place of the scaled scores before; `Math` alone computes it.
     change: ScoreChange | None = None
 
     @property

@@ -20,25 +20,16 @@ from torch.nn import attention as torchs
 
 @dataclass(frozen=True, slots=True)
 class KnownWrong:
-    """A kernel that is wrong somewhere.
+    """A kernel that is wrong somewhere."""
 
-    Attributes:
-        kernel: "cuDNN", or an implementation of flash.
-        chips: the first numbers of compute capabilities.
-        is_wrong: whether a version of its library is; None stands for one that is not known.
-        versions: those, for people.
-        what: calls, and what comes of them.
-        instead: what computes them.
-        source: the thread.
-    """
-
-    kernel: str
-    chips: tuple[int, ...]
+    kernel: str  # "cuDNN", or an implementation of flash
+    chips: tuple[int, ...]  # the first numbers of compute capabilities
+    # Whether a version of its library is; None stands for one that is not known.
     is_wrong: Callable[[str | None], bool]
-    versions: str
-    what: str
-    instead: str
-    source: str
+    versions: str  # those, for people
+    what: str  # calls, and what comes of them
+    instead: str  # what computes them
+    source: str  # the thread
 
     def __str__(self) -> str:
         """Say it in one line."""

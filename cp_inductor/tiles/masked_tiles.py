@@ -60,18 +60,13 @@ Part = tuple[slice, slice, slice | Tensor]
 
 
 class Strip(NamedTuple):
-    """Neighbouring rows of blocks that see the same blocks of keys.
+    """Neighbouring rows of blocks that see the same blocks of keys."""
 
-    Attributes:
-        of_queries, of_keys: where they are in (B, H, S, ...) and in (B, G, T, D).
-        num_blocks: rows times columns.
-        bias: what is added to its scores; None if all of its blocks are FULL.
-    """
-
+    # of_queries and of_keys: where they are in (B, H, S, ...) and in (B, G, T, D).
     of_queries: Part
     of_keys: Part
-    num_blocks: int
-    bias: Tensor | None
+    num_blocks: int  # rows times columns
+    bias: Tensor | None  # what is added to its scores; None if all of its blocks are FULL
 
 
 def _strips(

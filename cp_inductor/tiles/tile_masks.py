@@ -53,21 +53,16 @@ MAX_SCORE_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class TileMasks:
-    """Makes the masks of a rank's tiles.
+    """Makes the masks of a rank's tiles."""
 
-    Attributes:
-        rule, tokens: of the plan: what it computes under, and lengths of spans.
-        own: this rank's chunks.
-        tables: of the rule, by number. Whole ones, but a table of queries and keys holds only the
-            rows of this rank's queries. Where the bias has a gradient, it is the last.
-        like: any tensor (B, H, S, D) of the attention.
-    """
-
+    # rule and tokens: what the plan computes under, and lengths of its spans.
     rule: Rule
     tokens: Tokens
-    own: Span
+    own: Span  # this rank's chunks
+    # The tables of the rule, by number: whole, but a table of queries and keys holds only the
+    # rows of this rank's queries. Where the bias has a gradient, it is the last.
     tables: Sequence[Tensor]
-    like: Tensor
+    like: Tensor  # any tensor (B, H, S, D) of the attention
 
     def bias(self, tile: Tile, rows: slice) -> Tensor | None:
         """Return what is added to some rows of a tile's scores, -inf where there is no pair.
@@ -163,18 +158,13 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where a tile's queries, keys and heads are in the whole attention, and in its tables.
+    """Where a tile's queries, keys and heads are in the whole attention, and in its tables."""
 
-    Attributes:
-        heads: of the queries, [start, stop).
-        queries, keys: positions along the sequence, as in tables of all queries or keys.
-        row_places: where tables of pairs, which hold the rank's own rows, hold theirs.
-    """
-
-    heads: tuple[int, int]
+    heads: tuple[int, int]  # of the queries, [start, stop)
+    # queries and keys: positions along the sequence, as in tables of all queries or keys.
     queries: Runs
     keys: Runs
-    row_places: Runs
+    row_places: Runs  # where tables of pairs, which hold the rank's own rows, hold theirs
 
     def encode(self) -> list[int]:
         """Return it as numbers, which ops take."""

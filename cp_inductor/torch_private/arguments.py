@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend
 
 from cp_inductor.torch_private.modes import without_modes
+
+OpOverload = torch._ops.OpOverload  # one of the ops of a name, by the types of its arguments
 
 # In which SDPA tries them where nobody has said otherwise.
 DEFAULT_ORDER = (

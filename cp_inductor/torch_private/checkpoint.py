@@ -42,15 +42,10 @@ def rerun_within(context: AbstractContextManager[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Recomputation:
-    """Where a checkpoint, during its forward, keeps the function that its backward will call.
+    """Where a checkpoint, during its forward, keeps the function that its backward will call."""
 
-    Attributes:
-        holder: the object that keeps the function.
-        name: of the holder's attribute.
-    """
-
-    holder: Any
-    name: str
+    holder: Any  # the object that keeps the function
+    name: str  # of the holder's attribute
 
     def run_within(self, context: AbstractContextManager[Any]) -> None:
         """Replace the function by one that enters the context first, unless it does so already."""

@@ -45,19 +45,13 @@ def torchs_attention() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TorchsContextParallel:
-    """The state of torch's own context parallelism in this process.
+    """The state of torch's own context parallelism in this process."""
 
-    Attributes:
-        is_around: the caller is within torch's `context_parallel`, which has sharded its buffers.
-        has_shards: the latest API of torch that sharded something is `_context_parallel_shard`.
-        is_dispatching: DTensor computes attention on CUDA by torch's ring.
-        is_balanced: shards are permuted to balance the work under a causal mask.
-    """
-
+    # The caller is within torch's `context_parallel`, which has sharded its buffers.
     is_around: bool
-    has_shards: bool
-    is_dispatching: bool
-    is_balanced: bool
+    has_shards: bool  # the latest API of torch that sharded something is `_context_parallel_shard`
+    is_dispatching: bool  # DTensor computes attention on CUDA by torch's ring
+    is_balanced: bool  # shards are permuted to balance the work under a causal mask
 
 
 def torchs_context_parallel() -> TorchsContextParallel:

@@ -50,23 +50,17 @@ TUNING = frozenset(f"{direction}{name}" for direction in ("", "fwd_", "bwd_") fo
 
 @dataclass(frozen=True, slots=True)
 class Flex:
-    """What is computed of query, key and value.
+    """What is computed of query, key and value."""
 
-    Attributes:
-        block_mask: its mask_mod is called with b, h, m, n and `mask_buffers`.
-        score_mod: called with a scaled score, b, h, m, n and `score_buffers`.
-        slope: its derivative by the score, of the same arguments; None is 1.
-        scale: of the scores.
-        score_buffers, mask_buffers: tensors that the functions read.
-        options: of the templates, of `TUNING`, beside those that say what is computed.
-    """
-
-    block_mask: BlockMask
-    score_mod: Callable[..., Tensor]
+    block_mask: BlockMask  # its mask_mod is called with b, h, m, n and `mask_buffers`
+    score_mod: Callable[..., Tensor]  # called with a scaled score, b, h, m, n and `score_buffers`
+    # Its derivative by the score, of the same arguments; None is 1.
     slope: Callable[..., Tensor] | None
-    scale: float
+    scale: float  # of the scores
+    # score_buffers and mask_buffers: tensors that the functions read.
     score_buffers: tuple[Tensor, ...]
     mask_buffers: tuple[Tensor, ...]
+    # Those of the templates, of `TUNING`, beside those that say what is computed.
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self) -> tuple[Any, ...]:

@@ -260,26 +260,20 @@ def agreed(
 
 @dataclass
 class AgreedGraph:
-    """Makes the context that a compiled graph is called in, from the arguments of the call.
+    """Makes the context that a compiled graph is called in, from the arguments of the call."""
 
-    Attributes:
-        planned: the attentions of the graph, in the order in which they run.
-        inputs: the placeholders of the graph, with their example values.
-        flags: what the order of exchanges depends on, or who computes attentions.
-        collectives: what its lowered graphs start, by their kinds, as far as that is known.
-        whole: what is known of its program, see `describe_program`, if the graph is all that is
-            compiled of the model, on every rank. Then how many attentions there are, and in which
-            order, is compared as well.
-        shards: the plain inputs that are shards: by place, their name and sequence dim.
-        batches: those that every rank has whole, if plain: by place, the name of the group.
-    """
-
-    planned: Sequence[Planned]
-    inputs: InitVar[Sequence[fx.Node]]
-    flags: Mapping[str, str]
+    planned: Sequence[Planned]  # the attentions of the graph, in the order in which they run
+    inputs: InitVar[Sequence[fx.Node]]  # the placeholders of the graph, with their example values
+    flags: Mapping[str, str]  # what the order of exchanges depends on, or who computes attentions
+    # What its lowered graphs start, by their kinds, as far as that is known.
     collectives: Mapping[str, Sequence[Collective]]
+    # What is known of its program, see `describe_program`, if the graph is all that is compiled of
+    # the model, on every rank. Then how many attentions there are, and in which order, is compared
+    # as well.
     whole: Mapping[str, str] | None
+    # The plain inputs that are shards: by place, their name and sequence dim.
     shards: Mapping[int, tuple[str, int]]
+    # Those that every rank has whole, if plain: by place, the name of the group.
     batches: Mapping[int, str]
 
     def __post_init__(self, inputs: Sequence[fx.Node]) -> None:

@@ -58,23 +58,16 @@ SAID_APART = {
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """An attention that is about to run, or is in a graph that is being compiled.
+    """An attention that is about to run, or is in a graph that is being compiled."""
 
-    Attributes:
-        attention: what it is.
-        dtype: of its tensors.
-        sizes: batch entries, queries and keys that this rank really holds; some may depend on the
-            inputs of a graph, None for what only the graph knows, while it runs. If the batch
-            decides the plan, before the last two the queries and keys of the whole sequence.
-        site: for people.
-        heads: H, G and D, if the batch decides the plan.
-    """
-
-    attention: Attention
-    dtype: torch.dtype
+    attention: Attention  # what it is
+    dtype: torch.dtype  # of its tensors
+    # Batch entries, queries and keys that this rank really holds; some may depend on the inputs of
+    # a graph, None for what only the graph knows, while it runs. If the batch decides the plan,
+    # before the last two the queries and keys of the whole sequence.
     sizes: tuple[Any, ...]
-    site: str
-    heads: tuple[int, ...] = ()
+    site: str  # for people
+    heads: tuple[int, ...] = ()  # H, G and D, if the batch decides the plan
 
 
 @lru_cache(maxsize=NUM_KEPT)

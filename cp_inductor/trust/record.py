@@ -51,27 +51,19 @@ def _status_of(pid: int) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event: what a rank is about to run, has cut, or has read.
+    """An event: what a rank is about to run, has cut, or has read."""
 
-    Attributes:
-        site: where it is in the user's program, on this rank; for the error.
-        fields: values that must be equal on all ranks, by name. A field that one of two ranks
-            leaves out is not compared between them. Every entry has the field "what".
-        consequences: names of fields that follow from others. The error names them only if no
-            other field differs.
-        remedy: what to do if ranks have different values; empty for an attention.
-        kind: what the digest of the trail covers.
-        begins: what inputs begin with, by name, where it is to differ between ranks.
-        digest: of this event and all before it, where it is part of a trail.
-    """
-
-    site: str
+    site: str  # where it is in the user's program, on this rank; for the error
+    # Values that must be equal on all ranks, by name. A field that one of two ranks leaves out is
+    # not compared between them. Every entry has the field "what".
     fields: Mapping[str, str]
+    # Names of fields that follow from others. The error names them only if no other field differs.
     consequences: tuple[str, ...] = ()
-    remedy: str = ""
-    kind: str = ""
+    remedy: str = ""  # what to do if ranks have different values; empty for an attention
+    kind: str = ""  # what the digest of the trail covers
+    # What inputs begin with, by name, where it is to differ between ranks.
     begins: Mapping[str, str] = field(default_factory=dict)
-    digest: str = ""
+    digest: str = ""  # of this event and all before it, where it is part of a trail
 
     def differs(self, other: Entry) -> bool:
         """Whether any field that both have is unequal, or what came before."""
@@ -116,28 +108,20 @@ def new_trails() -> dict[str, Trail]:
 
 @dataclass(slots=True)
 class Record:
-    """What a rank tells the others.
+    """What a rank tells the others."""
 
-    Attributes:
-        machine, pid, began: its process: where, which, and since when; "" if that is not known.
-        epoch: how often its group has begun anew, after an error that all ranks have raised.
-        failed: which exchange has failed; "" if none has.
-        inside: the attention or graph that it is in; "" if in none.
-        since: when it came there, in seconds since 1970.
-        is_waiting: whether it waits for events of other ranks, and will see why they give up.
-        is_over: whether its program has ended.
-        trails: what it has come to in this epoch.
-    """
-
+    # machine, pid, began: its process: where, which, and since when; "" if that is not known.
     machine: str = field(default_factory=_machine)
     pid: int = field(default_factory=os.getpid)
     began: str = field(default_factory=lambda: _status_of(os.getpid())[1])
-    epoch: int = 0
-    failed: str = ""
-    inside: str = ""
-    since: float = field(default_factory=time.time)
+    epoch: int = 0  # how often its group has begun anew, after an error that all ranks have raised
+    failed: str = ""  # which exchange has failed; "" if none has
+    inside: str = ""  # the attention or graph that it is in; "" if in none
+    since: float = field(default_factory=time.time)  # when it came there, in seconds since 1970
+    # Whether it waits for events of other ranks, and will see why they give up.
     is_waiting: bool = False
-    is_over: bool = False
+    is_over: bool = False  # whether its program has ended
+    # What it has come to in this epoch.
     trails: dict[str, Trail] = field(default_factory=new_trails)
 
     def describe(self) -> str:
@@ -192,18 +176,14 @@ WHY_ABSENT = (
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why ranks give up, as the first of them has seen it.
+    """Why ranks give up, as the first of them has seen it."""
 
-    Attributes:
-        site, expected, got, remedy: of its error.
-        alone: the global rank of the first one, if the others quote it; None if all ranks raise
-            the same.
-    """
-
+    # site, expected, got, remedy: of its error.
     site: str
     expected: str
     got: str
     remedy: str
+    # The global rank of the first one, if the others quote it; None if all ranks raise the same.
     alone: int | None = None
 
     def error(self, site: str, rank: int, ranks: Sequence[int]) -> RanksDisagree:

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -50,7 +49,7 @@ from cp_inductor.run.executor import run_backward, run_forward
 from cp_inductor.source import user_line
 from cp_inductor.tiles.kernel_table import ROWS, choose_kernel
 from cp_inductor.tiles.kernels import with_whole_rows
-from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.arguments import OpOverload, bind_arguments
 from cp_inductor.torch_private.dtensor import (
     are_plain_tensors_replicated,
     dispatch_as_dtensor,

@@ -35,13 +35,12 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_inductor.dtensor.axis import holds_sequences
 from cp_inductor.dtensor.rules.partials import make_whole, part_of
 from cp_inductor.dtensor.wrap import is_whole, whole_tensor, wrap_parts
-from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.arguments import OpOverload, bind_arguments
 from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,
     has_generator_of_mesh,

@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import SymInt, Tensor
-from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_inductor.dtensor.axis import is_first_rank
@@ -40,7 +39,7 @@ from cp_inductor.dtensor.wrap import is_whole, whole_tensor
 from cp_inductor.errors import CPError, UnsupportedPlacement
 from cp_inductor.kept import cache
 from cp_inductor.source import user_line
-from cp_inductor.torch_private.arguments import bind_arguments, tensors_written_by
+from cp_inductor.torch_private.arguments import OpOverload, bind_arguments, tensors_written_by
 from cp_inductor.torch_private.dispatch import as_view, become, is_composite
 from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,

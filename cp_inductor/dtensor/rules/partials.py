@@ -36,13 +36,12 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_inductor.dtensor.axis import holds_sequences
 from cp_inductor.dtensor.wrap import is_whole, whole_tensor, wrap_shard, wrap_whole
-from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.arguments import OpOverload, bind_arguments
 from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,
     handler_of_loss_parallel,

@@ -23,7 +23,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -34,7 +33,12 @@ from cp_inductor.dtensor.rules.partials import is_partial
 from cp_inductor.dtensor.wrap import wrap_whole
 from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.source import user_line
-from cp_inductor.torch_private.arguments import bind_arguments, ops_that_write, tensors_written_by
+from cp_inductor.torch_private.arguments import (
+    OpOverload,
+    bind_arguments,
+    ops_that_write,
+    tensors_written_by,
+)
 from cp_inductor.torch_private.dispatch import is_composite
 from cp_inductor.torch_private.dtensor import (
     are_plain_tensors_replicated,

@@ -59,19 +59,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
-    """One call of an op in a trace.
+    """One call of an op in a trace."""
 
-    Attributes:
-        op: what is called.
-        arguments: by name. A tensor is given as its `Value`; as its node if it has none.
-        result: a fake tensor like the result, or several.
-        tables: those that values read.
-    """
-
-    op: torch._ops.OpOverload
+    op: torch._ops.OpOverload  # what is called
+    # By name. A tensor is given as its `Value`; as its node if it has none.
     arguments: Mapping[str, Any]
-    result: Any
-    tables: RunTimeTables
+    result: Any  # a fake tensor like the result, or several
+    tables: RunTimeTables  # those that values read
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -38,14 +38,10 @@ class Frozen:
     """A value of a Dynamo graph as it was when it was compiled.
 
     A copy is needed because Dynamo may change what it knows of symbols after the compile.
-
-    Attributes:
-        sizes: of a tensor, or a symbolic number as the only one.
-        kind: the dtype of a tensor, or the type of the number.
     """
 
-    sizes: tuple[sympy.Expr, ...]
-    kind: Any
+    sizes: tuple[sympy.Expr, ...]  # of a tensor, or a symbolic number as the only one
+    kind: Any  # the dtype of a tensor, or the type of the number
 
     def at(self, numbers: Mapping[sympy.Symbol, int]) -> Any:
         """Return the value for some numbers of its symbols; a tensor is on the meta device.
@@ -77,21 +73,14 @@ def freeze(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class MaskOfLengths:
-    """A mask whose lengths are symbols, and which can be read again at other lengths.
+    """A mask whose lengths are symbols, and which can be read again at other lengths."""
 
-    Attributes:
-        mask: of a copy of the nodes that compute it.
-        values: of each node of the copy, frozen.
-        written: the nodes of the copy whose tensors some other node of the Dynamo graph writes to.
-        lengths: of queries and keys.
-        recognized: as it was read when the graph was compiled, of nodes of the copy.
-    """
-
-    mask: fx.Node
-    values: dict[fx.Node, Any]
+    mask: fx.Node  # of a copy of the nodes that compute it
+    values: dict[fx.Node, Any]  # of each node of the copy, frozen
+    # The nodes of the copy whose tensors some other node of the Dynamo graph writes to.
     written: frozenset[fx.Node]
-    lengths: Sequence[Multiple | int]
-    recognized: Recognized
+    lengths: Sequence[Multiple | int]  # of queries and keys
+    recognized: Recognized  # as it was read when the graph was compiled, of nodes of the copy
 
     @staticmethod
     def of(

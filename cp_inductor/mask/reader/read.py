@@ -82,21 +82,15 @@ MAX_POSITION = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Recognized:
-    """A mask that was read from a graph.
+    """A mask that was read from a graph."""
 
-    Attributes:
-        rule: which pairs exist, and what is added to their scores.
-        tables: the nodes whose tensors the rule reads, by number.
-        has_bias: the last table is a bias (B | 1, H | 1, S, T) that requires a gradient.
-        is_bias_made: the rule reads one more table than these: a bias (B | 1, H | 1, S, T) which
-            the capture of the attention computes.
-        computed_by: nodes that only compute the mask. They may be erased when nothing reads them.
-    """
-
-    rule: Rule
-    tables: tuple[fx.Node, ...] = ()
-    has_bias: bool = False
+    rule: Rule  # which pairs exist, and what is added to their scores
+    tables: tuple[fx.Node, ...] = ()  # the nodes whose tensors the rule reads, by number
+    has_bias: bool = False  # the last table is a bias (B | 1, H | 1, S, T) that requires a gradient
+    # The rule reads one more table than these: a bias (B | 1, H | 1, S, T) which the capture of the
+    # attention computes.
     is_bias_made: bool = False
+    # Nodes that only compute the mask. They may be erased when nothing reads them.
     computed_by: frozenset[fx.Node] = frozenset()
 
     @property

@@ -47,23 +47,18 @@ _ORIGIN = "cp_inductor_origin"
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The nodes that a mask depends on, in core aten ops.
+    """The nodes that a mask depends on, in core aten ops."""
 
-    Attributes:
-        gm: the traced graph.
-        result: the node of `gm` that is the mask.
-        origins: node of `gm` => the node of the Dynamo graph with the same tensor, if there is one.
-        written: the nodes of the Dynamo graph whose tensors some other node writes to.
-        nodes: all nodes of the Dynamo graph that were traced, in order, and whether they are inputs
-            of the trace. The others do nothing but compute.
-        score: the node of `gm` that stands for the scores (B, H, S, T), in a trace of scores.
-    """
-
-    gm: fx.GraphModule
-    result: fx.Node
+    gm: fx.GraphModule  # the traced graph
+    result: fx.Node  # the node of `gm` that is the mask
+    # Node of `gm` => the node of the Dynamo graph with the same tensor, if there is one.
     origins: dict[fx.Node, fx.Node]
+    # The nodes of the Dynamo graph whose tensors some other node writes to.
     written: frozenset[fx.Node]
+    # All nodes of the Dynamo graph that were traced, in order, and whether they are inputs of the
+    # trace. The others do nothing but compute.
     nodes: dict[fx.Node, bool]
+    # The node of `gm` that stands for the scores (B, H, S, T), in a trace of scores.
     score: fx.Node | None = None
 
     @property

@@ -67,24 +67,18 @@ class Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor as a function of its indices `DIMS`.
+    """A tensor as a function of its indices `DIMS`."""
 
-    Attributes:
-        shape: of the tensor.
-        dtype: of the tensor.
-        truth: of a bool tensor: the condition under which an element is True. Otherwise None.
-        cases: of a tensor of numbers: (condition, number). Exactly one condition holds.
-        limit: comparing the tensor with an integer from -limit to limit gives the same as comparing
-            its numbers. Beyond, floats may be rounded.
-        is_wrapped: the tensor equals its numbers only modulo 2^64.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the tensor
+    dtype: torch.dtype  # of the tensor
+    # truth: of a bool tensor: the condition under which an element is True. Otherwise None.
     truth: Boolean | None = None
+    # cases: of a tensor of numbers: (condition, number). Exactly one condition holds.
     cases: tuple[tuple[Boolean, Expr], ...] = ()
+    # Comparing the tensor with an integer from -limit to limit gives the same as comparing its
+    # numbers. Beyond, floats may be rounded.
     limit: float = math.inf
-    is_wrapped: bool = False
+    is_wrapped: bool = False  # the tensor equals its numbers only modulo 2^64
 
     @staticmethod
     def of(shape: Sequence[int], dtype: torch.dtype, number: Expr) -> Value:
@@ -145,17 +139,13 @@ def that_may_hold(cases: Iterable[tuple[Boolean, Expr]]) -> tuple[tuple[Boolean,
 
 @dataclass
 class RunTimeTables:
-    """The run-time tables: tensors that are known only when the graph runs.
+    """The run-time tables: tensors that are known only when the graph runs."""
 
-    Attributes:
-        nodes: whose tensors they are, by number.
-        ranges: the least and the greatest number that each may hold.
-        runs_of: number of a table that counts where another table does not go up by one => the
-            other table, as an expression of the same indices, and the dim that they count along.
-    """
-
-    nodes: list[fx.Node] = field(default_factory=list)
+    nodes: list[fx.Node] = field(default_factory=list)  # whose tensors they are, by number
+    # The least and the greatest number that each may hold.
     ranges: list[Range] = field(default_factory=list)
+    # Number of a table that counts where another table does not go up by one => the other table, as
+    # an expression of the same indices, and the dim that they count along.
     runs_of: dict[int, tuple[Expr, int]] = field(default_factory=dict)
 
     def add(self, node: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> Value | None:

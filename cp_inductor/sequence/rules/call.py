@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from cp_inductor.sequence.types import Mixed, Same, Shards, Sum, Type, describe
-from cp_inductor.torch_private.arguments import bind_arguments
+from cp_inductor.torch_private.arguments import OpOverload, bind_arguments
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import tensors_in
 

@@ -139,12 +139,13 @@ class _Growth:
         has = np.zeros((world_size, len(lines.owner)), dtype=bool)
         has[rank[done], lines.row[done]] = True
         has[rank[done], lines.num_rows + lines.column[done]] = True
-        self.received = lines.received(has)
+        is_own = lines.is_own(world_size)
+        self.received = lines.received(has & ~is_own)
         rows, row = np.unique(lines.row[todo], return_inverse=True)
         columns, column = np.unique(lines.column[todo], return_inverse=True)
         kept = np.concatenate([rows, lines.num_rows + columns])
         # Which lines a rank has.
-        self.has = (has | lines.is_own(world_size))[:, kept]
+        self.has = (has | is_own)[:, kept]
         names = "owner", "group", "cost_in", "cost_home"
         arrays = {name: getattr(lines, name)[kept] for name in names}
         self.lines = replace(lines, row=row, column=column, num_rows=len(rows), **arrays)

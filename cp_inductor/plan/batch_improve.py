@@ -55,11 +55,10 @@ class Lines:
         """Return (ranks, segments), which each rank stores."""
         return np.asarray(self.owner == np.arange(world_size)[:, None])
 
-    def received(self, has: np.ndarray) -> np.ndarray:
-        """Return what each rank receives, if (ranks, segments) says which it computes with."""
-        is_fetched = has & ~self.is_own(len(has))
+    def received(self, is_fetched: np.ndarray) -> np.ndarray:
+        """Return what each rank receives, if (ranks, segments) says which it fetches."""
         home = self.cost_home * is_fetched.sum(0)
-        return is_fetched @ self.cost_in + np.bincount(self.owner, home, len(has))
+        return is_fetched @ self.cost_in + np.bincount(self.owner, home, len(is_fetched))
 
     def sum(self, weight: np.ndarray) -> np.ndarray:
         """Return (rows, columns), the weight of the cells of two segments."""
@@ -92,6 +91,7 @@ class LineMoves:
         self.rank = np.full(self.weight.shape, NOBODY)
         self.rank[lines.row, lines.column] = rank
         self.world_size, num_lines = len(fixed), len(lines.owner)
+        self.is_own = lines.is_own(self.world_size)
         row, column = np.nonzero(self.rank >= 0)
         of_cell = self.rank[row, column]
         self.load = np.bincount(of_cell, self.weight[row, column], self.world_size) + fixed
@@ -102,7 +102,7 @@ class LineMoves:
 
     def improve(self) -> np.ndarray:
         """Move lines of the ranks that receive most, while that helps; return who has each cell."""
-        received = self.lines.received(self.num_cells > 0)
+        received = self.lines.received((self.num_cells > 0) & ~self.is_own)
         rejected: set[Move] = set()
         is_stuck = np.zeros(self.world_size, dtype=bool)
         for _ in range(MAX_MOVES):
@@ -116,7 +116,7 @@ class LineMoves:
                 is_stuck[rank] = True
                 continue
             handed_over = self._apply(*move)
-            now = self.lines.received(self.num_cells > 0)
+            now = self.lines.received((self.num_cells > 0) & ~self.is_own)
             is_even = self.load[[*move[:2]]].max() <= self.max_load
             if is_even and _badness(now) < _badness(received):
                 received = now
@@ -129,7 +129,7 @@ class LineMoves:
 
     def _has(self) -> np.ndarray:
         """Return (ranks, segments), which each rank stores or fetches."""
-        return (self.num_cells > 0) | self.lines.is_own(self.world_size)
+        return (self.num_cells > 0) | self.is_own
 
     # --- Which line to move -------------------------------------------------------------------
 

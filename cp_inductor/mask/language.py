@@ -78,10 +78,8 @@ class _Opaque(sympy.Function):
         return self.slopes[argindex - 1](*self.args)
 
 
-def _function(
-    name: str, compute: Callable[..., float], *slopes: Callable[..., Expr]
-) -> type[_Opaque]:
-    attributes = {"nargs": len(slopes), "compute": staticmethod(compute), "slopes": slopes}
+def _function(name: str, run: Callable[..., float], *slopes: Callable[..., Expr]) -> type[_Opaque]:
+    attributes = {"nargs": len(slopes), "compute": staticmethod(run), "slopes": slopes}
     return type(name, (_Opaque,), attributes | {"__module__": __name__})
 
 

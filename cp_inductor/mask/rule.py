@@ -168,10 +168,8 @@ class Rule:
         Returns:
             (n, m) integers. A box whose last index is before its first is EMPTY.
         """
-        box = {
-            QUERY: (queries[0][:, None], queries[1][:, None]),
-            KEY: (keys[0][None], keys[1][None]),
-        }
+        (first, last), (first_key, last_key) = queries, keys
+        box = {QUERY: (first[:, None], last[:, None]), KEY: (first_key[None], last_key[None])}
         shape = (len(queries[0]), len(keys[0]))
         must, may = (np.broadcast_to(part, shape) for part in decide(self.allowed, box))
         cells = np.where(may, Cell.PARTIAL, Cell.EMPTY)

@@ -95,9 +95,7 @@ class MaskOfLengths:
             if not is_input:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 copies[node].meta.clear()
-        values = {
-            copy: map_aggregate(node.meta["example_value"], freeze) for node, copy in copies.items()
-        }
+        values = {c: map_aggregate(n.meta["example_value"], freeze) for n, c in copies.items()}
         written = frozenset(map(copies.__getitem__, trace.written))
         tables = tuple(map(copies.__getitem__, recognized.tables))
         own = Recognized(recognized.rule, tables)

@@ -390,9 +390,8 @@ def misread(recognized: Recognized, shape: Sequence[int], tables: RunTimeTables)
         node = recognized.tables[number_of(entry)]
         lengths = shape_of(node.meta["example_value"])
         of_pairs = is_of_pairs(entry.args)
-        role = tuple(
-            i if i in (BATCH, HEAD) or (of_pairs and i == QUERY) else None for i in entry.args
-        )
+        kept = (BATCH, HEAD, QUERY) if of_pairs else (BATCH, HEAD)
+        role = tuple(index if index in kept else None for index in entry.args)
         is_right = roles.setdefault(node, role) == role
         is_plain = all(index.is_Symbol or index.is_Integer for index in entry.args)
         is_right &= is_plain or not of_pairs

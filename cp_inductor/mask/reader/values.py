@@ -472,9 +472,7 @@ def _is_evaluable(relation: Any, sizes: Mapping[Expr, int], tables: RunTimeTable
     if not isinstance(relation, sympy.core.relational.Relational):
         return True
     _, *both = sides(relation)
-    ends = [
-        range_of(side, sizes, tables)
-        for side in (both if isinstance(relation, sympy.Le) else both[1:])
-    ]
+    compared = both if isinstance(relation, sympy.Le) else both[1:]
+    ends = [range_of(side, sizes, tables) for side in compared]
     least, most = _range_of_dtype(torch.int64)
     return all(low >= least and high <= most for low, high in ends)

@@ -260,7 +260,7 @@ def test_bias_gradients() -> None:
 # --- Which probabilities are dropped depends on where they are in the whole attention alone.
 
 DROPOUT_P = 0.3
-LENGTH = 29
+DROPPED_LENGTH = 29
 
 
 def drop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -306,9 +306,9 @@ def check_other_axis(form: str, batch: int, length: int, other: Placement, in_re
 # unevenly, nor batch and heads where heads are cut.
 OTHER_AXES = {
     EAGER: (
-        (3, LENGTH, Shard(0), False),
-        (2, LENGTH, Shard(1), False),
-        (2, LENGTH, Replicate(), False),
+        (3, DROPPED_LENGTH, Shard(0), False),
+        (2, DROPPED_LENGTH, Shard(1), False),
+        (2, DROPPED_LENGTH, Replicate(), False),
         (2, 28, Shard(1), True),
     ),
     AOT: ((4, 28, Shard(0), False), (1, 28, Shard(1), False), (2, 28, Shard(1), True)),
@@ -377,7 +377,7 @@ def test_all_may_be_dropped() -> None:
 @on_ranks(1)
 def test_dropout_through_inductor() -> None:
     """Its numbers are other ones than those of eager code, and follow the seed as well."""
-    whole = make_qkv(LENGTH, dtype=torch.float64)
+    whole = make_qkv(DROPPED_LENGTH, dtype=torch.float64)
     sharded = on_mesh(whole, world_mesh(), Shard(2))
     through_inductor = torch.compile(drop, backend="cp_inductor", fullgraph=True)
     results = []

@@ -209,7 +209,7 @@ def loss_of_labels(
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-LENGTH = 47  # of which one rank has 24
+UNEVEN = 47  # of which one rank has 24
 
 
 @on_ranks(2)
@@ -220,10 +220,10 @@ def test_losses_and_gradients() -> None:
     one = torch.ones((), dtype=torch.float64)
     for step in range(2):
         torch.manual_seed(step)
-        tokens = [torch.randn(1, n, LENGTH, 8, dtype=torch.float64) for n in (4, 2, 2)]
-        documents = torch.randint(0, 2, (1, LENGTH)).cumsum(-1)
-        labels = torch.randint(0, 32, (1, LENGTH))
-        scale = torch.randn(1, LENGTH, 1, dtype=torch.float64)
+        tokens = [torch.randn(1, n, UNEVEN, 8, dtype=torch.float64) for n in (4, 2, 2)]
+        documents = torch.randint(0, 2, (1, UNEVEN)).cumsum(-1)
+        labels = torch.randint(0, 32, (1, UNEVEN))
+        scale = torch.randn(1, UNEVEN, 1, dtype=torch.float64)
         expected = with_grads(partial(loss_of_labels, documents, labels), (*tokens, scale, one))
         given = [*on_mesh(tokens, mesh, Shard(2)), *on_mesh([scale], mesh, Replicate())]
         with implicit_replication():

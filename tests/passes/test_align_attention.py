@@ -144,7 +144,7 @@ def test_repeated_heads_over_dtensors() -> None:
 
 # --- nn.MultiheadAttention over DTensors is taken apart, so that its masks are read.
 
-BATCH, LENGTH, DIM, WINDOW = 3, 14, 16, 5
+BATCH, TOKENS, DIM, WINDOW = 3, 14, 16, 5
 
 
 class Encoder(nn.Module):
@@ -156,7 +156,7 @@ class Encoder(nn.Module):
         self.layer = nn.TransformerEncoderLayer(DIM, 4, 24, 0.0, batch_first=True)
 
     def forward(self, x: Tensor, is_padding: Tensor) -> Tensor:
-        at = torch.arange(LENGTH)
+        at = torch.arange(TOKENS)
         distance = at[:, None] - at
         is_far = (distance < 0) | (distance >= WINDOW)
         return self.layer(x, src_mask=is_far, src_key_padding_mask=is_padding)
@@ -167,8 +167,8 @@ class Encoder(nn.Module):
 def test_masks_over_dtensors() -> None:
     mesh = world_mesh()
     torch.manual_seed(1)
-    x = torch.randn(BATCH, LENGTH, DIM, dtype=torch.float64)
-    is_padding = torch.arange(LENGTH) >= torch.tensor([LENGTH, 9, 6])[:, None]
+    x = torch.randn(BATCH, TOKENS, DIM, dtype=torch.float64)
+    is_padding = torch.arange(TOKENS) >= torch.tensor([LENGTH, 9, 6])[:, None]
     whole = Encoder().double()
     expected = whole(x, is_padding)
     expected.square().sum().backward()

@@ -106,8 +106,6 @@ CHIPS = {"h100": known_wrong.TAIL_OF_KEYS, "b200": known_wrong.ONE_QUERY, "a100"
 
 # --- Kernels are chosen by what they say they can do: the first row of the table that serves.
 
-HOPPER, BLACKWELL = (9, 0), (10, 0)
-
 
 def choose(dtype: torch.dtype, device: str, head_dim: int = 64, **how: Any) -> str:
     tensor = torch.empty(1, 2, 4, head_dim)

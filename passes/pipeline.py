@@ -151,6 +151,8 @@ class Lowering:
     check_tables: bool = False  # ranks compare the tables of masks and the seeds of dropout
     # The numbers of `number_attentions`, from the forward of a compile to its backward.
     place_of: dict[Any, int] = field(default_factory=dict)
+    # Until then fake tensors whose sizes only data says are not remembered, by Inductor either.
+    until: ExitStack = field(default_factory=ExitStack)
     num_lowered: int = 0
     order: list[str] | None = None  # of the collectives, once it is known
 
@@ -158,10 +160,9 @@ class Lowering:
         """Lower all attentions. A backward reads tables that its forward has compared."""
         is_noted = self.check_tables and self.kind != "backward"
         attentions = filter(None, map(attention_of, nodes_of(self.gm)))
-        with ExitStack() as around:
-            if any(attention.is_per_batch for attention in attentions):
-                forget_fakes(around)  # whose sizes only data says
-            self.num_lowered = lower_attention(self.gm, self.decompositions, note_tables=is_noted)
+        if any(attention.is_per_batch for attention in attentions):
+            forget_fakes(self.until)
+        self.num_lowered = lower_attention(self.gm, self.decompositions, note_tables=is_noted)
 
     def schedule_exchanges(self) -> None:
         """Schedule every graph that starts an exchange of attentions or of recurrences."""

@@ -206,12 +206,13 @@ def _compile_lowered(
     So the key of the FX-graph cache is that of the lowered graph. It has the rank, and so has that
     of AOTAutograd, which does not see which part of a replicated tensor a rank takes.
     """
-    if settings.enabled:
-        options = (settings.plan_options, select_decomp_table(), settings.check_agreement, place_of)
-        _lower(Lowering(gm, kind_of(kwargs), *options), captured)
-    # A backward may be compiled later, when it is first called, on any thread.
-    with one_compile_at_a_time, meshes_keyed(), lowered_as_asked(ROWS_OF_TILES):
-        return inner_compile(gm, example_inputs, **kwargs)
+    with ExitStack() as until:
+        if settings.enabled:
+            options = (settings.plan_options, select_decomp_table(), settings.check_agreement)
+            _lower(Lowering(gm, kind_of(kwargs), *options, place_of, until), captured)
+        # A backward may be compiled later, when it is first called, on any thread.
+        with one_compile_at_a_time, meshes_keyed(), lowered_as_asked(ROWS_OF_TILES):
+            return inner_compile(gm, example_inputs, **kwargs)
 
 
 def _lower(lowering: Lowering, captured: Captured) -> None:

@@ -44,7 +44,7 @@ _TELL_APART = ("position_ids", *_NUMBERED, "attention_mask")
 # The length of a document whose attention takes as long as all else for its tokens, if nobody says
 # it: twelve times a hidden size of 4,096.
 EVEN_LENGTH = 49_152
-# Of the longest batch, what a replica may get.
+# How many times the tokens of the longest batch a replica may get.
 SLACK = 1.2
 BALANCED = "cp_inductor.balanced"
 

@@ -56,7 +56,7 @@ from cp_inductor.trust.unreduced import watch_gradients
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# Of a parallelized model: how its class takes batches; the forward that the object had itself.
+# How the class of a parallelized model takes batches; the forward that the object had itself.
 BATCHES, OWN_FORWARD = "_cp_batches", "_cp_forward"
 _numbers = itertools.count()
 

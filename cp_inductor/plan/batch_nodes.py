@@ -150,7 +150,7 @@ class _Imports:
         self.load = np.bincount(self.of_cell, cells.weight, len(self.num_ranks))
         self.share = float(cells.weight.sum()) / world_size
         self.least = NEGLIGIBLE_SHARE * self.share
-        # Of each chunk, what a rank receives that fetches it, and what its owner receives then.
+        # What a rank receives that fetches a chunk, and what the chunk's owner receives then.
         of_query, of_key = queries.length / self.unit, keys.length / self.unit
         self.cost_in = prices.query_in * of_query, prices.key_in * of_key
         self.cost_home = prices.query_home * of_query, prices.key_home * of_key

@@ -275,7 +275,7 @@ _B200 = {
 }
 
 
-# Of the specified operations, what large matrix multiplications reach.
+# The share of the specified operations that large matrix multiplications reach.
 MATMUL_SHARE = 0.7
 
 

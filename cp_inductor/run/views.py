@@ -93,7 +93,7 @@ class Views:
     ) -> None:
         """Put at hand what is differentiated, and what the forward kept of its exchanges."""
         self._add_own({"grad_out": grad_out, "out": out, "lse": lse})
-        # Of queries that are differentiated from a message, by whichever rank.
+        # The queries that are differentiated from a message, by whichever rank.
         payloads = (Payload.QUERY_GRAD_OUT, Payload.GRAD_OUT)
         if any(t.payload in payloads and t.source == self.rank for f in self.fetches for t in f):
             self._add_own({"delta": make_words(out, grad_out)})

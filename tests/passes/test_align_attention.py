@@ -168,7 +168,7 @@ def test_masks_over_dtensors() -> None:
     mesh = world_mesh()
     torch.manual_seed(1)
     x = torch.randn(BATCH, TOKENS, DIM, dtype=torch.float64)
-    is_padding = torch.arange(TOKENS) >= torch.tensor([LENGTH, 9, 6])[:, None]
+    is_padding = torch.arange(TOKENS) >= torch.tensor([TOKENS, 9, 6])[:, None]
     whole = Encoder().double()
     expected = whole(x, is_padding)
     expected.square().sum().backward()

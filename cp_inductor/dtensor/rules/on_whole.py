@@ -98,7 +98,7 @@ def _is_found_in_parts(bound: dict[str, Any]) -> bool:
     tensor, dim = bound["self"], bound["dim"]
     dims = range(tensor.ndim) if dim is None else (dim % max(tensor.ndim, 1),)
     is_traced = type(tensor.to_local()) is not Tensor
-    # Of equal elements the first counts. Those of lower ranks come first along one dim alone.
+    # The first of equal elements counts. Those of lower ranks come first along one dim alone.
     is_in_order = dim is not None or tensor.ndim == 1
     return not any(
         type(place) not in (Shard, Replicate, Partial)

@@ -97,7 +97,7 @@ def _view(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_empty(f"view ({user_line()})", of)
     if op is aten.slice.Tensor and is_whole_slice(bind_arguments(op, args, kwargs), of.shape):
         return aten.alias.default(of)
-    # Of x[:, 0] where the tokens of x are a symbol, strides are symbols.
+    # The strides of x[:, 0] are symbols where the tokens of x are one.
     run = dispatch_as_dtensor if has_symbols_as_strides(of) else without_handler
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled() and not of.is_inference():

@@ -16,9 +16,9 @@ from typing import Any
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from cp_inductor.backend.gradients import with_all_gradients, with_plain_gradients
+from cp_inductor.backend.gradients import complete_gradients, completed, with_plain_gradients
 from cp_inductor.backend.steps import with_steps_named
-from cp_inductor.backend.versions import with_versions_checked
+from cp_inductor.backend.versions import Places, hold_versions
 from cp_inductor.dtensor.limits import refuse_permuted
 from cp_inductor.dtensor.rules.writes import note_copies, refuse_stale_copies
 from cp_inductor.graph.collectives import Collective
@@ -30,6 +30,7 @@ from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.settings import Settings
 from cp_inductor.region.modes import note_compiled
 from cp_inductor.torch_private.dynamo import is_capturing_whole
+from cp_inductor.torch_private.tracing import replace_backward
 from cp_inductor.trust.agreement import AgreedGraph
 from cp_inductor.trust.claims import Planned, batches_of, describe_program
 from cp_inductor.trust.unreduced import watch_gradients
@@ -101,10 +102,27 @@ class Captured:
         Dynamo passes the inputs of the final graph, which it shares with us; its splitter for DDP
         passes all of the original inputs.
         """
-        call = with_steps_named(compiled, self.attentions)
-        call = with_plain_gradients(with_all_gradients(with_versions_checked(call)))
-
+        forward = with_steps_named(compiled, self.attentions, "forward")
+        is_replaced = False
+        places: Places = None
         group_names = {attention.attention.group_name for attention in self.attentions}
+
+        def replace(backward: Callable[..., Any]) -> Callable[..., Any]:
+            return completed(with_steps_named(backward, self.attentions, "backward"))
+
+        def call(args: Sequence[Any]) -> Any:
+            nonlocal is_replaced, places
+            args = with_plain_gradients(args)
+            results = forward(*args)
+            outputs = results if isinstance(results, (tuple, list)) else [results]
+            places = hold_versions(args, outputs, places)
+            has_dtensors = any(isinstance(value, DTensor) for value in (*outputs, *args))
+            if has_dtensors or self.attentions:
+                node = complete_gradients(outputs, args, has_dtensors)
+                if node is not None and not is_replaced:
+                    replace_backward(node, replace)
+                    is_replaced = True
+            return results
 
         def run(*args: Any) -> Any:
             if self.attentions:  # of which Dynamo has no guard
@@ -115,7 +133,7 @@ class Captured:
             for place in self.written:
                 refuse_stale_copies(args[place], f"input {place} of a compiled graph")
             with self.agree(args):
-                results = call(*args)
+                results = call(args)
             for outputs, inputs in self.sharing:
                 note_copies([results[i] for i in outputs] + [args[i] for i in inputs])
             return results

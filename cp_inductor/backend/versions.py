@@ -15,8 +15,8 @@ theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,30 +30,23 @@ from cp_inductor.torch_private.tracing import is_fake
 
 # Tensors that a backward reads, with the names and versions that they had when they were saved.
 _Held = list[tuple[str, Tensor, int]]
-# The places of the inputs, and of the outputs, whose local tensors are saved.
-_Places = tuple[list[int], list[int]]
+# The places of the inputs, and of the outputs, whose local tensors are saved, once they are known.
+Places = tuple[list[int], list[int]] | None
 
 
-def with_versions_checked(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Have the backward of a compiled graph refuse DTensors that were written to since it ran."""
-    places: _Places | None = None
+def hold_versions(args: Sequence[Any], outputs: Sequence[Any], places: Places) -> Places:
+    """Have the backward of a compiled graph that has run refuse DTensors that are written to.
 
-    @wraps(compiled)
-    def run(*args: Any) -> Any:
-        nonlocal places
-        outputs = compiled(*args)
-        if torch.is_grad_enabled() and not has_saved_tensor_hooks():
-            leaves = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-            # What a region around sees of a program is not to see this.
-            with torch._C.DisableTorchFunction():
-                places = _hold(args, leaves, places)
-        return outputs
-
-    return run
+    Return the places of inputs and outputs that it reads, which the first run finds.
+    """
+    if not torch.is_grad_enabled() or has_saved_tensor_hooks():
+        return places
+    # What a region around sees of a program is not to see this.
+    with torch._C.DisableTorchFunction():
+        return _hold(args, outputs, places)
 
 
-def _hold(args: Sequence[Any], outputs: Sequence[Any], places: _Places | None) -> _Places | None:
-    """Have the backward compare versions; return the places of inputs and outputs it reads."""
+def _hold(args: Sequence[Any], outputs: Sequence[Any], places: Places) -> Places:
     node = _node_of(outputs)
     if node is None:
         return places

@@ -33,7 +33,7 @@ m.attend(F.conv1d(x.mT, m.mix.weight[..., None].expand(-1, -1, 2), stride=2).mT)
 """)
 # What Dynamo has no graph for.
 IN_EAGER = rows("""
-x / x.abs().amax().item()
+x / x.abs().amax().item()   x + torch.addmm(x[0], m.rows[: x.shape[1]], m.mix.weight)
 y = x.clone(); y.data = x.detach().flip(1); y   x + m.rows[b.places.max()]
 x + torch.from_dlpack(x.detach().mean(1))[:, None]   x * torch.from_numpy(x.detach().numpy() * 1)
 f = io.BytesIO(); torch.save(x.detach().mean(1), f); f.seek(0); x + torch.load(f)[:, None]

@@ -110,7 +110,9 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-config.load_checks_late(lambda: import_module("cp_inductor.flags"))
+config.check_by(lambda *flag: import_module("cp_inductor.flags").check_flag(*flag))
+if config.names_of_environment():
+    import_module("cp_inductor.flags")
 attend_with(lambda: import_module("cp_inductor.dtensor.rules").register_rules())
 when_imported(
     {"accelerate.parallelism_config"},

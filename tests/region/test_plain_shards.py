@@ -45,6 +45,7 @@ y = torch.nested.as_nested_tensor([*x]); x + torch.nested.to_padded_tensor(y, 0.
 """)
 LOSSES_IN_EAGER = rows("""
 m.loss(x, b.labels, reduction="sum") / (b.places > 3).sum().item()
+F.mse_loss(x, x.mean(1, True).expand_as(x))   F.smooth_l1_loss(x, x.sum((0, 1)).expand_as(x))
 """)
 # Sizes that data decides, which Python and compiled code read as plain numbers.
 SIZED = rows("""
@@ -91,8 +92,7 @@ def test_what_computes_each_token_by_itself_is_right() -> None:
 @pytest.mark.slow
 def test_what_is_not_known_to_is_refused_on_every_rank() -> None:
     steps, losses = TABLES["mixing"] + IN_EAGER, TABLES["mixed"] + LOSSES_IN_EAGER
-    programs = programs_of(steps, losses)
-    assert faults(programs, "REFUSED: SequenceMixed") == {}
+    assert faults(programs_of(steps, losses), "REFUSED: SequenceMixed") == {}
 
 
 @pytest.mark.slow

@@ -60,15 +60,23 @@ def _linear(call: OpCall, sums: list[Sum]) -> Type:
     is_alike = len(set(sums)) == 1 and not has_tokens
     # A sum may be divided, and divides nothing.
     is_over = call.op in _DIVIDING and call.type_of(call.bound["self"]) not in sums
-    is_copied = call.op in COPIES and not others
+    is_copied = call.op in COPIES and not others and len(set(sums)) == 1
     is_added = call.op in _ADDING and is_alike and (sums[0].is_mean or not is_shifted)
     is_scaled = call.op in _SCALING and len(sums) == 1 and not has_tokens and not is_over
-    if is_copied or is_added or is_scaled:
+    if (is_copied or is_added or is_scaled) and not _is_rounded(call):
         return replace(sums[0], is_alike=is_copied and sums[0].is_alike)
     if call.op in _DIVIDING and sums == call.types == [Sum(is_mean=False)] * 2 and sums[1].is_alike:
         return Sum(is_mean=True)  # over as many tokens on every rank
     kinds = " and ".join(sorted({describe_kind(kind) for kind in call.types}))
     raise Mixes(f"{call.op} of {kinds}, which is not that of the whole sequence", SUMS)
+
+
+def _is_rounded(call: OpCall) -> bool:
+    """Whether a result is rounded to whole numbers, or to a bool."""
+    read, made = (tensor.dtype for tensor in (call.tensors[0], call.outs[0]))
+    is_whole = not (made.is_floating_point or made.is_complex)
+    is_narrowed = read.is_floating_point or (made is torch.bool and read is not torch.bool)
+    return (is_whole and is_narrowed) or call.bound.get("rounding_mode") is not None
 
 
 @rule(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy)

@@ -115,7 +115,7 @@ def reduce(call: OpCall) -> list[Type]:
     tensor = call.tensors[0]
     kind, dims = call.types[0], call.dims(of=call.op._schema.arguments[0].name)
     is_sum, is_mean = (call.op in overloads([op]) for op in (aten.sum, aten.mean))
-    if isinstance(kind, Sum) and (is_sum or is_mean):
+    if isinstance(kind, Sum) and (is_sum or is_mean) and not _is_rounded(call):
         return [kind]
     if not isinstance(kind, Shards) or len(call.tensors) > 1:
         raise Mixes(f"{call.op} of {describe_kind(kind)}", SUMS)

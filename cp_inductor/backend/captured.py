@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +30,7 @@ from cp_inductor.passes.note_draws import has_notes
 from cp_inductor.passes.pipeline import capture
 from cp_inductor.passes.settings import Settings
 from cp_inductor.region.modes import note_compiled
+from cp_inductor.torch_private.checkpoint import has_saved_tensor_hooks
 from cp_inductor.torch_private.dynamo import is_capturing_whole
 from cp_inductor.torch_private.tracing import replace_backward
 from cp_inductor.trust.agreement import AgreedGraph
@@ -115,13 +117,18 @@ class Captured:
             args = with_plain_gradients(args)
             results = forward(*args)
             outputs = results if isinstance(results, (tuple, list)) else [results]
-            places = hold_versions(args, outputs, places)
             has_dtensors = any(isinstance(value, DTensor) for value in (*outputs, *args))
+            node = None
             if has_dtensors or self.attentions:
                 node = complete_gradients(outputs, args, has_dtensors)
-                if node is not None and not is_replaced:
-                    replace_backward(node, replace)
-                    is_replaced = True
+            if node is not None and not is_replaced:
+                replace_backward(node, replace)
+                is_replaced = True
+            is_recorded = torch.is_grad_enabled() and not has_saved_tensor_hooks()
+            if node is not None and has_dtensors and is_recorded:
+                # What a region around sees of a program is not to see this.
+                with torch._C.DisableTorchFunction():
+                    places = hold_versions(node, args, outputs, places)
             return results
 
         def run(*args: Any) -> Any:

@@ -15,16 +15,15 @@ theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import ModifiedInPlace
-from cp_inductor.torch_private.checkpoint import has_saved_tensor_hooks, is_backward_kept
+from cp_inductor.torch_private.checkpoint import is_backward_kept
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import is_fake
 
@@ -34,22 +33,11 @@ _Held = list[tuple[str, Tensor, int]]
 Places = tuple[list[int], list[int]] | None
 
 
-def hold_versions(args: Sequence[Any], outputs: Sequence[Any], places: Places) -> Places:
+def hold_versions(node: Any, args: Sequence[Any], outputs: Sequence[Any], places: Places) -> Places:
     """Have the backward of a compiled graph that has run refuse DTensors that are written to.
 
     Return the places of inputs and outputs that it reads, which the first run finds.
     """
-    if not torch.is_grad_enabled() or has_saved_tensor_hooks():
-        return places
-    # What a region around sees of a program is not to see this.
-    with torch._C.DisableTorchFunction():
-        return _hold(args, outputs, places)
-
-
-def _hold(args: Sequence[Any], outputs: Sequence[Any], places: Places) -> Places:
-    node = _node_of(outputs)
-    if node is None:
-        return places
     if places is None:
         if any(map(is_fake, node.saved_tensors)):
             # Dynamo's splitter for DDP runs a piece to know what the next one gets.
@@ -62,15 +50,6 @@ def _hold(args: Sequence[Any], outputs: Sequence[Any], places: Places) -> Places
     if held:
         node.register_prehook(partial(_check, held))
     return places
-
-
-def _node_of(outputs: Iterable[Any]) -> Any:
-    """Return the node of a compiled graph's backward; None if it has none."""
-    for output in outputs:
-        node = output.grad_fn if isinstance(output, Tensor) else None
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return node
-    return None
 
 
 def _reach(tensor: Tensor) -> tuple[int, int]:

@@ -22,12 +22,12 @@ from cp_inductor.backend.steps import with_steps_named
 from cp_inductor.backend.versions import Places, hold_versions
 from cp_inductor.dtensor.limits import refuse_permuted
 from cp_inductor.dtensor.rules.writes import note_copies, refuse_stale_copies
-from cp_inductor.graph.collectives import Collective
+from cp_inductor.graph.collectives import Collective, list_collectives
 from cp_inductor.passes.capture_attention import list_attentions
 from cp_inductor.passes.check_sequence import shards_of
 from cp_inductor.passes.graph_types import Checking
 from cp_inductor.passes.note_draws import has_notes
-from cp_inductor.passes.pipeline import capture
+from cp_inductor.passes.pipeline import Lowering, capture, lower
 from cp_inductor.passes.settings import Settings
 from cp_inductor.region.modes import note_compiled
 from cp_inductor.torch_private.checkpoint import has_saved_tensor_hooks
@@ -42,6 +42,7 @@ from cp_inductor.trust.unreduced import watch_gradients
 class Captured:
     """What calling a captured graph takes."""
 
+    settings: Settings
     kept: tuple[int, ...]  # places of the inputs that were kept
     # Makes the context, from the inputs, in which the ranks compare what they run.
     agree: Callable[[Sequence[Any]], Any]
@@ -53,6 +54,7 @@ class Captured:
     # Places of outputs, and of inputs, that are one memory on one process.
     sharing: Sequence[tuple[list[int], list[int]]] = ()
     written: Sequence[int] = ()  # places of the DTensors among the inputs that the graph writes to
+    place_of: dict[Any, int] = field(default_factory=dict)  # of attentions, as `Lowering` has it
 
     @staticmethod
     def of(gm: fx.GraphModule, settings: Settings) -> Captured:
@@ -90,13 +92,25 @@ class Captured:
             for place, value in enumerate(values)
             if isinstance(value, DTensor) and value._version > 0
         ]
-        return Captured(
-            *(captured.kept, agree, planned, captured.types, collectives, sharing, written)
-        )
+        kept, types = captured.kept, captured.types
+        return Captured(settings, kept, agree, planned, types, collectives, sharing, written)
 
     def inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the inputs that were kept."""
         return [inputs[place] for place in self.kept]
+
+    def lower(self, gm: fx.GraphModule, kind: str, **options: Any) -> Lowering | None:
+        """Lower a graph of AOTAutograd, and note for the other ranks what it starts; or leave it.
+
+        The options are those of a `Lowering` that differ between compilers.
+        """
+        if not self.settings.enabled:
+            return None
+        options |= {"check_tables": self.settings.check_agreement, "place_of": self.place_of}
+        lowering = Lowering(gm, kind, self.settings.plan_options, **options)
+        lower(lowering)
+        self.collectives[kind] = list_collectives(gm)
+        return lowering
 
     def runner(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return what calls a compiled graph: with the inputs kept, once all ranks are ready.

@@ -54,61 +54,22 @@ if TYPE_CHECKING:
     from cp_inductor.region.reduce_gradients import reduce_gradients
     from cp_inductor.torch_private.flex import flex_gradients_on_cpu
 
-__all__ = [
-    "BatchPlan",
-    "CPError",
-    "ContextParallel",
-    "CrossCompiled",
-    "Device",
-    "Estimate",
-    "ExchangeFailed",
-    "InvalidArgument",
-    "InvalidText",
-    "Level",
-    "Machine",
-    "MissingTriton",
-    "ModifiedInPlace",
-    "ParallelizeSequence",
-    "Plan",
-    "ProcessGroupError",
-    "RanksDisagree",
-    "Report",
-    "SequenceMixed",
-    "SequenceWarning",
-    "UnevenSequence",
-    "UnsupportedAttention",
-    "UnsupportedBuffer",
-    "UnsupportedKernel",
-    "UnsupportedPlacement",
-    "UnsupportedStrategy",
-    "UnsupportedTarget",
-    "UnsupportedWrite",
-    "UntiedWeights",
-    "balanced",
-    "batch_plans",
-    "calibrate",
-    "config",
-    "context_parallel",
-    "context_parallel_unshard",
-    "cross_compile",
-    "estimate",
-    "explain",
-    "flex_gradients_on_cpu",
-    "local_attention",
-    "loss_weight",
-    "pad_packed",
-    "parallelize",
-    "pass_states",
-    "per_rank",
-    "plan_attention",
-    "prepared",
-    "reduce_gradients",
-    "register_recurrence",
-    "reset",
-    "shard",
-    "tokens_before",
-    "unshard",
-]
+# Errors.
+__all__ = ["CPError", "ExchangeFailed", "InvalidArgument", "InvalidText", "MissingTriton"]
+__all__ += ["ModifiedInPlace", "ProcessGroupError", "RanksDisagree", "SequenceMixed"]
+__all__ += ["SequenceWarning", "UnevenSequence", "UnsupportedAttention", "UnsupportedBuffer"]
+__all__ += ["UnsupportedKernel", "UnsupportedPlacement", "UnsupportedStrategy"]
+__all__ += ["UnsupportedTarget", "UnsupportedWrite", "UntiedWeights"]
+# Models and their inputs.
+__all__ += ["ParallelizeSequence", "balanced", "loss_weight", "pad_packed", "parallelize"]
+__all__ += ["pass_states", "register_recurrence", "shard", "tokens_before", "unshard"]
+# Regions.
+__all__ += ["ContextParallel", "context_parallel", "context_parallel_unshard"]
+__all__ += ["flex_gradients_on_cpu", "local_attention", "per_rank", "reduce_gradients"]
+# Plans, what they cost and what becomes of them.
+__all__ += ["BatchPlan", "Device", "Level", "Machine", "Plan", "batch_plans", "plan_attention"]
+__all__ += ["CrossCompiled", "Estimate", "Report", "cross_compile", "estimate", "explain"]
+__all__ += ["calibrate", "config", "prepared", "reset"]
 
 __version__ = "0.3.0"
 
@@ -149,7 +110,9 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-config.load_checks_late(lambda: import_module("cp_inductor.flags"))
+config.check_by(lambda *flag: import_module("cp_inductor.flags").check_flag(*flag))
+if config.names_of_environment():
+    import_module("cp_inductor.flags")
 attend_with(lambda: import_module("cp_inductor.dtensor.rules").register_rules())
 when_imported(
     {"accelerate.parallelism_config"},

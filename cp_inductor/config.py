@@ -11,7 +11,7 @@ all flags. `cp_inductor.flags` refuses values that mean nothing when they are se
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.utils._config_module import Config, install_config_module
@@ -95,45 +95,26 @@ install_config_module(sys.modules[__name__])
 class _Checked(type(sys.modules[__name__])):  # type: ignore[misc]
     """Flags whose values are checked before they are set."""
 
-    checks: ClassVar[dict[str, Callable[[Any], None]]] = {}
-    load_checks: ClassVar[list[Callable[[], object]]] = []
-
-    @classmethod
-    def check(cls, name: str, value: object) -> None:
-        while cls.load_checks:
-            cls.load_checks.pop()()
-        if name in cls.checks:
-            cls.checks[name](value)
+    check: ClassVar[Callable[[str, object], None]]
 
     def __setattr__(self, name: str, value: object) -> None:
-        self.check(name, value)
+        _Checked.check(name, value)
         super().__setattr__(name, value)
 
     def patch(self, arg1: Any = None, arg2: Any = None, **kwargs: Any) -> Any:
         """Set flags for a ``with`` block or a decorated function; all or none of them."""
         changes = {arg1: arg2} if isinstance(arg1, str) else {**(arg1 or {}), **kwargs}
         for name, value in changes.items():
-            self.check(name, value)
+            _Checked.check(name, value)
         return super().patch(arg1, arg2, **kwargs)
 
 
 types.ModuleType.__setattr__(sys.modules[__name__], "__class__", _Checked)
 
 
-def check_with(checks: Mapping[str, Callable[[Any], None]]) -> None:
-    """Check flags from now on, and what they are now."""
-    module: Any = sys.modules[__name__]
-    for name, check in checks.items():
-        check(getattr(module, name))
-    _Checked.checks.update(checks)
-
-
-def load_checks_late(load: Callable[[], object]) -> None:
-    """Call `load`, which calls `check_with`, before a flag is set; now, if the environment has."""
-    if names_of_environment():
-        load()
-    else:
-        _Checked.load_checks.append(load)
+def check_by(check: Callable[[str, object], None]) -> None:
+    """Call `check` with the name and the value of a flag before it is set."""
+    _Checked.check = staticmethod(check)
 
 
 def names_of_environment() -> list[str]:

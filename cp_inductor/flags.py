@@ -29,7 +29,7 @@ FLAGS_ONLY = ("enabled", "check_agreement", "check_tables_every")
 
 
 def check_flags() -> None:
-    """Check all flags, now and whenever they are set, and the names in the environment.
+    """Check all flags, and the names in the environment.
 
     Raises:
         UnsupportedStrategy: there is no such strategy, plan or schedule.
@@ -39,7 +39,8 @@ def check_flags() -> None:
     for name in config.names_of_environment():
         if name not in known:
             _refuse_name(name, known)
-    config.check_with({name: partial(check, name) for name, check in _CHECKS.items()})
+    for name in _CHECKS:
+        check_flag(name, getattr(config, name))
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -48,9 +49,9 @@ def check_options(options: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedStrategy, InvalidArgument: as `check_flags` does.
     """
-    for name, check in _CHECKS.items():
+    for name in _CHECKS:
         if name in options and name not in ("machine", *FLAGS_ONLY):
-            check(name, options[name])
+            check_flag(name, options[name])
 
 
 def _refuse_name(name: str, known: Sequence[str]) -> None:
@@ -63,59 +64,52 @@ def _refuse_name(name: str, known: Sequence[str]) -> None:
     )
 
 
-def _site(name: str) -> str:
+def check_flag(name: str, value: object) -> None:
+    """Check the value of a flag; other names are no flags."""
     of_compile = "" if name in FLAGS_ONLY else f", or options['{name}']"
-    return f"cp_inductor.config.{name} (CP_INDUCTOR_{name.upper()}){of_compile}"
+    site = f"cp_inductor.config.{name} (CP_INDUCTOR_{name.upper()}){of_compile}"
+    if name in _CHECKS:
+        _CHECKS[name](name, value, site=site)
 
 
-def _switch(name: str, value: object) -> None:
-    check_type(name, value, bool, site=_site(name))
-
-
-def _count(least: int, most: int, name: str, value: object) -> None:
-    check_count(name, value, least, most, site=_site(name))
-
-
-def _speed(name: str, value: object) -> None:
-    check_speed(name, value, site=_site(name), is_zero_allowed=True)
-
-
-def _one_of(choices: Sequence[str], name: str, value: object) -> None:
+def _one_of(name: str, value: object, choices: Sequence[str], *, site: str) -> None:
     if value not in choices:
         raise UnsupportedStrategy(
-            site=_site(name),
+            site=site,
             expected=f"one of {', '.join(choices)}",
             got=repr(value),
             remedy="use one of these",
         )
 
 
-def _strategy(name: str, value: Any) -> None:
-    check_type(name, value, str, site=_site(name))
+def _strategy(name: str, value: Any, *, site: str) -> None:
+    check_type(name, value, str, site=site)
     if value != AUTO:
-        parse_strategy(value, site=_site(name))
+        parse_strategy(value, site=site)
 
 
-def _machine(name: str, value: Any) -> None:
-    check_type(name, value, str, site=_site(name))
+def _machine(name: str, value: Any, *, site: str) -> None:
+    check_type(name, value, str, site=site)
     if value not in ("", AUTO, CALIBRATED):
-        Machine.parse(value, site=_site(name))
+        Machine.parse(value, site=site)
 
 
-_CHECKS: dict[str, Callable[[str, Any], None]] = {
-    "enabled": _switch,
+_SWITCH, _BYTES = partial(check_type, kind=bool), partial(check_count, least=0, most=MAX_BYTES)
+_SPEED = partial(check_speed, is_zero_allowed=True)
+_CHECKS: dict[str, Callable[..., None]] = {
+    "enabled": _SWITCH,
     "strategy": _strategy,
-    "plan": partial(_one_of, PLANS),
-    "stages": partial(_count, 0, MAX_STAGES),
-    "keep_bytes": partial(_count, 0, MAX_BYTES),
-    "check_sequence": _switch,
-    "schedule": partial(_one_of, SCHEDULES),
-    "memory_budget_bytes": partial(_count, -1, MAX_BYTES),
-    "link_bytes_per_s": _speed,
-    "device_flops_per_s": _speed,
+    "plan": partial(_one_of, choices=PLANS),
+    "stages": partial(check_count, least=0, most=MAX_STAGES),
+    "keep_bytes": _BYTES,
+    "check_sequence": _SWITCH,
+    "schedule": partial(_one_of, choices=SCHEDULES),
+    "memory_budget_bytes": partial(check_count, least=-1, most=MAX_BYTES),
+    "link_bytes_per_s": _SPEED,
+    "device_flops_per_s": _SPEED,
     "machine": _machine,
-    "check_agreement": _switch,
-    "check_tables_every": partial(_count, 0, MAX_BYTES),
+    "check_agreement": _SWITCH,
+    "check_tables_every": _BYTES,
 }
 
 check_flags()

@@ -35,8 +35,7 @@ from cp_inductor.dtensor.packed import document_numbers
 from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.rules.in_parts import note_drawn
 from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers
-from cp_inductor.graph.collectives import list_collectives
-from cp_inductor.passes.pipeline import Lowering, PostGrad, Stage, lower, run_passes
+from cp_inductor.passes.pipeline import PostGrad, Stage, run_passes
 from cp_inductor.passes.settings import Settings, read_settings
 from cp_inductor.region.flex_bias import bias_of_scores
 from cp_inductor.sequence.wholes import count_labels
@@ -101,9 +100,8 @@ def cp_aot_eager(
     with errors_unwrapped(gm), traces.switched(True):
         settings = read_settings(options)
         captured = Captured.of(gm, settings)
-        keywords: dict[str, Any] = {"settings": settings, "place_of": {}, "captured": captured}
         compilers = {
-            f"{role}_compiler": partial(_interpret_lowered, kind=kind, **keywords)
+            f"{role}_compiler": partial(_interpret_lowered, kind=kind, captured=captured)
             for role, kind in (("fw", "forward"), ("bw", "backward"), ("inference", "inference"))
         }
         compile_graph = aot_autograd(
@@ -141,13 +139,8 @@ def compile_through_inductor(
     captured = Captured.of(gm, settings)
     post_grad = PostGrad(cache_key(settings))
     patches = _inductor_patches(settings, mode, post_grad)
-    lowered = partial(
-        _compile_lowered,
-        settings=settings,
-        place_of={},
-        inner_compile=inner_compile or compile_fx_inner,
-        captured=captured,
-    )
+    compile_inner = inner_compile or compile_fx_inner
+    lowered = partial(_compile_lowered, inner_compile=compile_inner, captured=captured)
     # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
     inputs = captured.inputs(example_inputs)
     with ExitStack() as around:
@@ -195,8 +188,6 @@ def _compile_lowered(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
-    settings: Settings,
-    place_of: dict[Any, int],
     inner_compile: Callable[..., Any],
     captured: Captured,
     **kwargs: Any,
@@ -207,18 +198,10 @@ def _compile_lowered(
     of AOTAutograd, which does not see which part of a replicated tensor a rank takes.
     """
     with ExitStack() as until:
-        if settings.enabled:
-            options = (settings.plan_options, select_decomp_table(), settings.check_agreement)
-            _lower(Lowering(gm, kind_of(kwargs), *options, place_of, until), captured)
+        captured.lower(gm, kind_of(kwargs), decompositions=select_decomp_table(), until=until)
         # A backward may be compiled later, when it is first called, on any thread.
         with one_compile_at_a_time, meshes_keyed(), lowered_as_asked(ROWS_OF_TILES):
             return inner_compile(gm, example_inputs, **kwargs)
-
-
-def _lower(lowering: Lowering, captured: Captured) -> None:
-    """Lower a graph, and note for the other ranks what it starts."""
-    lower(lowering)
-    captured.collectives[lowering.kind] = list_collectives(lowering.gm)
 
 
 def kind_of(kwargs: Mapping[str, Any]) -> str:
@@ -229,17 +212,10 @@ def kind_of(kwargs: Mapping[str, Any]) -> str:
 
 
 def _interpret_lowered(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    kind: str,
-    settings: Settings,
-    place_of: dict[Any, int],
-    captured: Captured,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, kind: str, captured: Captured
 ) -> Callable[..., Any]:
-    if settings.enabled:
-        lowering = Lowering(gm, kind, settings.plan_options, {}, settings.check_agreement, place_of)
-        _lower(lowering, captured)
+    lowering = captured.lower(gm, kind)
+    if lowering is not None:
         run_passes(Stage.INTERPRET, lowering)
     return make_boxed_func(gm.forward)
 

@@ -40,7 +40,7 @@ from cp_inductor.modules.parallelize import options_of
 from cp_inductor.passes.attentions import SDPA
 from cp_inductor.region.regions import groups_of_program
 from cp_inductor.torch_private.arguments import bind_arguments
-from cp_inductor.torch_private.dynamo import FailedTrace, as_backend_error
+from cp_inductor.torch_private.dynamo import as_backend_error, has_failed_to_run, last_call
 from cp_inductor.torch_private.leaned_on import (
     BOTH_MASKS,
     BROADCAST,
@@ -114,22 +114,18 @@ def _tell(error: Exception, frame: Mapping[str, Any], options: Mapping[str, Any]
 def _name(error: Exception) -> Exception | None:
     if isinstance(error, CPError):  # raised by what Dynamo called while it traced
         return as_backend_error(error)
-    failed = FailedTrace.of(error)
-    named_error = None if failed is None else named(failed)
-    return None if named_error is None else as_backend_error(named_error, instead_of=error)
+    if has_failed_to_run(error):
+        try:
+            _refuse(last_call(error), str(error))
+        except CPError as named:
+            return as_backend_error(named, instead_of=error)
+    return None
 
 
-def named(failed: FailedTrace) -> CPError | None:
-    """Return the error that says what was wrong with a call; None if that is not known."""
-    try:
-        return _of_call(failed)
-    except CPError as error:
-        return error
-
-
-def _of_call(failed: FailedTrace) -> CPError | None:
-    if INPUT_NOT_FAKED in failed.text:
-        return UnsupportedPlacement(
+def _refuse(node: fx.Node | None, text: str) -> None:
+    """Raise the error that says what was wrong with a call; none if that is not known."""
+    if INPUT_NOT_FAKED in text:
+        raise UnsupportedPlacement(
             site="a compiled model",
             expected="plain gradients of plain parameters",
             got="a plain parameter whose gradient is a DTensor, as eager code leaves it that"
@@ -137,37 +133,32 @@ def _of_call(failed: FailedTrace) -> CPError | None:
             remedy="call cp_inductor.parallelize(model, mesh) before, which leaves gradients plain,"
             " or set the gradients to None (optimizer.zero_grad())",
         )
-    node = failed.node
     if node is None or node.op not in ("call_function", "call_method"):
-        return None
+        return
     site = f"{name_of_function(node.target)} ({source_line(node)})"
-    if GUARD_ON_DATA in failed.text or SIZE_LOST in failed.text:
+    if GUARD_ON_DATA in text or SIZE_LOST in text:
         _check_sizes(node, f"{site}, or the op behind it")
-    for tensor in _tensors(node):
-        if isinstance(tensor, DTensor) and UNENDING in failed.text and 0 in tensor.shape:
+    tensors = _tensors(node)
+    for tensor in tensors.values():
+        if isinstance(tensor, DTensor) and UNENDING in text and 0 in tensor.shape:
             refuse_empty(site, tensor)
     if node.target in SDPA:
-        _check_sdpa(node, site, failed.text)
-    if TRANSFORMED in failed.text and any(map(is_transformed, _tensors(node))):
+        _check_sdpa(node, site, text)
+    if TRANSFORMED in text and any(map(is_transformed, tensors.values())):
         refuse_transform(site)
     _check_write(node, site)
-    if BROADCAST in failed.text:
+    if BROADCAST in text:
         _check_parts(node, site)
-    if MIXED not in failed.text:
-        return None
-    plain = {
-        source: value
-        for source in node.all_input_nodes
-        if isinstance(value := source.meta.get("example_value"), Tensor)
-        and not isinstance(value, DTensor)
-    }
+    if MIXED not in text:
+        return
+    plain = {read: value for read, value in tensors.items() if not isinstance(value, DTensor)}
     inputs = {source: value for source, value in plain.items() if source.op == "placeholder"}
     weights = [value for value in inputs.values() if isinstance(value, nn.Parameter)]
     if node.target is F.embedding and not weights:
         for ids in inputs.values():
             refuse_plain_ids(site, ids)
     names = [f"{source.name} of shape {tuple(value.shape)}" for source, value in plain.items()]
-    return UnsupportedPlacement(
+    raise UnsupportedPlacement(
         site=site,
         expected="DTensors alone, or plain tensors that torch may take for replicated",
         got=f"DTensors and {' and '.join(names) or 'a plain tensor'}",
@@ -177,8 +168,7 @@ def _of_call(failed: FailedTrace) -> CPError | None:
 
 def _check_parts(node: fx.Node, site: str) -> None:
     """Refuse a tensor of this rank's tokens beside one of all tokens, as positions or a mask."""
-    values = {read: read.meta.get("example_value") for read in node.all_input_nodes}
-    tensors = {read: value for read, value in values.items() if isinstance(value, Tensor)}
+    tensors = _tensors(node)
     shards = [value for value in tensors.values() if isinstance(value, DTensor)]
     for whole, place in ((read, place) for read in shards for place in read.placements):
         if not isinstance(place, Shard) or place.dim == 0:
@@ -222,7 +212,7 @@ def _check_write(node: fx.Node, site: str) -> None:
     )
     if not is_write or not isinstance(written, Tensor) or isinstance(written, DTensor):
         return
-    if any(isinstance(tensor, DTensor) for tensor in _tensors(node)):
+    if any(isinstance(tensor, DTensor) for tensor in _tensors(node).values()):
         raise UnsupportedPlacement(
             site=site,
             expected="a DTensor to write a DTensor into",
@@ -261,6 +251,7 @@ def _value(argument: object) -> Any:
     return argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
-    values = (source.meta.get("example_value") for source in node.all_input_nodes)
-    return [value for value in values if isinstance(value, Tensor)]
+def _tensors(node: fx.Node) -> dict[fx.Node, Tensor]:
+    """Return the tensors that a call reads."""
+    values = {source: source.meta.get("example_value") for source in node.all_input_nodes}
+    return {source: value for source, value in values.items() if isinstance(value, Tensor)}

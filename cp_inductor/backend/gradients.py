@@ -28,30 +28,17 @@ from torch.distributed.tensor import DTensor
 
 from cp_inductor.torch_private.dtensor import replicated
 from cp_inductor.torch_private.modes import run_uncompiled
-from cp_inductor.torch_private.tracing import is_of_compiled_graph, replace_backward
+from cp_inductor.torch_private.tracing import is_of_compiled_graph
 
 # From a gradient, which may be None or plain, to that of an output's class.
 _Complete = Callable[[Tensor | None], Tensor]
 
 
-def with_all_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Let some outputs of a compiled graph be differentiated without the others."""
-    is_replaced = False
+def complete_gradients(outputs: Sequence[Any], inputs: Sequence[Any], has_dtensors: bool) -> Any:
+    """Let some outputs of a graph that has run, over DTensors, be differentiated without others.
 
-    @wraps(compiled)
-    def run(*args: Any) -> Any:
-        nonlocal is_replaced
-        outputs = compiled(*args)
-        leaves = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-        if any(isinstance(tensor, DTensor) for tensor in (*leaves, *args)):
-            is_replaced = _complete_gradients(leaves, args, is_replaced)
-        return outputs
-
-    return run
-
-
-def _complete_gradients(outputs: Sequence[Any], inputs: Sequence[Any], is_replaced: bool) -> bool:
-    """Let the backward of outputs complete gradients; return whether it is replaced by then."""
+    Return the node of its backward, which must run `completed`; None if it has none.
+    """
     of_nodes: dict[Any, dict[int, _Complete]] = {}
     replayed = set()  # nodes with outputs whose base, kept by AOTAutograd, nothing here holds
     tensors = [tensor for tensor in inputs if isinstance(tensor, Tensor)]
@@ -69,31 +56,23 @@ def _complete_gradients(outputs: Sequence[Any], inputs: Sequence[Any], is_replac
             if node in of_nodes:
                 like = torch.zeros((), dtype=written.dtype, device=written.device)
                 of_nodes[node][place] = partial(_or_zeros, like, written.shape)
-    for node, completing in of_nodes.items():
-        is_replaced = is_replaced or replace_backward([node], _completed)
+    for node, completing in of_nodes.items() if has_dtensors else ():
         node.completing = completing
         # Autograd's zeros are plain, and of all ranks.
         node.set_materialize_grads(node in replayed)
-    return is_replaced
+    return next(iter(of_nodes), None)
 
 
-def with_plain_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Give plain inputs of a compiled graph plain gradients, of all ranks, beside DTensors."""
-
-    @wraps(compiled)
-    def run(*args: Any) -> Any:
-        if not torch.is_grad_enabled() or not any(isinstance(arg, DTensor) for arg in args):
-            return compiled(*args)
-        return compiled(
-            *(
-                _Plain.apply(arg)
-                if isinstance(arg, Tensor) and arg.requires_grad and not isinstance(arg, DTensor)
-                else arg
-                for arg in args
-            )
-        )
-
-    return run
+def with_plain_gradients(inputs: Sequence[Any]) -> Sequence[Any]:
+    """Return inputs of which plain ones get plain gradients, of all ranks, beside DTensors."""
+    if not torch.is_grad_enabled() or not any(isinstance(value, DTensor) for value in inputs):
+        return inputs
+    return [
+        _Plain.apply(value)
+        if isinstance(value, Tensor) and value.requires_grad and not isinstance(value, DTensor)
+        else value
+        for value in inputs
+    ]
 
 
 class _Plain(torch.autograd.Function):
@@ -108,13 +87,13 @@ class _Plain(torch.autograd.Function):
         return _as_plain(grad)
 
 
-def _completed(backward: Callable[..., Any]) -> Callable[..., Any]:
+def completed(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Complete gradients before a backward, to which AOTAutograd (2.13) passes them in a list."""
 
     @wraps(backward)
     def run(ctx: Any, *arguments: Any) -> Any:
         gradients = arguments[0] if isinstance(arguments[0], list) else [*arguments]
-        for place, complete in ctx.completing.items():
+        for place, complete in getattr(ctx, "completing", {}).items():
             gradients[place] = complete(gradients[place])
         return backward(ctx, *(arguments if gradients is arguments[0] else gradients))
 

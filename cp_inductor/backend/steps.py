@@ -21,12 +21,11 @@ from functools import partial, wraps
 from types import FrameType
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from cp_inductor.passes.verify_graph import LABEL
 from cp_inductor.torch_private.inductor import label_of
 from cp_inductor.torch_private.modes import run_uncompiled
-from cp_inductor.torch_private.tracing import replace_backward
 from cp_inductor.trust.claims import Planned
 from cp_inductor.trust.exchanges import exchanging
 
@@ -36,30 +35,11 @@ COLLECTIVE = re.compile(
 
 
 def with_steps_named(
-    compiled: Callable[..., Any], attentions: Sequence[Planned]
-) -> Callable[..., Any]:
-    """Have errors of exchanges, in forward and backward of a compiled graph, say which it was."""
-    if not attentions:
-        return compiled
-    run_forward = _named(compiled, attentions, "forward")
-    has_backward = False
-
-    @wraps(compiled)
-    def run(*args: Any) -> Any:
-        nonlocal has_backward
-        outputs = run_forward(*args)
-        if not has_backward:
-            leaves = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-            nodes = [output.grad_fn for output in leaves if isinstance(output, Tensor)]
-            has_backward = replace_backward(nodes, lambda run: _named(run, attentions, "backward"))
-        return outputs
-
-    return run
-
-
-def _named(
     function: Callable[..., Any], attentions: Sequence[Planned], direction: str
 ) -> Callable[..., Any]:
+    """Have errors of exchanges, in a direction of a compiled graph, say which it was."""
+    if not attentions:
+        return function
     where = f"the {direction} of a graph of attention at {attentions[0].site}"
     groups = {attention.attention.group_name for attention in attentions}
     name_of = partial(_name_of, attentions, direction)

@@ -15,48 +15,29 @@ theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cp_inductor.errors import ModifiedInPlace
-from cp_inductor.torch_private.checkpoint import has_saved_tensor_hooks, is_backward_kept
+from cp_inductor.torch_private.checkpoint import is_backward_kept
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import is_fake
 
 # Tensors that a backward reads, with the names and versions that they had when they were saved.
 _Held = list[tuple[str, Tensor, int]]
-# The places of the inputs, and of the outputs, whose local tensors are saved.
-_Places = tuple[list[int], list[int]]
+# The places of the inputs, and of the outputs, whose local tensors are saved, once they are known.
+Places = tuple[list[int], list[int]] | None
 
 
-def with_versions_checked(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Have the backward of a compiled graph refuse DTensors that were written to since it ran."""
-    places: _Places | None = None
+def hold_versions(node: Any, args: Sequence[Any], outputs: Sequence[Any], places: Places) -> Places:
+    """Have the backward of a compiled graph that has run refuse DTensors that are written to.
 
-    @wraps(compiled)
-    def run(*args: Any) -> Any:
-        nonlocal places
-        outputs = compiled(*args)
-        if torch.is_grad_enabled() and not has_saved_tensor_hooks():
-            leaves = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-            # What a region around sees of a program is not to see this.
-            with torch._C.DisableTorchFunction():
-                places = _hold(args, leaves, places)
-        return outputs
-
-    return run
-
-
-def _hold(args: Sequence[Any], outputs: Sequence[Any], places: _Places | None) -> _Places | None:
-    """Have the backward compare versions; return the places of inputs and outputs it reads."""
-    node = _node_of(outputs)
-    if node is None:
-        return places
+    Return the places of inputs and outputs that it reads, which the first run finds.
+    """
     if places is None:
         if any(map(is_fake, node.saved_tensors)):
             # Dynamo's splitter for DDP runs a piece to know what the next one gets.
@@ -69,15 +50,6 @@ def _hold(args: Sequence[Any], outputs: Sequence[Any], places: _Places | None) -
     if held:
         node.register_prehook(partial(_check, held))
     return places
-
-
-def _node_of(outputs: Iterable[Any]) -> Any:
-    """Return the node of a compiled graph's backward; None if it has none."""
-    for output in outputs:
-        node = output.grad_fn if isinstance(output, Tensor) else None
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return node
-    return None
 
 
 def _reach(tensor: Tensor) -> tuple[int, int]:

@@ -116,8 +116,8 @@ def schedule(instructions: Sequence[Instruction], budget_bytes: int) -> list[int
     run = _Run(instructions, order)
     run.limits = (most, max(budget_bytes, measured.exchange_bytes))
     for _ in range(ROUNDS):
-        waits = [index for index in run.order if instructions[index].waits_for is not None]
-        have_moved = [_cover(run, wait) for wait in waits]
+        waits = [(instructions[index].waits_for, index) for index in run.order]
+        have_moved = [_cover(run, start, wait) for start, wait in waits if start is not None]
         if not any(have_moved):
             break
     for index, instruction in enumerate(instructions):
@@ -148,18 +148,18 @@ def _as_late_as_used(instructions: Sequence[Instruction], order: Iterable[int]) 
     return sorted(order, key=lambda index: key[index])
 
 
-def _cover(run: _Run, wait: int) -> bool:
+def _cover(run: _Run, start: int, wait: int) -> bool:
     """Move compute into an exchange's flight until the device no longer waits, or nothing helps.
 
     Return whether anything moved.
     """
     has_moved = False
-    for candidates in (run.behind(wait), run.before(wait)):
+    for candidates in (run.behind(wait), run.before(start)):
         num_in_vain = 0
         for index in list(islice(candidates, MAX_TRIED)):
-            if run.stall(wait) <= LEAST_GAIN_S or num_in_vain == PATIENCE:
+            if run.stall(start, wait) <= LEAST_GAIN_S or num_in_vain == PATIENCE:
                 break
-            is_better = run.move_into_flight(index, wait)
+            is_better = run.move_into_flight(index, start, wait)
             num_in_vain = 0 if is_better else num_in_vain + 1
             has_moved |= is_better
     return has_moved
@@ -224,12 +224,9 @@ class _Run:
                 clock += instruction.seconds
             yield clock, link
 
-    def stall(self, wait: int) -> float:
+    def stall(self, start: int, wait: int) -> float:
         """Return how many seconds the device stands still in a wait; negative if it does not."""
-        place = self.position[wait]
-        clock = self.clock_at(place)
-        start = self.instructions[wait].waits_for
-        assert start is not None
+        clock = self.clock_at(self.position[wait])
         return self.arrival[start] - clock
 
     # --- Memory ------------------------------------------------------------------------------
@@ -243,13 +240,11 @@ class _Run:
 
     def _most(self, segment: Sequence[int], alive: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """Return the most bytes alive in a segment, given what is alive around each of it."""
-        most, most_received = alive[0]
-        for index, (total, received) in zip(segment, alive, strict=False):
-            instruction = self.instructions[index]
-            most = max(most, total + instruction.num_bytes)
-            if instruction.is_start:
-                most_received = max(most_received, received + instruction.num_bytes)
-        return most, most_received
+        made = [self.instructions[index] for index in segment]
+        most = [total + i.num_bytes for i, (total, _) in zip(made, alive, strict=False)]
+        pairs = zip(made, alive, strict=False)
+        most_received = [received + i.num_bytes for i, (_, received) in pairs if i.is_start]
+        return max([alive[0][0], *most]), max([alive[0][1], *most_received])
 
     def _count(
         self, at: int, segment: Sequence[int], alive: tuple[int, int]
@@ -280,10 +275,8 @@ class _Run:
             if self._takes_time(index) and not self.descendants[wait] >> index & 1:
                 yield index
 
-    def before(self, wait: int) -> Iterator[int]:
+    def before(self, start: int) -> Iterator[int]:
         """Yield compute and waits before a start, which does not depend on them, nearest first."""
-        start = self.instructions[wait].waits_for
-        assert start is not None
         end = self.position[start]
         for index in reversed(self.order[max(0, end - MAX_PLACES) : end]):
             is_candidate = self.instructions[index].waits_for is not None or self._takes_time(index)
@@ -294,10 +287,8 @@ class _Run:
         instruction = self.instructions[index]
         return instruction.seconds > LEAST_GAIN_S and not instruction.is_start
 
-    def move_into_flight(self, index: int, wait: int) -> bool:
+    def move_into_flight(self, index: int, start: int, wait: int) -> bool:
         """Move an instruction into an exchange's flight if it saves time; return whether it did."""
-        start = self.instructions[wait].waits_for
-        assert start is not None
         place = self.position[index]
         if self.position[start] < place < self.position[wait]:
             return False  # it was moved together with another instruction
@@ -328,22 +319,14 @@ class _Run:
         while at > 0:
             index = self.order[at - 1]
             instruction = self.instructions[index]
-            if instruction.is_input:
-                break
-            if self.ancestors[start] >> index & 1:
-                if (
-                    instruction.is_start
-                    or instruction.waits_for is not None
-                    or instruction.seconds > most_s
-                ):
-                    break
-                moved.append(index)
-            elif instruction.is_start or (
-                instruction.seconds > 0 and self.instructions[start].num_bytes
-            ):
-                break
+            is_needed = bool(self.ancestors[start] >> index & 1)
+            if is_needed:
+                stays = instruction.waits_for is not None or instruction.seconds > most_s
             else:
-                overtaken.append(index)
+                stays = instruction.seconds > 0 and self.instructions[start].num_bytes > 0
+            if stays or instruction.is_input or instruction.is_start:
+                break
+            (moved if is_needed else overtaken).append(index)
             at -= 1
         if overtaken:
             self._place(at, [*reversed(moved), *reversed(overtaken)])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -36,51 +35,45 @@ def rerun_within(context: AbstractContextManager[Any]) -> None:
     caller may have left its function modes. A checkpoint restores only its own dispatch modes,
     autocast and the default device.
     """
-    for recomputation in (*checkpoints_around(), *_find_in_hooks()):
-        recomputation.run_within(context)
+    for holder, name in (*checkpoints_around(), *_find_in_hooks()):
+        _run_within(context, holder, name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Recomputation:
-    """Where a checkpoint, during its forward, keeps the function that its backward will call."""
+def _run_within(context: AbstractContextManager[Any], holder: Any, name: str) -> None:
+    """Have what an object keeps under a name enter the context first, unless it does already."""
+    function = getattr(holder, name)
+    contexts = getattr(function, "contexts", ())
+    if context in contexts:
+        return
 
-    holder: Any  # the object that keeps the function
-    name: str  # of the holder's attribute
+    def within(*args: Any) -> Any:
+        with context:
+            return function(*args)
 
-    def run_within(self, context: AbstractContextManager[Any]) -> None:
-        """Replace the function by one that enters the context first, unless it does so already."""
-        function = getattr(self.holder, self.name)
-        contexts = getattr(function, "contexts", ())
-        if context in contexts:
-            return
-
-        def within(*args: Any) -> Any:
-            with context:
-                return function(*args)
-
-        within.contexts = (context, *contexts)  # type: ignore[attr-defined]
-        setattr(self.holder, self.name, within)
+    within.contexts = (context, *contexts)  # type: ignore[attr-defined]
+    setattr(holder, name, within)
 
 
-def checkpoints_around() -> Iterator[_Recomputation]:
+def checkpoints_around() -> Iterator[tuple[Any, str]]:
     """Yield the checkpoints among the functions that called the caller, directly or not.
 
+    Of each, what keeps the function that its backward will call, and the name of the attribute.
     They have no other name than the local variables of torch's frames, which `TEXTS` lists.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is torch.utils.checkpoint.CheckpointFunction.forward.__code__:
             # use_reentrant=True: an autograd function, which keeps the function in its ctx.
-            yield _Recomputation(frame.f_locals["ctx"], "run_function")
+            yield frame.f_locals["ctx"], "run_function"
         elif frame.f_globals is vars(torch.utils.checkpoint) and "gen" in frame.f_locals:
             # use_reentrant=False: `checkpoint` drives a generator, whose local is the
             # _CheckpointFrame.
             generator = frame.f_locals["gen"]
-            yield _Recomputation(generator.gi_frame.f_locals["new_frame"], "recompute_fn")
+            yield generator.gi_frame.f_locals["new_frame"], "recompute_fn"
         frame = frame.f_back
 
 
-def _find_in_hooks() -> Iterator[_Recomputation]:
+def _find_in_hooks() -> Iterator[tuple[Any, str]]:
     """Find the innermost checkpoint by its hook for saved tensors, which holds _CheckpointFrame.
 
     `torch.distributed._composable.checkpoint` runs between two module hooks, so it has no frame on
@@ -91,7 +84,7 @@ def _find_in_hooks() -> Iterator[_Recomputation]:
         return
     for variable in getattr(hooks[0], "__closure__", None) or ():
         if isinstance(variable.cell_contents, torch.utils.checkpoint._CheckpointFrame):
-            yield _Recomputation(variable.cell_contents, "recompute_fn")
+            yield variable.cell_contents, "recompute_fn"
 
 
 def has_checkpointed_layers(model: nn.Module) -> bool:

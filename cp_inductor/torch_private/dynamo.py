@@ -7,7 +7,6 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -223,29 +222,13 @@ def compiled_anew() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class FailedTrace:
-    """A call that Dynamo could not run on fake tensors, or an input that it could not make one of.
-
-    Attributes:
-        node: the call, last of the graph as far as it was traced; None if that is unknown.
-        text: torch's error.
-    """
-
-    node: fx.Node | None
-    text: str
-
-    @staticmethod
-    def of(error: Exception) -> FailedTrace | None:
-        """Return what failed, from an error of Dynamo's; None if it is about something else."""
-        text = str(error)
-        said = (INPUT_NOT_FAKED, GUARD_ON_DATA, SIZE_LOST)
-        if not isinstance(error, TorchRuntimeError) and not any(words in text for words in said):
-            return None
-        return FailedTrace(_last_call(error), text)
+def has_failed_to_run(error: Exception) -> bool:
+    """Whether Dynamo could not run a call on fake tensors, or not make an input one of these."""
+    said = (INPUT_NOT_FAKED, GUARD_ON_DATA, SIZE_LOST)
+    return isinstance(error, TorchRuntimeError) or any(words in str(error) for words in said)
 
 
-def _last_call(error: Exception) -> fx.Node | None:
+def last_call(error: Exception) -> fx.Node | None:
     """Return the last call of the graph as far as Dynamo has traced it; None if that is unknown.
 
     Dynamo adds `_torch_dynamo_tracer_output` to the error, whose `output_graph_for_cleanup` is the

@@ -85,64 +85,48 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-# module => names that are read off it, and by name the parameters that one must take. What is
-# imported by its name, and need not take any, stands in the imports: see `imported_names`.
+# What these have is not there before it is registered, or while nothing is compiled.
+CHANGING = ("torch.ops.", "torch._inductor.virtualized:V.")
+
+# module => names that are read off it, and by name the parameters that one must take. What files
+# import or read by its full name, and need not take any, is not listed: see `names_in_source`.
 _NAMES = {
-    "torch": """
-        Tensor._base Tensor._version _TorchCompileWrapper _fused_sdp_choice
-        _native_multi_head_attention _transformer_encoder_layer_fwd""",
-    "torch._C": """
-        FunctionSchema._is_view_op _AutoDispatchBelowAutograd _DisableTorchDispatch
-        _are_functorch_transforms_active _current_graph_task_id _jit_get_all_schemas
-        _dispatch_has_kernel_for_dispatch_key _functorch.is_functorch_wrapped_tensor
-        _get_sdp_priority_order _nn.scaled_dot_product_attention _set_grad_enabled""",
-    "torch._C._autograd": "_get_current_graph_task_keep_graph _top_saved_tensors_default_hooks",
+    "torch": "Tensor._base Tensor._version",
+    "torch._C": "FunctionSchema._is_view_op",
     "torch._C._distributed_c10d": "Backend.Options._timeout ProcessGroupGloo.options",
     "torch._C._dynamo.eval_frame": "_FrameAction.SKIP _FrameExecStrategy set_code_exec_strategy",
-    "torch._C._functorch": "get_unwrapped is_functorch_wrapped_tensor",
     "torch._dynamo.backends.distributed": "DDPOptimizer.__init__(backend_compile_fn)",
-    "torch._dynamo.compiled_autograd": "compiled_autograd_enabled",
-    "torch._dynamo.config": "automatic_dynamic_local_pgo suppress_errors",
-    "torch._dynamo.convert_frame": "_compile(compiler_fn,locals,one_graph,skip) compile_frame",
-    "torch._dynamo.device_interface": "device_interfaces",
+    "torch._dynamo.config": "automatic_dynamic_local_pgo",
+    "torch._dynamo.convert_frame": "_compile(compiler_fn,locals,one_graph,skip)",
     "torch._dynamo.exc": "ShortenTraceback.remove_dynamo_frames",
     "torch._dynamo.guards": "GuardBuilder.EQUALS_MATCH(guard)",
     "torch._dynamo.output_graph": "DynamoTracerOutput",
     "torch._dynamo.source": "AttrSource(base,member) GetItemSource(base,index)",
-    "torch._dynamo.symbolic_convert": "InstructionTranslator.current_tx",
     "torch._dynamo.utils": "run_node(node,args,kwargs)",
     "torch._dynamo.variables.builder": "GraphArg.example",
-    "torch._dynamo.variables.torch_function": "torch_function_mode_stack_state_mgr.stack",
     "torch._functorch._aot_autograd.descriptors": "AOTInput.is_tangent",
-    "torch._functorch.config": """
-        bypass_autograd_cache_key enable_autograd_cache force_non_lazy_backward_lowering""",
-    "torch._guards": "Guard(originating_source,create_fn) TracingContext.try_get",
+    "torch._functorch.config": "enable_autograd_cache force_non_lazy_backward_lowering",
+    "torch._guards": "Guard(originating_source,create_fn)",
     "torch._inductor.codecache": """
         CacheBase.get_system FxGraphCachePickler._reduce_fake_script_object(t)""",
     "torch._inductor.compile_fx": "compile_fx(inner_compile,config_patches,decompositions)",
     "torch._inductor.compiler_bisector": """
         CompilerBisector.disable_subsystem(backend,subsystem,debug_info)""",
     "torch._inductor.config": """
-        force_pointwise_cat joint_custom_pre_pass post_grad_custom_post_pass realize_reads_threshold
-        unsafe_marked_cacheable_functions""",
-    "torch._inductor.fx_passes.auto_chunker": "CantChunk chunk(gm) find_amplifier_node(graph)",
+        force_pointwise_cat joint_custom_pre_pass post_grad_custom_post_pass""",
+    "torch._inductor.fx_passes.auto_chunker": "chunk(gm) find_amplifier_node(graph)",
     "torch._inductor.fx_passes.auto_chunker.propagator": "get_fake_tensor_from_node_arg(node)",
     "torch._inductor.fx_passes.control_dependencies": """
         preserve_node_ordering(graph,additional_deps_map)""",
     "torch._inductor.fx_passes.joint_graph": "UniformValueConstantFolder.run",
     "torch._inductor.graph": "GraphLowering.codegen GraphLowering.compile_to_module",
-    "torch._inductor.ir": """
-        ExternKernel.require_contiguous(x) Loops.has_large_inner_fn(threshold)
-        StorageBox.has_exceeded_max_reads""",
-    "torch._inductor.lowering": "_maybe_layout_constraints lowerings",
+    "torch._inductor.ir": "ExternKernel.require_contiguous(x) Loops.has_large_inner_fn(threshold)",
     "torch._inductor.pattern_matcher": "stable_topological_sort(graph)",
     "torch._inductor.runtime.hints": "DeviceProperties.create",
     "torch._library.fake_class_registry": "FakeScriptObject(wrapped_obj,script_class_name,x)",
     "torch._library.fake_impl": "FakeImplCtx(_fake_mode,_op) allocate_size(shape_env,min_val)",
     "torch._ops": "HigherOrderOperator.py_impl(k)",
-    "torch.amp": "_enter_autocast _exit_autocast",
     "torch.autograd.function": "BackwardCFunction.apply Function._backward_cls._forward_cls",
-    "torch.autograd.profiler": "_is_profiler_enabled",
     "torch.distributed": """
         ProcessGroup._device_types ProcessGroup._get_backend ProcessGroup.get_group_store""",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": """
@@ -150,14 +134,10 @@ _NAMES = {
     "torch.distributed.distributed_c10d": """
         _default_pg_init_method _register_process_group _resolve_process_group
         _unregister_process_group _update_default_pg(pg) _world.group_count""",
-    "torch.distributed.fsdp": "ShardingStrategy._HYBRID_SHARD_ZERO2",
     "torch.distributed.tensor": """
         DTensor.__tensor_unflatten__ DTensor._local_tensor
-        DTensor._op_dispatcher._allow_implicit_replication
-        DTensor._op_dispatcher._custom_op_handlers
         DTensor._op_dispatcher._dispatch_get_local_results_slow_path(op_call,args,op_info)
         DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path(op_call,args,kwargs,op_info)
-        DTensor._op_dispatcher._random_ops
         DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
         DTensor._op_dispatcher.sharding_propagator.op_to_rules
         DTensor._op_dispatcher.sharding_propagator.propagate(op_info)
@@ -173,20 +153,19 @@ _NAMES = {
     "torch.distributed.tensor.parallel.loss": "customized_loss_ops",
     "torch.fx.experimental.proxy_tensor": """
         _SympyExprTrackerValue get_proxy_mode make_fx(f,tracing_mode,pre_dispatch) py_sym_types
-        _sympy_handlers set_proxy_slot(obj,tracer,proxy)""",
+        set_proxy_slot(obj,tracer,proxy)""",
     "torch.fx.experimental.symbolic_shapes": """
         ShapeEnv(tracked_fakes) ShapeEnv.ignore_fresh_unbacked_symbols
         TrackedFake(fake,source,symbolic_context) statically_known_true(x)""",
     "torch.fx.traceback": "NodeSource.NodeInfo(name) preserve_node_meta",
     "torch.nn.attention": "_sdpa_kernel(backends)",
     "torch.nn.attention.flex_attention": """
-        _LARGE_SPARSE_BLOCK_SIZE _validate_device(query,key,value) _vmap_for_bhqkv(fn,prefix,suffix)
-    """,
+        _LARGE_SPARSE_BLOCK_SIZE _validate_device(query,key,value)
+        _vmap_for_bhqkv(fn,prefix,suffix)""",
     "torch.nn.attention.varlen": "_varlen_attn",
     "torch.nn.functional": """
-        has_torch_function multi_head_attention_forward(need_weights) scaled_dot_product_attention
-    """,
-    "torch.nn.parallel": "DistributedDataParallel._get_active_ddp_module",
+        has_torch_function multi_head_attention_forward(need_weights)
+        scaled_dot_product_attention""",
     "torch.ops": """
         higher_order.flex_attention.python_key_table
         higher_order.invoke_subgraph(subgraph,identifier,operands)""",
@@ -214,17 +193,25 @@ def leaned_on() -> Mapping[str, tuple[str, ...]]:
         for name, _, parameters in (word.partition("(") for word in words.split())
     }
     tables = (f"torch.distributed.distributed_c10d:_world.{name}" for name in C10D_TABLES[:-1])
-    return {**dict.fromkeys((*imported_names(), *tables), ()), **listed}
+    return {**dict.fromkeys((*names_in_source(), *tables), ()), **listed}
 
 
-def imported_names() -> Iterator[str]:
-    """Yield what the files of this package import that is private in torch."""
+def names_in_source() -> Iterator[str]:
+    """Yield what the files of this package import, or read by its full name, that is private."""
     root = Path(__file__).parents[1]
     for path in (*root.rglob("*.py"), *(root / "passes").glob("*.py")):  # which may be a link
-        for node in ast.walk(ast.parse(path.read_text())):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        places = {"torch": "torch"}  # what the file imports of torch, by the names that it gives it
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("torch."):
-                names = [f"{node.module}:{alias.name}" for alias in node.names]
-                yield from (name for name in names if re.search(r"[.:]_", name))
+                places |= {
+                    name.asname or name.name: f"{node.module}:{name.name}" for name in node.names
+                }
+        texts = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)]
+        read = [text.split(".", 1) for text in texts if re.fullmatch(r"[\w.]+", text)]
+        names = [f"{places[first]}.{rest}" for first, rest in read if first in places]
+        names = [*places.values(), *(name for name in names if not name.startswith(CHANGING))]
+        yield from (name for name in names if re.search(r"[.:]_(?!_)", name))
 
 
 def text_gone(module: str, text: str) -> str | None:

@@ -196,14 +196,11 @@ def without_vmap(tensor: Tensor) -> Tensor:
 
 
 def replace_backward(
-    nodes: Sequence[Any], replace: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> bool:
-    """Replace the backward of the compiled graph of one of these nodes; return if there is one."""
-    node: Any = next(filter(is_of_compiled_graph, nodes), None)
-    if node is not None:
-        function = node._forward_cls
-        function.backward = staticmethod(replace(function.backward))
-    return node is not None
+    node: Any, replace: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace the backward of the compiled graph of a node."""
+    function = node._forward_cls
+    function.backward = staticmethod(replace(function.backward))
 
 
 def is_of_compiled_graph(node: object) -> bool:

@@ -101,6 +101,8 @@ class OpCall:
         tensors = self.tensors if tensors is None else tensors
         for tensor in tensors:
             kind = self.type_of(tensor)
+            if isinstance(kind, Sum):
+                raise Mixes(f"{self.op} of tokens and {describe_kind(kind)}", SUMS)
             if isinstance(kind, Shards):
                 moved = replace(kind, dim=kind.dim + out.ndim - tensor.ndim)
                 if shards not in (None, moved):

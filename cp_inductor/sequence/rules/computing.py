@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cp_inductor.graph.collectives import WAIT
 from cp_inductor.sequence.rules.call import (
+    POSITIONS,
     SUMS,
     Mixes,
     OpCall,
@@ -59,15 +60,23 @@ def _linear(call: OpCall, sums: list[Sum]) -> Type:
     is_alike = len(set(sums)) == 1 and not has_tokens
     # A sum may be divided, and divides nothing.
     is_over = call.op in _DIVIDING and call.type_of(call.bound["self"]) not in sums
-    is_copied = call.op in COPIES and not others
+    is_copied = call.op in COPIES and not others and len(set(sums)) == 1
     is_added = call.op in _ADDING and is_alike and (sums[0].is_mean or not is_shifted)
     is_scaled = call.op in _SCALING and len(sums) == 1 and not has_tokens and not is_over
-    if is_copied or is_added or is_scaled:
+    if (is_copied or is_added or is_scaled) and not _is_rounded(call):
         return replace(sums[0], is_alike=is_copied and sums[0].is_alike)
     if call.op in _DIVIDING and sums == call.types == [Sum(is_mean=False)] * 2 and sums[1].is_alike:
         return Sum(is_mean=True)  # over as many tokens on every rank
     kinds = " and ".join(sorted({describe_kind(kind) for kind in call.types}))
     raise Mixes(f"{call.op} of {kinds}, which is not that of the whole sequence", SUMS)
+
+
+def _is_rounded(call: OpCall) -> bool:
+    """Whether a result is rounded to whole numbers, or to a bool."""
+    read, made = (tensor.dtype for tensor in (call.tensors[0], call.outs[0]))
+    is_whole = not (made.is_floating_point or made.is_complex)
+    is_narrowed = read.is_floating_point or (made is torch.bool and read is not torch.bool)
+    return (is_whole and is_narrowed) or call.bound.get("rounding_mode") is not None
 
 
 @rule(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy)
@@ -106,7 +115,7 @@ def reduce(call: OpCall) -> list[Type]:
     tensor = call.tensors[0]
     kind, dims = call.types[0], call.dims(of=call.op._schema.arguments[0].name)
     is_sum, is_mean = (call.op in overloads([op]) for op in (aten.sum, aten.mean))
-    if isinstance(kind, Sum) and (is_sum or is_mean):
+    if isinstance(kind, Sum) and (is_sum or is_mean) and not _is_rounded(call):
         return [kind]
     if not isinstance(kind, Shards) or len(call.tensors) > 1:
         raise Mixes(f"{call.op} of {describe_kind(kind)}", SUMS)
@@ -183,8 +192,7 @@ def communicate(call: OpCall) -> list[Type]:
 @rule(aten.mm, aten.bmm, aten.mv, aten.dot, aten.vdot, aten.linear)
 def multiply(call: OpCall) -> list[Type]:
     """Multiply matrices, or batches of them."""
-    left, right = (call.bound[argument.name] for argument in call.op._schema.arguments[:2])
-    product = _product(call, left, right, is_turned=call.op in overloads([aten.linear]))
+    product = _product(call, *call.tensors[:2])
     bias = call.bound.get("bias")
     return [product if bias is None else _plus(call, product, bias)]
 
@@ -192,51 +200,45 @@ def multiply(call: OpCall) -> list[Type]:
 @rule(aten.addmm, aten.addmm_, aten.baddbmm, aten.addmv, aten._addmm_activation)
 def add_product(call: OpCall) -> list[Type]:
     """Add a product to a tensor."""
-    added, left, right = (call.bound[a.name] for a in call.op._schema.arguments[:3])
+    added, left, right = call.tensors[:3]
     product = _product(call, left, right)
     if isinstance(product, Sum) and call.op in overloads([aten._addmm_activation]):
         raise Mixes(f"{call.op} of {describe_kind(product)}", SUMS)
     return [_plus(call, product, added)]
 
 
-def _product(call: OpCall, left: Tensor, right: Tensor, *, is_turned: bool = False) -> Type:
+# The labels of the dims of the right factor, by how many it has. The left one has 0, 1, ... and
+# "in", which is summed over; the product has those of both without it.
+_RIGHT: dict[int, tuple[int | str, ...]] = {1: ("in",), 2: ("in", "out"), 3: (0, "in", "out")}
+
+
+def _product(call: OpCall, left: Tensor, right: Tensor) -> Type:
     """Return the type of left @ right, or of left @ right.T."""
     first, other = call.type_of(left), call.type_of(right)
+    if isinstance(first, Same) and isinstance(other, Same):
+        got = f"{call.op} of a product of numbers that are the same on every rank, and of others"
+        raise Mixes(got, POSITIONS)
     if isinstance(first, Sum) or isinstance(other, Sum):
         if not isinstance(first, Same) and not isinstance(other, Same):
             raise Mixes(f"{call.op} of {describe_kind(first)} and {describe_kind(other)}", SUMS)
         return other if isinstance(first, Same) else first
-    ends = (left.ndim - 1, max(right.ndim - 2, 0))
-    columns = right.ndim - 1
-    if is_turned:
-        ends, columns = (left.ndim - 1, right.ndim - 1), right.ndim - 2
+    rows = (*range(left.ndim - 1), "in")
+    is_turned = call.op in overloads([aten.linear])
+    columns = _RIGHT[right.ndim][::-1] if is_turned else _RIGHT[right.ndim]
     if isinstance(first, Shards) and isinstance(other, Shards):
         is_alike = replace(first, dim=other.dim) == other
-        if is_alike and (first.dim, other.dim) == ends:
-            return Sum(is_mean=False)
-        if is_alike and first.dim == other.dim == 0 and left.ndim == right.ndim == 3:
-            return first
-        raise Mixes(f"{call.op}, which multiplies each token with every other")
+        if not is_alike or rows[first.dim] != columns[other.dim]:
+            raise Mixes(f"{call.op}, which multiplies each token with every other")
     if isinstance(first, Shards):
-        return _times_same(call, first, ends[0], right, ends[1], left.ndim == 3 and first.dim == 0)
-    assert isinstance(other, Shards)
-    is_batch = other.dim not in (ends[1], columns)
-    shards = _times_same(call, other, ends[1], left, ends[0], is_batch)
-    if isinstance(shards, Shards) and not is_batch:
-        return replace(shards, dim=left.ndim - 1)
-    return shards
-
-
-def _times_same(
-    call: OpCall, shards: Shards, end: int, beside: Tensor, end_beside: int, is_batch: bool
-) -> Type:
-    """Return the type of tokens times what is the same on every rank."""
-    if shards.dim == end:
-        call.check_beside(beside, end_beside)
+        shards, label, beside, labels = first, rows[first.dim], right, columns
+    else:
+        assert isinstance(other, Shards)
+        shards, label, beside, labels = other, columns[other.dim], left, rows
+    if label in labels:
+        call.check_beside(beside, labels.index(label))
+    if label == "in":
         return Sum(is_mean=False)
-    if is_batch and beside.ndim == 3:
-        call.check_beside(beside, shards.dim)
-    return shards
+    return replace(shards, dim=(*rows[:-1], "out").index(label))
 
 
 def _plus(call: OpCall, kind: Type, added: Tensor) -> Type:

@@ -243,8 +243,7 @@ def estimate(
     world_size = math.prod(mesh_shape)
     rank = world_size // 2 if rank is None else rank
     with pretended_world(rank, world_size, mesh_shape, mesh_dim_names) as mesh:
-        inputs = args(mesh) if callable(args) else args
-        example = place(Example(model, inputs, kwargs or {}, options or {}), mesh, placements)
+        example = place(Example(model, args, kwargs or {}, options or {}), mesh, placements)
         states = States(sharding, held_dtype, optimizer_states)
         with nullcontext() if example.like is None else implicit_replication():
             return estimate_here(example, target=chip, checkpoint=checkpoint, states=states)

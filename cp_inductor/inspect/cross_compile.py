@@ -34,6 +34,8 @@ from torch.distributed.tensor import Placement
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.errors import UnsupportedTarget
 from cp_inductor.inspect.compile_for import (
+    GPU,
+    Target,
     check_triton,
     compile_for,
     generates,
@@ -41,7 +43,6 @@ from cp_inductor.inspect.compile_for import (
     target_for_code,
 )
 from cp_inductor.inspect.pretend import pretend_gpu
-from cp_inductor.inspect.targets import GPU, Target
 from cp_inductor.inspect.world import Example, import_file, place, pretended_world
 from cp_inductor.passes.settings import read_settings
 from cp_inductor.tiles.kernel_table import TILE_OPS

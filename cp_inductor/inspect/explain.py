@@ -32,9 +32,8 @@ from cp_inductor.dtensor.recipe import make_recipe, whole_lengths
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
 from cp_inductor.graph.nodes import nodes_of
-from cp_inductor.inspect.compile_for import planned_for
+from cp_inductor.inspect.compile_for import Target, planned_for
 from cp_inductor.inspect.cross_compile import CrossCompiled, trace_and_stop
-from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.world import Example
 from cp_inductor.mask.language import CAUSAL, FULL
 from cp_inductor.mask.rule import Rule, describe

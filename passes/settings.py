@@ -8,13 +8,13 @@ from difflib import get_close_matches
 from typing import Any
 
 from torch._inductor import config as inductor_config
-from torch.distributed.device_mesh import DeviceMesh
 
 from cp_inductor import config
 from cp_inductor.dtensor.axis import SequenceAxis, axis_of_mesh
 from cp_inductor.dtensor.recipe import PlanOptions
-from cp_inductor.errors import InvalidArgument, UnsupportedPlacement
+from cp_inductor.errors import InvalidArgument
 from cp_inductor.flags import FLAGS_ONLY, check_options
+from cp_inductor.plan.checks import refuse
 
 # Names beside flags (docs/options.md).
 NO_FLAGS = ("mesh", "seq_dims", "seq_len")
@@ -39,23 +39,11 @@ class Settings:
 def read_settings(options: Mapping[str, Any] | None) -> Settings:
     """Return the flags and options of a compile; refuse options that mean nothing."""
     if not isinstance(options, Mapping | None):
-        raise InvalidArgument(
-            site=SITE,
-            expected="a dict of options",
-            got=f"{options!r:.60}",
-            remedy="pass options={'mesh': mesh}",
-        )
+        refuse("options", "a dict, such as {'mesh': mesh}", options, SITE)
     check_options(options or {})
     plan_options, rest = PlanOptions.read(options or {})
     is_mesh_named = "mesh" in rest
     mesh = rest.pop("mesh", None)
-    if not isinstance(mesh, DeviceMesh | None):
-        raise UnsupportedPlacement(
-            site='options={"mesh": ...}',
-            expected="a DeviceMesh",
-            got=repr(mesh),
-            remedy="build one with torch.distributed.device_mesh.init_device_mesh",
-        )
     axis = None if mesh is None else axis_of_mesh(mesh, site='options={"mesh": ...}')
     is_checked = bool(rest.pop("check_sequence", config.check_sequence))
     seq_dims = _seq_dims(rest.pop("seq_dims", None) or {})
@@ -70,12 +58,8 @@ def _seq_dims(dims: object) -> dict[str, int | None]:
         isinstance(name, str) and (dim is None or type(dim) is int) for name, dim in dims.items()
     ):
         return dict(dims)
-    raise InvalidArgument(
-        site='options={"seq_dims": ...}',
-        expected="the dim of the tokens, or None, by the names of the model's arguments",
-        got=f"{dims!r:.80}",
-        remedy="write options={'seq_dims': {'ids': 1}}",
-    )
+    expected = "dims of tokens, or None, by the names of the model's arguments, such as {'ids': 1}"
+    refuse("seq_dims", expected, dims, SITE)
 
 
 def _check_is_inductors(name: str) -> None:

@@ -5,5 +5,5 @@
     doctor            checks the installation
 
 The others serve these: `world` (a call of a model, on a rank that does not exist), `pretend` (a
-process group and a device that do not), `compile_for` and `targets` (code for such a device).
+process group and a device that do not), `compile_for` (code for such a device).
 """

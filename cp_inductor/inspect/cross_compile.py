@@ -34,6 +34,8 @@ from torch.distributed.tensor import Placement
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
 from cp_inductor.errors import UnsupportedTarget
 from cp_inductor.inspect.compile_for import (
+    GPU,
+    Target,
     check_triton,
     compile_for,
     generates,
@@ -41,7 +43,6 @@ from cp_inductor.inspect.compile_for import (
     target_for_code,
 )
 from cp_inductor.inspect.pretend import pretend_gpu
-from cp_inductor.inspect.targets import GPU, Target
 from cp_inductor.inspect.world import Example, import_file, place, pretended_world
 from cp_inductor.passes.settings import read_settings
 from cp_inductor.tiles.kernel_table import TILE_OPS
@@ -173,14 +174,11 @@ def cross_compile(
     """
     chip = target_for_code(target)
     with pretended_world(rank, world_size, mesh_shape, mesh_dim_names) as mesh:
-        inputs = args(mesh) if callable(args) else args
-        example = place(Example(model, inputs, kwargs or {}, options or {}), mesh, placements)
-        return cross_compile_here(example, target=chip, dynamic=dynamic, mode=mode)
+        example = Example(model, args, kwargs or {}, options or {}, dynamic, mode)
+        return cross_compile_here(place(example, mesh, placements), target=chip)
 
 
-def cross_compile_here(
-    example: Example, *, target: Target, dynamic: bool | None = None, mode: str | None = None
-) -> CrossCompiled:
+def cross_compile_here(example: Example, *, target: Target) -> CrossCompiled:
     """Do as `cross_compile`, for this rank in the current group, with tensors as they are."""
     graphs: dict[str, fx.GraphModule] = {}
     code: dict[str, str] = {}
@@ -189,7 +187,7 @@ def cross_compile_here(
         graphs[kind], code[kind] = gm, text
         return stop
 
-    compile_and_stop(example, target, generates(target, keep), dynamic=dynamic, mode=mode)
+    compile_and_stop(example, target, generates(target, keep))
     return CrossCompiled(dist.get_rank(), dist.get_world_size(), target.name, graphs, code)
 
 
@@ -247,29 +245,18 @@ def stop(*args: Any) -> None:
     raise Done
 
 
-def compile_and_stop(
-    example: Example,
-    target: Target,
-    inner_compile: Callable[..., Any],
-    *,
-    dynamic: bool | None = None,
-    mode: str | None = None,
-) -> None:
+def compile_and_stop(example: Example, target: Target, inner_compile: Callable[..., Any]) -> None:
     """Compile a call for a target, its lowered graphs by `inner_compile`, and run nothing."""
+    mode = example.mode
     settings = settings_for(target, read_settings(example.options), mode)
 
     def take(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         compile_for(target, gm, example_inputs, settings, mode, inner_compile=inner_compile)
 
-    trace_and_stop(example, take, dynamic=dynamic)
+    trace_and_stop(example, take)
 
 
-def trace_and_stop(
-    example: Example,
-    take: Callable[[fx.GraphModule, Sequence[Any]], None],
-    *,
-    dynamic: bool | None = None,
-) -> None:
+def trace_and_stop(example: Example, take: Callable[[fx.GraphModule, Sequence[Any]], None]) -> None:
     """Have Dynamo trace a call of a model whole, give the graph to `take`, and run nothing."""
     model = example.model
 
@@ -279,7 +266,7 @@ def trace_and_stop(
     # Dynamo caches compiled code by code object, and remembers the sizes of earlier calls by name.
     run.__code__ = run.__code__.replace(co_name=f"run_{uuid4().hex}")
     backend = partial(_give_and_stop, take)
-    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=example.dynamic)
     with compile_state_kept(), suppress(Done):
         compiled(*example.args, **example.kwargs)
 

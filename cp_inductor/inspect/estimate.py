@@ -33,15 +33,14 @@ from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import InvalidArgument, UnsupportedTarget
 from cp_inductor.flags import AUTO
-from cp_inductor.inspect.compile_for import target_for_code
+from cp_inductor.inspect.compile_for import Target, target_for_code
 from cp_inductor.inspect.cross_compile import compile_and_stop, stop
 from cp_inductor.inspect.layers import Layers, find_layers
 from cp_inductor.inspect.price_graph import Price, Pricing, price_graph, shared_with_inputs
-from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.world import Example, place, pretended_world
 from cp_inductor.mask.grammar import shortened
 from cp_inductor.plan import Machine
-from cp_inductor.plan.checks import check_count
+from cp_inductor.plan.checks import check_count, refuse
 from cp_inductor.plan.machine import known_machine
 
 MIB, GIB = 2**20, 2**30
@@ -81,12 +80,8 @@ def machine_for(target: Target, text: str, world_size: int) -> Machine:
     device, inside = machine.device, machine.levels[0].ranks or world_size
     # Where ranks of a node share its cores, each has its part of the speed.
     share = min(1.0, device.at_once / min(inside, world_size)) if device.at_once else 1.0
-    device = replace(
-        device,
-        flops_per_s=share * device.flops_per_s,
-        matmul_flops_per_s=share * device.matmul_flops_per_s,
-        bytes_per_s=share * device.bytes_per_s,
-    )
+    rates = ("flops_per_s", "matmul_flops_per_s", "bytes_per_s")
+    device = replace(device, **{rate: share * getattr(device, rate) for rate in rates})
     return replace(machine, device=device).among(range(world_size))
 
 
@@ -243,8 +238,7 @@ def estimate(
     world_size = math.prod(mesh_shape)
     rank = world_size // 2 if rank is None else rank
     with pretended_world(rank, world_size, mesh_shape, mesh_dim_names) as mesh:
-        inputs = args(mesh) if callable(args) else args
-        example = place(Example(model, inputs, kwargs or {}, options or {}), mesh, placements)
+        example = place(Example(model, args, kwargs or {}, options or {}), mesh, placements)
         states = States(sharding, held_dtype, optimizer_states)
         with nullcontext() if example.like is None else implicit_replication():
             return estimate_here(example, target=chip, checkpoint=checkpoint, states=states)
@@ -262,15 +256,15 @@ class States:
         _check_choice("sharding", self.sharding, ("none", "fsdp"))
         check_count("optimizer_states", self.optimizer_states, 0, 64, site="estimate")
 
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether ranks hold their parts, rather than all."""
+        return self.sharding == "fsdp"
+
 
 def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise InvalidArgument(
-            site=f"estimate({name}=...)",
-            expected=f"one of {', '.join(known)}",
-            got=repr(value),
-            remedy="name one of these",
-        )
+        refuse(name, f"one of {', '.join(known)}", value, site="estimate")
 
 
 def estimate_here(example: Example, *, target: Target, checkpoint: str, states: States) -> Estimate:
@@ -279,10 +273,9 @@ def estimate_here(example: Example, *, target: Target, checkpoint: str, states: 
     machine = machine_for(target, PlanOptions.read(example.options)[0].machine, world_size)
     _check_choice("checkpoint", checkpoint, ("none", "layers", "offload"))
     model: Any = example.model
-    is_module = isinstance(model, nn.Module)
-    layers = find_layers(model) if is_module else None
-    weights = _Weights.of(model, layers) if is_module else _Weights()
-    price = partial(_price, example, target, machine, sums_gradients=states.sharding == "none")
+    layers = find_layers(model) if isinstance(model, nn.Module) else None
+    weights = _Weights.of(model, layers)
+    price = partial(_price, example, target, machine, sums_gradients=not states.is_fsdp)
     counts: tuple[int, ...] = () if layers is None else layers.fewest
     further = 0
     if layers is not None:
@@ -311,7 +304,7 @@ def estimate_here(example: Example, *, target: Target, checkpoint: str, states: 
         for name, value in more[kind].seconds.items():
             parts[name] += value + further * (value - few[kind].seconds.get(name, 0.0))
         flops += (1 + further) * more[kind].model_flops - further * few[kind].model_flops
-    if states.sharding == "fsdp" and layers is not None:
+    if states.is_fsdp and layers is not None:
         compute = sum(parts.values()) / layers.count
         parts["exposed weights"] = layers.count * weights.exposed(compute, machine, world_size)
     if is_offloaded:
@@ -367,14 +360,15 @@ def _capacity(target: Target) -> int:
 class _Weights:
     """The parameters on this rank: how many there are, and their bytes as the model has them."""
 
-    count: int = 0
-    num_bytes: int = 0
-    layer_bytes: int = 0
-    outside_bytes: int = 0  # of those in no layer
+    count: int
+    num_bytes: int
+    layer_bytes: int
+    outside_bytes: int  # of those in no layer
 
     @staticmethod
-    def of(model: nn.Module, layers: Layers | None) -> _Weights:
-        local = {id(weight): held_by_rank(weight) for weight in model.parameters()}
+    def of(model: Any, layers: Layers | None) -> _Weights:
+        weights = model.parameters() if isinstance(model, nn.Module) else ()
+        local = {id(weight): held_by_rank(weight) for weight in weights}
         total = sum(weight.nbytes for weight in local.values())
         count = sum(weight.numel() for weight in local.values())
         if layers is None:
@@ -387,7 +381,7 @@ class _Weights:
         """Return the bytes of one number per parameter that a rank holds between steps."""
         dtype = states.held_dtype
         held = self.num_bytes if dtype is None else self.count * dtype.itemsize
-        return -(-held // world_size) if states.sharding == "fsdp" else held
+        return -(-held // world_size) if states.is_fsdp else held
 
     def exposed(self, layer_s: float, machine: Machine, world_size: int) -> float:
         """Return the seconds of gathers and of a sum that a layer does not hide.
@@ -410,7 +404,7 @@ def _memory(
     """Return the bytes at the peak, and the fewest ranks on which they fit."""
     first = "forward" if "forward" in more else "inference"
     saved_by_layer = more[first].saved_bytes - few[first].saved_bytes
-    is_trained, is_fsdp = "backward" in more, states.sharding == "fsdp"
+    is_trained, is_fsdp = "backward" in more, states.is_fsdp
     held = weights.held_bytes(states, world_size)
     saved = more[first].saved_bytes + further * saved_by_layer
     peak = more[first].peak_bytes + further * saved_by_layer

@@ -32,9 +32,8 @@ from cp_inductor.dtensor.recipe import make_recipe, whole_lengths
 from cp_inductor.dtensor.wrap import held_by_rank
 from cp_inductor.errors import CPError
 from cp_inductor.graph.nodes import nodes_of
-from cp_inductor.inspect.compile_for import planned_for
+from cp_inductor.inspect.compile_for import Target, planned_for
 from cp_inductor.inspect.cross_compile import CrossCompiled, trace_and_stop
-from cp_inductor.inspect.targets import Target
 from cp_inductor.inspect.world import Example
 from cp_inductor.mask.language import CAUSAL, FULL
 from cp_inductor.mask.rule import Rule, describe
@@ -43,7 +42,7 @@ from cp_inductor.passes.attentions import Site
 from cp_inductor.passes.pipeline import judge
 from cp_inductor.passes.settings import read_settings
 from cp_inductor.plan import Machine, Plan, backward_plan, forward_plan
-from cp_inductor.plan.machine import DEVICES
+from cp_inductor.plan.machine import DEVICES, Rate
 from cp_inductor.plan.simulate import loads_of
 from cp_inductor.tiles.kernel_table import KERNELS, implementation_of, known_wrong_of
 from cp_inductor.torch_private.dynamo import graph_break_reason
@@ -80,6 +79,17 @@ class PassReport:
     predicted_s: float
     exposed_s: float
 
+    def __str__(self) -> str:
+        """Return the numbers as text."""
+        received, most = self.bytes_received / 1e6, self.most_bytes_received / 1e6
+        return (
+            f"{_count(self.collectives, 'collective')}, {_count(self.tiles, 'tile')}"
+            f" of {self.tiles_of_all_ranks}, {self.skipped:.1%} of pairs skipped,"
+            f" {self.flops / 1e9:.3g} GFLOP, balance {self.balance:.3f},"
+            f"\n{'':13}{received:.3g} MB received, {most:.3g} at most,"
+            f" {self.exposed_s * 1e3:.3g} of {self.predicted_s * 1e3:.3g} ms exposed"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionReport:
@@ -104,24 +114,21 @@ class AttentionReport:
 
     def __str__(self) -> str:
         """Return the report as a few lines of text."""
-        lines = [f"{self.site}  {self.verdict}"]
-        lines += [f"  {name:<11}{value}" for name, value in self.refusal.items()]
-        if self.facts:
-            facts = self.facts
-            lines += [
-                f"  mesh       {facts['axis']}, rank {facts['rank']} of {facts['world_size']}",
-                f"  attention  {facts['mask']}, batch {facts['batch']},"
+        rows: dict[str, Any] = dict(self.refusal)
+        facts = self.facts
+        if facts:
+            rows["mesh"] = f"{facts['axis']}, rank {facts['rank']} of {facts['world_size']}"
+            rows["attention"] = (
+                f"{facts['mask']}, batch {facts['batch']},"
                 f" {facts['query_length']} queries, {facts['key_length']} keys,"
                 f"\n{'':13}{facts['num_heads']} heads, {facts['num_kv_heads']} of keys,"
-                f" head dim {facts['head_dim']}, {facts['dtype']}",
-                f"  kernel     {_of_kernel(facts)}",
-                f"  plan       {facts['strategy']}, {_count(facts['stages'], 'stage')}",
-            ]
-        if self.forward is not None:
-            lines.append(f"  forward    {_format(self.forward)}")
-        if self.backward is not None:
-            lines.append(f"  backward   {_format(self.backward)}")
-        return "\n".join(lines)
+                f" head dim {facts['head_dim']}, {facts['dtype']}"
+            )
+            rows["kernel"] = _of_kernel(facts)
+            rows["plan"] = f"{facts['strategy']}, {_count(facts['stages'], 'stage')}"
+        rows |= {"forward": self.forward, "backward": self.backward}
+        lines = [f"  {name:<11}{value}" for name, value in rows.items() if value is not None]
+        return "\n".join([f"{self.site}  {self.verdict}", *lines])
 
 
 def _of_kernel(facts: Mapping[str, Any]) -> str:
@@ -133,17 +140,6 @@ def _of_kernel(facts: Mapping[str, Any]) -> str:
     if rate is not None:
         text += f";\n{'':13}{rate / 1e12:.0f} TFLOP/s at best: {facts['rate_source']}"
     return text + "".join(f";\n{'':13}known to be wrong: {row}" for row in facts["known_wrong"])
-
-
-def _format(report: PassReport) -> str:
-    received, most = report.bytes_received / 1e6, report.most_bytes_received / 1e6
-    return (
-        f"{_count(report.collectives, 'collective')}, {_count(report.tiles, 'tile')}"
-        f" of {report.tiles_of_all_ranks}, {report.skipped:.1%} of pairs skipped,"
-        f" {report.flops / 1e9:.3g} GFLOP, balance {report.balance:.3f},"
-        f"\n{'':13}{received:.3g} MB received, {most:.3g} at most,"
-        f" {report.exposed_s * 1e3:.3g} of {report.predicted_s * 1e3:.3g} ms exposed"
-    )
 
 
 def _count(number: int, noun: str) -> str:
@@ -270,21 +266,21 @@ def explain(
     """
     options = dict(options or {}) | ({} if mesh is None else {"mesh": mesh})
     settings = read_settings(options)
-    chip = None if target is None else Target.parse(target)
-    if chip is not None:
-        settings = planned_for(chip, settings)
+    chip = ""
+    if target is not None:
+        device = Target.parse(target)
+        settings, chip = planned_for(device, settings), device.chip
     reports: list[AttentionReport] = []
     scans: list[ScanReport] = []
-    named_chip = "" if chip is None else chip.chip
 
     def report(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         scans.extend(_find_scans(gm))  # before the graph is searched, which changes it
-        reports.extend(_report(*verdict, named_chip) for verdict in judge(gm, settings))
+        reports.extend(_report(*verdict, chip) for verdict in judge(gm, settings))
 
     model = getattr(model, "_orig_mod", model)
     about = {"model": getattr(model, "__qualname__", type(model).__name__), "target": target or ""}
     try:
-        trace_and_stop(Example(model, args, kwargs), report, dynamic=False)
+        trace_and_stop(Example(model, args, kwargs, dynamic=False), report)
     except Exception as error:
         # Dynamo adds the source line to an error's text, over several lines.
         named = str(error).partition("\n")[0] if isinstance(error, CPError) else None
@@ -304,36 +300,27 @@ def _report(name: str, verdict: Site | CPError | None, chip: str) -> AttentionRe
     if isinstance(verdict, CPError):
         said = {part: getattr(verdict, part) for part in ("expected", "got", "remedy")}
         return AttentionReport(name, "refused", {"error": type(verdict).__name__, **said})
-    facts = _facts(verdict)
-    switch = KERNELS[facts["kernel"]].plain.switch.name
+    site, attention, facts = verdict, verdict.attention, _facts(verdict)
+    switch = KERNELS[attention.kernel].plain.switch.name
     kernel_of_most_tiles = facts["kernel_under_mask"] or facts["implementation"] or switch
     rate = DEVICES[chip].rate_of(kernel_of_most_tiles) if chip in DEVICES else None
     if rate is not None:
         facts |= {"flops_per_s": rate.forward, "rate_source": rate.source}
-    options = verdict.plan_options
-    query = verdict.query.meta["example_value"]
-    machine = Machine() if options is None else options.machine_of(verdict.axis, query)
+    machine = site.plan_options.machine_of(site.axis, site.query.meta["example_value"])
     facts["machine"] = machine.format()
-    if verdict.attention.is_per_batch:
-        return AttentionReport(name, "rewritten", {}, facts)
-    recipe, rank, batch = verdict.attention.recipe, verdict.axis.rank, verdict.batch
-    measured = (0.0, 0.0) if rate is None else (rate.forward, rate.backward)
-    machines = [machine.with_speeds(0, flops_per_s) for flops_per_s in measured]
-    forward = _of_plan(forward_plan(recipe), rank, batch, machines[0])
-    backward = None
-    if torch.is_grad_enabled():
-        backward = _of_plan(backward_plan(recipe), rank, batch, machines[1])
-    return AttentionReport(name, "rewritten", {}, facts, forward, backward)
+    plans = [] if attention.is_per_batch else [forward_plan(attention.recipe)]
+    if plans and torch.is_grad_enabled():
+        plans.append(backward_plan(attention.recipe))
+    passes = (_report_pass(plan, site, machine, rate) for plan in plans)
+    return AttentionReport(name, "rewritten", {}, facts, *passes)
 
 
 def _facts(site: Site) -> dict[str, Any]:
     """Return the facts of an attention; if the batch decides its plan, lengths are those of now."""
-    attention = site.attention
+    attention, options = site.attention, site.plan_options
     query, key = (node.meta["example_value"] for node in (site.query, site.key))
-    capability = None if site.plan_options is None else site.plan_options.capability
     if attention.is_per_batch:
-        assert site.plan_options is not None
-        here: Any = site.plan_options, site.axis, query, key
+        here: Any = options, site.axis, query, key
         lengths = whole_lengths(*here, site=site.name, is_dynamic=True)
         strategy, stages, kept = "planned once per batch", attention.source.stages, 0
         rule = attention.source.rule
@@ -358,7 +345,7 @@ def _facts(site: Site) -> dict[str, Any]:
         "kernel": attention.kernel,
         "recipe": recipe.format(),
         "why_kernel": site.why_kernel,
-        "known_wrong": known_wrong_of(attention.kernel, query.device, capability),
+        "known_wrong": known_wrong_of(attention.kernel, query.device, options.capability),
         "implementation": implementation_of(attention.kernel),
         "kernel_under_mask": "" if is_plain else KERNELS[attention.kernel].under_rule.name,
         "flops_per_s": None,
@@ -369,8 +356,9 @@ def _facts(site: Site) -> dict[str, Any]:
     }
 
 
-def _of_plan(plan: Plan, rank: int, batch: int, machine: Machine) -> PassReport:
-    ranks = range(plan.grid.world_size)
+def _report_pass(plan: Plan, site: Site, machine: Machine, rate: Rate | None) -> PassReport:
+    rank, batch, ranks = site.axis.rank, site.batch, range(plan.grid.world_size)
+    machine = machine.with_speeds(0, getattr(rate, plan.direction.value, 0.0))
     tiles = [sum(len(stage.tiles) for stage in plan.program(each)) for each in ranks]
     timeline = loads_of(plan, machine).timeline(machine)
     return PassReport(

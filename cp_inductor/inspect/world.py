@@ -97,12 +97,14 @@ def pretended_world(
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A call of a model, a module or a function, and the options for torch.compile."""
+    """A call of a model, a module or a function, and what torch.compile is told."""
 
     model: Callable[..., Any]
-    args: Sequence[Any] = ()
+    args: Any = ()  # or a function from the mesh to them, until the call has its place
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    dynamic: bool | None = None
+    mode: str | None = None
 
     @property
     def like(self) -> DTensor | None:
@@ -129,12 +131,14 @@ def place(
         The call. If an argument is a DTensor, plain parameters and buffers are DTensors, too,
         replicated on its mesh, and modules compute as `parallelize` would have them.
     """
-    tree = (tuple(example.args), dict(example.kwargs))
+    whole = example.args(mesh) if callable(example.args) else example.args
+    tree = (tuple(whole), dict(example.kwargs))
     make = partial(_place, mesh=mesh, placements=placements)
     args, kwargs = pytree.tree_map_only(Tensor, make, tree)
     model: Any = getattr(example.model, "_orig_mod", example.model)  # what torch.compile wrapped
     options = dict(example.options)
-    placed, named = Example(model, args, kwargs, options), options.pop("mesh", None)
+    placed = replace(example, model=model, args=args, kwargs=kwargs, options=options)
+    named = options.pop("mesh", None)
     if named is not None or (placed.like is None and options_of(model) is None):
         if isinstance(named, DeviceMesh):
             named = (named.mesh_dim_names or ("cp",))[0]

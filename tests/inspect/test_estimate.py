@@ -18,9 +18,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import cp_inductor
 import cp_inductor.inspect.estimate as estimate_module
 from cp_inductor.__main__ import main
+from cp_inductor.inspect.compile_for import Target
 from cp_inductor.inspect.layers import Layers, find_layers
 from cp_inductor.inspect.price_graph import Pricing, price_graph
-from cp_inductor.inspect.targets import Target
 from cp_inductor.plan.machine import DEVICES
 from cp_inductor.torch_private.tracing import fakes_of_shapes, trace_fake
 from tests.support.graphs import Layer
@@ -101,8 +101,8 @@ def priced(
 
 def test_a_graph_counted_by_hand() -> None:
     def run(x: Tensor, w: Tensor) -> Tensor:
-        y = x @ w  # 4 MB, 2e9 operations
-        z = (y.exp() + 1).sigmoid()  # one kernel, which writes over y
+        y = (x @ w).exp()  # 4 MB, 2e9 operations
+        z = y + y.sin() + y.cos()  # the same kernel, which writes over x @ w
         return (z @ w).relu()
 
     price = priced(run, (1000, 1000), (1000, 1000))
@@ -228,8 +228,8 @@ def test_shards_of_weights_and_the_fewest_ranks(monkeypatch: pytest.MonkeyPatch)
     [
         ({"options": None}, "estimate(target='cpu'): expected a GPU, or a machine"),
         ({"target": "h100"}, "expected a machine of gpu or h100, got 'cpu["),
-        ({"sharding": "zero"}, "expected one of none, fsdp, got 'zero'"),
-        ({"checkpoint": "all"}, "expected one of none, layers, offload, got 'all'"),
+        ({"sharding": "zero"}, "sharding to be one of none, fsdp, got 'zero'"),
+        ({"checkpoint": "all"}, "checkpoint to be one of none, layers, offload, got 'all'"),
     ],
 )
 def test_wrong_calls(how: dict[str, Any], said: str) -> None:

@@ -152,7 +152,7 @@ a query of 8 | seq_len
 compiled(attend_causal, q[:, :3], k[:, :3], v[:, :3], mesh=mesh, strategy="heads") -> \
 UnsupportedStrategy: sdpa_0 | 'heads', which cannot | use strategy='blocks'
 compiled(attend_causal, *qkv, mesh=grid) -> UnsupportedPlacement: a 1-D mesh | mesh["cp"]
-compiled(attend_causal, *qkv, mesh="cp") -> UnsupportedPlacement: a DeviceMesh, got 'cp'
+compiled(attend_causal, *qkv, mesh="cp") -> InvalidArgument: a DeviceMesh of one axis, got a str
 compiled(attend_causal, *qkv, mesh=DeviceMesh("cpu", [0, 2, 1, 3], mesh_dim_names=("cp",))) -> \
 UnsupportedPlacement: ascending ranks | [0, 2, 1, 3]
 compiled(attend_causal, *qkv, mesh=DeviceMesh("cpu", [0, 2])) -> ProcessGroupError: global rank 1

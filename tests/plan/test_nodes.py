@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cp_inductor.errors import InvalidArgument, InvalidText
-from cp_inductor.inspect.targets import GPUS
+from cp_inductor.inspect.compile_for import GPUS
 from cp_inductor.plan import InvalidPlan, Machine, Payload, Plan
 from cp_inductor.plan.ir import Transfers
 from cp_inductor.plan.machine import DEVICES, known_machine

@@ -293,7 +293,7 @@ def test_a_dim_that_is_named(mesh: DeviceMesh) -> None:
     report = cp_inductor.explain(run, x, mesh=mesh, options={"seq_dims": {"args[0]": 3}})
     assert report.attentions[-1].refusal["got"] == "3"
     for wrong in ([1], {"x": "1"}, {0: 1}, {"x": True}):
-        with pytest.raises(cp_inductor.InvalidArgument, match="the dim of the tokens, or None"):
+        with pytest.raises(cp_inductor.InvalidArgument, match="dims of tokens, or None"):
             cp_inductor.explain(run, x, mesh=mesh, options={"seq_dims": wrong})
 
 

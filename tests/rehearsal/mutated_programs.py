@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from cp_inductor import cross_compile
+from cp_inductor.inspect.compile_for import Target
 from cp_inductor.inspect.pretend import pretend_gpu
-from cp_inductor.inspect.targets import Target
 from tests.rehearsal.device import Device
 from tests.rehearsal.exchanges import Exchanges
 from tests.rehearsal.program import load_program

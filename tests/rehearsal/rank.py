@@ -25,8 +25,7 @@ from torch.distributed.tensor import Placement, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import cp_inductor.backend.compile as backend
-from cp_inductor.inspect.compile_for import compile_for, generates, settings_for
-from cp_inductor.inspect.targets import Target
+from cp_inductor.inspect.compile_for import Target, compile_for, generates, settings_for
 from cp_inductor.inspect.world import load_example
 from cp_inductor.modules.parallelize import parallelize
 from cp_inductor.passes.settings import Settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -23,6 +23,7 @@ from cp_inductor.mask.language import WORDS, Step
 class Operations:
     """How `evaluate` computes what Python operators do not cover: on numpy arrays, if not told."""
 
+    index: Callable[[sympy.Symbol], Any]  # an index, or the score -> its values, which broadcast
     # (read of a table, values of its indices) -> value. None where none is read.
     read: Callable[[Any, tuple[Any, ...]], Any] | None = None
     # (value, positive integer) -> value.
@@ -39,27 +40,25 @@ class Operations:
     apply: Callable[..., Any] | None = None
     # (value of an integer, positive integer) -> value. None: by `floor_divide`.
     remainder: Callable[[Any, int], Any] | None = None
+    integer: Callable[[Any], Any] = int  # integer -> value
     number: Callable[[Expr], Any] = float  # number of sympy that is no integer -> value
 
 
-def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operations) -> Any:
-    """Return the value of an expression or a condition of sympy.
-
-    The values of the indices that occur in it are arrays or tensors that broadcast.
-    """
+def evaluate(expression: Any, with_: Operations) -> Any:
+    """Return the value of an expression or a condition of sympy."""
 
     def of(part: Any) -> Any:
-        return evaluate(part, values, with_)
+        return evaluate(part, with_)
 
     match expression:
         case BooleanTrue() | BooleanFalse():
             return with_.boolean(bool(expression))
         case sympy.Integer():
-            return int(expression)
+            return with_.integer(expression)
         case _ if expression.is_number:
             return with_.number(expression)
         case sympy.Symbol():
-            return values[expression]
+            return with_.index(expression)
         case AppliedUndef(args=indices) if with_.read is not None:
             return with_.read(expression, tuple(map(of, indices)))
         case Relational():
@@ -89,7 +88,7 @@ def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operati
             value, divisor = of(inner), int(divisor)
             if with_.remainder is not None and inner.is_integer:
                 return with_.remainder(value, divisor)
-            return value - with_.floor_divide(value, divisor) * divisor
+            return value - with_.floor_divide(value, divisor) * with_.integer(divisor)
         case sympy.Min(args=parts):
             return reduce(with_.minimum, map(of, parts))
         case sympy.Max(args=parts):
@@ -102,7 +101,7 @@ def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operati
                 value = with_.choose(of(condition), of(inner), value)
             return value
         case Step(args=(index, at)):
-            return with_.as_integer(of(index) >= int(at))
+            return with_.as_integer(of(at) <= of(index))
     assert with_.apply is not None, expression
     return with_.apply(expression.func.__name__, *map(of, expression.args))
 

@@ -25,7 +25,7 @@ class Operations:
 
     index: Callable[[sympy.Symbol], Any]  # an index, or the score -> its values, which broadcast
     # (read of a table, values of its indices) -> value. None where none is read.
-    read: Callable[[Any, tuple[Any, ...]], Any] | None = None
+    read: Any = None
     # (value, positive integer) -> value.
     floor_divide: Callable[[Any, int], Any] = operator.floordiv
     # minimum and maximum: (value, value) -> value, elementwise.
@@ -35,9 +35,8 @@ class Operations:
     choose: Callable[[Any, Any, Any], Any] = np.where
     as_integer: Callable[[Any], Any] = np.int64  # condition -> 0 or 1
     boolean: Callable[[bool], Any] = np.bool_  # bool -> a constant condition
-    # (name of a function of `language.FUNCTIONS`, values) -> value. None where such functions do
-    # not occur.
-    apply: Callable[..., Any] | None = None
+    # (name of a function of `language.FUNCTIONS`, values) -> value. None where there are none.
+    apply: Any = None
     # (value of an integer, positive integer) -> value. None: by `floor_divide`.
     remainder: Callable[[Any, int], Any] | None = None
     integer: Callable[[Any], Any] = int  # integer -> value
@@ -59,7 +58,7 @@ def evaluate(expression: Any, with_: Operations) -> Any:
             return with_.number(expression)
         case sympy.Symbol():
             return with_.index(expression)
-        case AppliedUndef(args=indices) if with_.read is not None:
+        case AppliedUndef(args=indices):
             return with_.read(expression, tuple(map(of, indices)))
         case Relational():
             kind, left, right = sides(expression)
@@ -102,7 +101,6 @@ def evaluate(expression: Any, with_: Operations) -> Any:
             return value
         case Step(args=(index, at)):
             return with_.as_integer(of(at) <= of(index))
-    assert with_.apply is not None, expression
     return with_.apply(expression.func.__name__, *map(of, expression.args))
 
 

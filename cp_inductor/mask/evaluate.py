@@ -43,6 +43,9 @@ class Operations:
     number: Callable[[Expr], Any] = float  # number of sympy that is no integer -> value
 
 
+_JOINING = {sympy.Mul: operator.mul, sympy.And: operator.and_, sympy.Or: operator.or_}
+
+
 def evaluate(expression: Any, with_: Operations) -> Any:
     """Return the value of an expression or a condition of sympy."""
 
@@ -69,12 +72,8 @@ def evaluate(expression: Any, with_: Operations) -> Any:
             for sign, term in rest:
                 total = total + of(term) if sign > 0 else total - of(term)
             return total
-        case sympy.Mul(args=factors):
-            return reduce(operator.mul, map(of, factors))
-        case sympy.And(args=parts):
-            return reduce(operator.and_, map(of, parts))
-        case sympy.Or(args=parts):
-            return reduce(operator.or_, map(of, parts))
+        case sympy.Mul(args=parts) | sympy.And(args=parts) | sympy.Or(args=parts):
+            return reduce(_JOINING[expression.func], map(of, parts))
         case sympy.Not(args=(inner,)):
             return ~of(inner)
         case sympy.ITE(args=(condition, value, other)):

@@ -60,8 +60,6 @@ def make_block_table(rule: Rule, indices: Indices, is_computed: Tensor | None = 
     """
 
     def make(low: Any, high: Any) -> Interval:
-        if isinstance(low, int):
-            low = high = min(max(low, -_BEYOND), _BEYOND)
         return _interval(indices.as_tensor(low), indices.as_tensor(high))
 
     operations = _Integers.operations(
@@ -237,7 +235,6 @@ def _(like: Tensor, tables: list[Tensor], *how: Any) -> list[Tensor]:
 # Integers that are further from 0 have no bounds. Nearer ones, their sums and whole quotients are
 # exact in float64, and none of them wraps in int64.
 _LARGE = float(1 << 52)
-_BEYOND = 1 << 53
 
 
 def _interval(low: Tensor, high: Tensor) -> Interval:

@@ -176,12 +176,9 @@ class Geometry:
     @staticmethod
     def decode(numbers: Sequence[int]) -> Geometry:
         """Return what `encode` wrote."""
-        heads, left = (numbers[0], numbers[1]), list(numbers[2:])
-        runs = []
-        while left:
-            count, *left = left
-            edges, left = left[: 2 * count], left[2 * count :]
-            runs.append(tuple(zip(edges[::2], edges[1::2], strict=True)))
+        left = iter(numbers)
+        heads = next(left), next(left)
+        runs = [tuple((next(left), next(left)) for _ in range(next(left))) for _ in range(3)]
         return Geometry(heads, *runs)
 
     def runs_of(self, symbol: sympy.Symbol) -> Runs:

@@ -23,7 +23,7 @@ from sympy import And, Expr, Not, Or
 from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 
-from cp_inductor.mask.language import at_most_zero
+from cp_inductor.mask.language import WORDS, at_most_zero
 from cp_inductor.mask.reader.sequences import fit, materialize
 from cp_inductor.mask.reader.values import (
     DIMS,
@@ -41,7 +41,6 @@ from cp_inductor.mask.reader.values import (
     multiply,
     number,
     pointwise,
-    that_may_hold,
 )
 from cp_inductor.torch_private.modes import without_modes
 
@@ -198,7 +197,7 @@ def _by_whole_number(rounding: str, *, is_remainder: bool = True) -> Row:
         if not divisor.is_Integer or divisor <= 0:
             raise Unknown
         shape, (left, _) = align([left, right])
-        left, mode = replace(left, shape=shape), call.arguments.get("rounding_mode", rounding)
+        mode = call.arguments.get("rounding_mode", rounding)
         lows = (call.tables.range_of(e, shape)[0] for _, e in left.numbers())
         if mode not in ("floor", "trunc") or (mode == "trunc" and any(low < 0 for low in lows)):
             raise Unknown
@@ -255,10 +254,9 @@ def _where(call: OpCall) -> Value:
     merged: dict[Expr, Boolean] = {}
     for c, e in chosen.cases:
         merged[e] = check_terms(Or(merged.get(e, sympy.false), c))
-    cases = that_may_hold((c, e) for e, c in merged.items())
-    if len(cases) > MAX_CASES:
+    if len(merged) > MAX_CASES:
         raise Unknown
-    return call.settled(replace(chosen, cases=cases))
+    return call.settled(replace(chosen, cases=tuple((c, e) for e, c in merged.items())))
 
 
 # --- Views ------------------------------------------------------------------------------------
@@ -371,8 +369,7 @@ def _joined(call: OpCall) -> Value:
             at = index - start if size > 1 else sympy.Integer(0)
             pieces.append((condition, value.map(call.shape, {DIMS[dim]: at})))
             start = stop
-    joined = join_pieces(pieces)
-    return call.settled(replace(joined, cases=that_may_hold(joined.cases)))
+    return call.settled(join_pieces(pieces))
 
 
 # --- The table --------------------------------------------------------------------------------
@@ -382,7 +379,6 @@ _JOINING: Mapping[str, Callable[..., Boolean]] = {
     "or": Or,
     "xor": lambda left, right: Or(And(left, Not(right)), And(Not(left), right)),
 }
-_RELATIONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 OPS: Mapping[torch._ops.OpOverload, Row] = {
     aten.arange.start_step: _arange,
@@ -404,8 +400,8 @@ OPS: Mapping[torch._ops.OpOverload, Row] = {
     aten.remainder.Tensor: _by_whole_number("floor"),
     aten.fmod.Scalar: _by_whole_number("trunc"),
     aten.fmod.Tensor: _by_whole_number("trunc"),
-    **{getattr(aten, word).Tensor: _relation(word) for word in _RELATIONS},
-    **{getattr(aten, word).Scalar: _relation(word) for word in _RELATIONS},
+    **{getattr(aten, word).Tensor: _relation(word) for word in WORDS.values()},
+    **{getattr(aten, word).Scalar: _relation(word) for word in WORDS.values()},
     **{getattr(aten, f"logical_{word}").default: _logic(join) for word, join in _JOINING.items()},
     **{
         getattr(aten, f"bitwise_{word}").Tensor: _logic(join, of_bits=True)

@@ -256,7 +256,7 @@ def join_pieces(pieces: Sequence[tuple[Boolean, Value]]) -> Value:
         truth = check_terms(Or(*(And(condition, v.truth) for condition, v in pieces)))
         return replace(values[0], truth=truth)
     cases = [(check_terms(And(condition, c)), e) for condition, v in pieces for c, e in v.cases]
-    return replace(values[0], cases=tuple(cases), **_marks_of(values))
+    return replace(values[0], cases=that_may_hold(cases), **_marks_of(values))
 
 
 # --- What may be claimed ----------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -23,8 +23,9 @@ from cp_inductor.mask.language import WORDS, Step
 class Operations:
     """How `evaluate` computes what Python operators do not cover: on numpy arrays, if not told."""
 
+    index: Callable[[sympy.Symbol], Any]  # an index, or the score -> its values, which broadcast
     # (read of a table, values of its indices) -> value. None where none is read.
-    read: Callable[[Any, tuple[Any, ...]], Any] | None = None
+    read: Any = None
     # (value, positive integer) -> value.
     floor_divide: Callable[[Any, int], Any] = operator.floordiv
     # minimum and maximum: (value, value) -> value, elementwise.
@@ -34,33 +35,33 @@ class Operations:
     choose: Callable[[Any, Any, Any], Any] = np.where
     as_integer: Callable[[Any], Any] = np.int64  # condition -> 0 or 1
     boolean: Callable[[bool], Any] = np.bool_  # bool -> a constant condition
-    # (name of a function of `language.FUNCTIONS`, values) -> value. None where such functions do
-    # not occur.
-    apply: Callable[..., Any] | None = None
+    # (name of a function of `language.FUNCTIONS`, values) -> value. None where there are none.
+    apply: Any = None
     # (value of an integer, positive integer) -> value. None: by `floor_divide`.
     remainder: Callable[[Any, int], Any] | None = None
+    integer: Callable[[Any], Any] = int  # integer -> value
     number: Callable[[Expr], Any] = float  # number of sympy that is no integer -> value
 
 
-def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operations) -> Any:
-    """Return the value of an expression or a condition of sympy.
+_JOINING = {sympy.Mul: operator.mul, sympy.And: operator.and_, sympy.Or: operator.or_}
 
-    The values of the indices that occur in it are arrays or tensors that broadcast.
-    """
+
+def evaluate(expression: Any, with_: Operations) -> Any:
+    """Return the value of an expression or a condition of sympy."""
 
     def of(part: Any) -> Any:
-        return evaluate(part, values, with_)
+        return evaluate(part, with_)
 
     match expression:
         case BooleanTrue() | BooleanFalse():
             return with_.boolean(bool(expression))
         case sympy.Integer():
-            return int(expression)
+            return with_.integer(expression)
         case _ if expression.is_number:
             return with_.number(expression)
         case sympy.Symbol():
-            return values[expression]
-        case AppliedUndef(args=indices) if with_.read is not None:
+            return with_.index(expression)
+        case AppliedUndef(args=indices):
             return with_.read(expression, tuple(map(of, indices)))
         case Relational():
             kind, left, right = sides(expression)
@@ -71,12 +72,8 @@ def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operati
             for sign, term in rest:
                 total = total + of(term) if sign > 0 else total - of(term)
             return total
-        case sympy.Mul(args=factors):
-            return reduce(operator.mul, map(of, factors))
-        case sympy.And(args=parts):
-            return reduce(operator.and_, map(of, parts))
-        case sympy.Or(args=parts):
-            return reduce(operator.or_, map(of, parts))
+        case sympy.Mul(args=parts) | sympy.And(args=parts) | sympy.Or(args=parts):
+            return reduce(_JOINING[expression.func], map(of, parts))
         case sympy.Not(args=(inner,)):
             return ~of(inner)
         case sympy.ITE(args=(condition, value, other)):
@@ -89,7 +86,7 @@ def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operati
             value, divisor = of(inner), int(divisor)
             if with_.remainder is not None and inner.is_integer:
                 return with_.remainder(value, divisor)
-            return value - with_.floor_divide(value, divisor) * divisor
+            return value - with_.floor_divide(value, divisor) * with_.integer(divisor)
         case sympy.Min(args=parts):
             return reduce(with_.minimum, map(of, parts))
         case sympy.Max(args=parts):
@@ -102,8 +99,7 @@ def evaluate(expression: Any, values: Mapping[sympy.Symbol, Any], with_: Operati
                 value = with_.choose(of(condition), of(inner), value)
             return value
         case Step(args=(index, at)):
-            return with_.as_integer(of(index) >= int(at))
-    assert with_.apply is not None, expression
+            return with_.as_integer(of(at) <= of(index))
     return with_.apply(expression.func.__name__, *map(of, expression.args))
 
 

@@ -67,7 +67,7 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Expr, Expr], bool], str]] = {
     "Power": (lambda base, exponent: base.is_Number or exponent.is_Number, "a number in one place"),
 }
 _COMPARING = ("Eq", "Ne", "Min", "Max")
-_VALUES: Mapping[str, Any] = {"oo": sympy.oo, **{str(index): index for index in INDICES}}
+_VALUES: dict[str, Any] = {"oo": sympy.oo, **{str(index): index for index in INDICES}}
 _TABLE = re.compile("[tx](0|[1-9][0-9]{0,3})", re.ASCII)
 
 _RELATIONS: Mapping[type[ast.cmpop], Callable[..., Any]] = {
@@ -86,11 +86,9 @@ def parse(text: str, *, of_scores: bool = False) -> Any:
     Raises:
         InvalidText: the text contains anything else, or is too large.
     """
-    if not of_scores:
-        reader = _Reader(text, _VALUES)
-        return reader.truth(reader.parsed())
-    reader = _Reader(text, {**_VALUES, str(SCORE): SCORE})
-    return reader.number(reader.parsed())
+    reader = _Reader(text, _VALUES | ({str(SCORE): SCORE} if of_scores else {}))
+    read = reader.number if of_scores else reader.truth
+    return read(reader.parsed())
 
 
 def check_text(text: object, most: int, *, site: str) -> None:

@@ -158,12 +158,9 @@ def compare(word: str, left: Expr, right: Expr) -> Boolean:
 
 def canonical(allowed: Boolean) -> Boolean:
     """Simplify a conjunction: keep the tightest of several bounds, and use equal documents."""
+    allowed = sympy.to_nnf(allowed, simplify=False)  # ~(a & b) is ~a | ~b
     if isinstance(allowed, Or):
         return Or(*map(canonical, allowed.args))
-    if isinstance(allowed, Not) and isinstance(allowed.args[0], (And, Or)):
-        inner = allowed.args[0]
-        opposite = Or if isinstance(inner, And) else And
-        return canonical(opposite(*(Not(part) for part in inner.args)))
     if not isinstance(allowed, And):
         # x < 0 is x + 1 <= 0 for integers only.
         is_open = isinstance(allowed, (sympy.Lt, sympy.Ge, sympy.Gt))

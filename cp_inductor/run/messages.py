@@ -128,8 +128,7 @@ class Messages:
             singles.clear()
 
         for at, count in find_repetitions(
-            [(record.contents, record.span) for record in sent],
-            lambda at, count: count > 1 or self._is_packed_together(sent[at]),
+            sent, lambda at, count: count > 1 or self._is_packed_together(sent[at])
         ):
             unit = sent[at]
             if count > 1:
@@ -247,8 +246,7 @@ class Messages:
         buffer, records = arriving.wait(), arriving.records
         units, together = [], []
         for at, count in find_repetitions(
-            [(record.contents, record.span) for record in records],
-            lambda at, _: groups_of(records[at]) is not None,
+            records, lambda at, _: groups_of(records[at]) is not None
         ):
             unit = records[at]
             units.append(unit)

@@ -148,15 +148,15 @@ def groups_of(unit: Sequence[Record]) -> list[Groups] | None:
 
 
 def find_repetitions(
-    keys: Sequence[object], fits: Callable[[slice, int], bool]
+    records: Sequence[Record], fits: Callable[[slice, int], bool]
 ) -> Iterator[tuple[slice, int]]:
-    """Split a sequence into units, each with how often it comes, as long as can be.
+    """Split records into units, each with how often its contents come, as long as can be.
 
     a b a b a b c   =>   (slice(0, 2), 3), (slice(6, 7), 1)
 
     `fits` says whether a longer unit, or one that comes so often, may be taken together.
     """
-    start = 0
+    keys, start = [(record.contents, record.span) for record in records], 0
     while start < len(keys):
         unit, best, stop = slice(start, start + 1), 1, start + 1
         for period in range(1, min(MAX_PERIOD, len(keys) - start) + 1):

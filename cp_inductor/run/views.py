@@ -45,7 +45,7 @@ from cp_inductor.tiles.dims import SEQUENCE_DIM, Tokens
 from cp_inductor.tiles.kernel_table import KERNELS, get_kernel
 from cp_inductor.tiles.kernels import Kernel, RuleKernel, TileCall
 from cp_inductor.tiles.stand_in import make_stand_in, make_words, store_beside
-from cp_inductor.tiles.tile_masks import MAX_SCORE_BYTES, TileMasks
+from cp_inductor.tiles.tile_masks import MAX_SCORE_BYTES, TileMasks, bias_dtype
 from cp_inductor.torch_private.sizes import size_hint
 from cp_inductor.torch_private.tracing import is_fake
 
@@ -77,9 +77,11 @@ class Views:
         serves = is_fake(query) or not by_rule.needs_graph
         serves = serves and by_rule.obstacle(self.masks.rule, query.shape[-1]) is None
         self.under_rule: type[RuleKernel] | None = by_rule if serves else None
-        # Whether tiles are what no kernel does.
-        is_changed = self.masks.rule.score != SCORE and self.under_rule is None
-        self.needs_math = attention.has_bias or attention.dropout_p > 0 or is_changed
+        # Whether tiles are what no kernel does: those of aten would round a wide bias.
+        rule, dtype = self.masks.rule, query.dtype
+        is_plain = rule.score == SCORE and bias_dtype(rule, dtype) == dtype
+        is_special = self.under_rule is None and not is_plain
+        self.needs_math = attention.has_bias or attention.dropout_p > 0 or is_special
         self.fetches = [fetch_of(plan, self.rank, index) for index in range(self.num_stages)]
         self.homes = [home_of(plan, self.rank, index) for index in range(self.num_stages)]
         self.kept: list[Tensor] = []

@@ -216,10 +216,8 @@ class CudnnCUDA(PlainKernel):
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
         """See `PlainKernel.runs_on`."""
-        if device.type == "cuda" and torch.cuda.is_available():
-            version = torch.backends.cudnn.version()
-            return version is not None and version >= MIN_CUDNN_VERSION and super().runs_on(device)
-        return True
+        is_new = (torch.backends.cudnn.version() or 0) >= MIN_CUDNN_VERSION
+        return chip_of(device) is None or (is_new and super().runs_on(device))
 
     def _serving(self, call: TileCall, *, is_backward: bool = False) -> Kernel:
         if call.bias is not None:

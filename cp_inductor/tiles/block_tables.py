@@ -26,9 +26,6 @@ Shapes: B batch, H heads of the tile, S its queries, T its keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
-from operator import mul
 from typing import Any
 
 import sympy
@@ -37,10 +34,10 @@ from torch import Tensor
 
 from cp_inductor.kept import lru_cache
 from cp_inductor.mask.evaluate import evaluate
-from cp_inductor.mask.intervals import Decision, Interval, Numbers, interval_operations
+from cp_inductor.mask.intervals import Decision, Interval
 from cp_inductor.mask.language import BATCH, HEAD, number_of
 from cp_inductor.mask.rule import Cell, Rule
-from cp_inductor.tiles.tile_masks import Geometry, Indices, Lazily, Place
+from cp_inductor.tiles.tile_masks import Geometry, Indices, Place
 
 # Queries and keys of a block: what flex attention's kernels have.
 BLOCK = 128
@@ -65,9 +62,13 @@ def make_block_table(rule: Rule, indices: Indices, is_computed: Tensor | None = 
     def make(low: Any, high: Any) -> Interval:
         return _interval(indices.as_tensor(low), indices.as_tensor(high))
 
-    operations = interval_operations(lambda read, _: _read(indices, read), make, indices.boolean)
-    values = Lazily(lambda symbol: _bounds_of_blocks(indices.of(symbol)))
-    decision: Decision = evaluate(rule.allowed, values, operations)
+    operations = _Integers.operations(
+        lambda symbol: _bounds_of_blocks(indices.of(symbol)),
+        lambda read, _: _read(indices, read),
+        make,
+        indices.boolean,
+    )
+    decision: Decision = evaluate(rule.allowed, operations)
     shape = shape_of_block_table(rule, indices.geometry, indices.batch)
     cells = decision.may.to(torch.int8) * Cell.PARTIAL
     if not rule.bias:
@@ -229,7 +230,7 @@ def _(like: Tensor, tables: list[Tensor], *how: Any) -> list[Tensor]:
     return [like.new_empty(shape, dtype=torch.int32) for shape in shapes]
 
 
-# --- Numbers ----------------------------------------------------------------------------------
+# --- Intervals --------------------------------------------------------------------------------
 
 # Integers that are further from 0 have no bounds. Nearer ones, their sums and whole quotients are
 # exact in float64, and none of them wraps in int64.
@@ -239,8 +240,8 @@ _LARGE = float(1 << 52)
 def _interval(low: Tensor, high: Tensor) -> Interval:
     """Make an interval of the least and the greatest of some values."""
     if low.is_floating_point():
-        return Interval(low, high, _FLOATS)
-    return Interval(*_open_beyond(low.double(), high.double()), _INTEGERS)
+        return _Floats(low, high)
+    return _Integers(*_open_beyond(low.double(), high.double()))
 
 
 def _open_beyond(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,49 +250,46 @@ def _open_beyond(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     return low.masked_fill(is_open, -torch.inf), high.masked_fill(is_open, torch.inf)
 
 
-class _Floats(Numbers):
+class _Integers(Interval):
+    """Tensors of float64, integers all. An infinite end means that there is none."""
+
+    minimum, maximum = staticmethod(torch.minimum), staticmethod(torch.maximum)
+    where = staticmethod(torch.where)
+
+    @staticmethod
+    def times(end: Tensor, other: Tensor) -> Tensor:
+        # 0 times what has no end is 0.
+        return (end * other).nan_to_num(0.0, torch.inf, -torch.inf)
+
+    @staticmethod
+    def floor_divide(end: Tensor, divisor: int) -> Tensor:
+        return (end / divisor).floor()
+
+    def beside(self, other: Interval) -> type[Interval]:
+        return type(other)
+
+    def __add__(self, other: Interval) -> Interval:
+        low, high = self.low + other.low, self.high + other.high
+        low = low.masked_fill(low.abs() > _LARGE, -torch.inf)
+        return self.beside(other)(low, high.masked_fill(high.abs() > _LARGE, torch.inf))
+
+    def __mul__(self, other: Interval) -> Interval:
+        product = super().__mul__(other)
+        return type(product)(*_open_beyond(product.low, product.high))
+
+    def __pow__(self, other: Interval) -> Interval:
+        return _Floats(self.low, self.high)
+
+
+class _Floats(_Integers):
     """Tensors of floats, and what is computed with them. They have no bounds, and ends no meaning.
 
     A bound would have to be rounded as values are, and to know whether these may be NaN.
     """
 
-    minimum, maximum = staticmethod(torch.minimum), staticmethod(torch.maximum)
-    where: Any = staticmethod(torch.where)
-    times = staticmethod(mul)
-    is_rounded = True
+    def beside(self, other: Interval) -> type[Interval]:
+        return _Floats
 
-    def match(self, a: Interval, b: Any) -> tuple[Interval, Interval, Numbers]:
-        if not isinstance(b, Interval):
-            number = a.low.new_full((), float(b), dtype=torch.float64)
-            kind = _INTEGERS if isinstance(b, int) else _FLOATS
-            b = Interval(*_open_beyond(number, number), kind)
-        return a, b, _FLOATS if _FLOATS in (a.numbers, b.numbers) else self
-
-    def unbounded(self, a: Interval, b: Interval) -> Interval:
-        either = a.low + b.low
-        return Interval(either, either, _FLOATS)
-
-    def decide(self, must: Tensor, may: Tensor) -> Decision:
+    @classmethod
+    def decide(cls, must: Tensor, may: Tensor) -> Decision:
         return Decision(torch.zeros_like(must), torch.ones_like(may))
-
-
-class _Integers(_Floats):
-    """Integers as float64, where an infinite end means that there is none."""
-
-    is_rounded = False
-    decide = Numbers.decide
-
-    def add(self, a: Tensor, b: Tensor, missing: float) -> Tensor:
-        total = a + b
-        return total.masked_fill(total.abs() > _LARGE, missing)
-
-    def multiply(self, ends: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        # 0 times what has no end is 0.
-        products = [(x * y).nan_to_num(0.0, torch.inf, -torch.inf) for x, y in ends]
-        return _open_beyond(reduce(torch.minimum, products), reduce(torch.maximum, products))
-
-    def floor_divide(self, end: Tensor, divisor: int) -> Tensor:
-        return (end / divisor).floor()
-
-
-_INTEGERS, _FLOATS = _Integers(), _Floats()

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from cp_inductor.mask.rule import Rule
+from cp_inductor.tiles.known_wrong import chip_of
 from cp_inductor.tiles.tile_masks import Indices, ScoreChange
 from cp_inductor.torch_private.sizes import is_known
 
@@ -180,9 +181,9 @@ class PlainKernel(Kernel):
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
         """Whether a device has it. One that is not here is taken for one that has."""
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return True  # the graph is being cross-compiled, for chips that have the kernel
-        return torch.cuda.get_device_capability(device) >= cls.min_capability
+        chip = chip_of(device)
+        # Without it, the graph is being cross-compiled, for chips that have the kernel.
+        return chip is None or chip >= cls.min_capability
 
     def _serving(self, call: TileCall, *, is_backward: bool = False) -> Kernel:
         return self if call.bias is None or self.for_bias is None else self.for_bias()

@@ -176,12 +176,9 @@ class Geometry:
     @staticmethod
     def decode(numbers: Sequence[int]) -> Geometry:
         """Return what `encode` wrote."""
-        heads, left = (numbers[0], numbers[1]), list(numbers[2:])
-        runs = []
-        while left:
-            count, *left = left
-            edges, left = left[: 2 * count], left[2 * count :]
-            runs.append(tuple(zip(edges[::2], edges[1::2], strict=True)))
+        left = iter(numbers)
+        heads = next(left), next(left)
+        runs = [tuple((next(left), next(left)) for _ in range(next(left))) for _ in range(3)]
         return Geometry(heads, *runs)
 
     def runs_of(self, symbol: sympy.Symbol) -> Runs:
@@ -250,6 +247,7 @@ class Indices:
         It is that at the scores of a place; these are given if they may occur in it.
         """
         operations = Operations(
+            index=lambda symbol: score if symbol == SCORE else place(self.of(symbol)),
             read=lambda read, values: self._read(read, values, place),
             floor_divide=lambda a, b: torch.div(a, b, rounding_mode="floor"),
             minimum=lambda a, b: torch.minimum(self.as_tensor(a), self.as_tensor(b)),
@@ -260,10 +258,7 @@ class Indices:
             apply=lambda name, *arguments: _FUNCTIONS[name](*arguments),
             number=self.number,
         )
-        values = Lazily(lambda symbol: place(self.of(symbol)))
-        if score is not None:
-            values[SCORE] = score
-        result: Tensor = evaluate(expression, values, operations)
+        result: Tensor = evaluate(expression, operations)
         return result
 
     def boolean(self, value: bool) -> Tensor:
@@ -349,14 +344,3 @@ class ScoreChange(NamedTuple):
 
     value: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor]
-
-
-class Lazily(dict[sympy.Symbol, Any]):
-    """Indices that are made when they are asked for."""
-
-    def __init__(self, make: Callable[[sympy.Symbol], Any]) -> None:
-        super().__init__()
-        self.make = make
-
-    def __missing__(self, symbol: sympy.Symbol) -> Any:
-        return self.make(symbol)

@@ -22,6 +22,7 @@ from cp_inductor.plan.strategies import TABLE
 from cp_inductor.region.regions import SequenceRegion
 from cp_inductor.run.attention import Attention
 from cp_inductor.run.records import reads_shard
+from cp_inductor.run.views import Views
 from cp_inductor.tiles.kernel_table import ROWS_OF_TILES, get_kernel
 from cp_inductor.tiles.kernels import Partial, TileCall, with_whole_rows
 from cp_inductor.torch_private.first_dtensor import BACKWARD_OPS, FORWARD_OPS
@@ -388,3 +389,10 @@ def test_the_last_stride_is_asked_for_in_our_compiles_alone(
             compiled(*tensors)
     assert changed == set(ROWS_OF_TILES)
     assert lowering._maybe_layout_constraints == before
+
+
+def test_a_wide_bias_is_not_rounded_where_no_template_serves() -> None:
+    recipe = Recipe(2, 64, 64, 2, 2, 8, 2, "k-q<=0;x0(h)*(k-q);float32")
+    described = Attention(resolve(recipe, site="test"), 0, None, "flash_cuda", "")
+    shards = (torch.zeros(1, 2, 32, 8, dtype=torch.bfloat16),) * 3
+    assert Views(described, shards, (torch.ones(2),), is_backward=False).needs_math

@@ -511,13 +511,13 @@ def exactly(
         return np.atleast_1d(np.asarray(table[tuple(inside)], dtype=object))
 
     operations = Operations(
-        read=look_up, as_integer=lambda condition: np.asarray(condition).astype(int).astype(object)
+        indices.__getitem__, look_up, as_integer=lambda c: np.asarray(c).astype(int).astype(object)
     )
     if expression.is_infinite:
         return np.full(value.shape, float(expression), dtype=object)
     expression = expression.replace(_is_equality_of_tables, _modulo_int64)
     with np.errstate(invalid="ignore"):  # tables may hold what is no number
-        found = np.asarray(evaluate(expression, indices, operations), dtype=object)
+        found = np.asarray(evaluate(expression, operations), dtype=object)
     # What was looked up has a dim at least, also for a value of none.
     return np.broadcast_to(found.reshape(()) if ndim == 0 else found, value.shape)
 

@@ -23,7 +23,7 @@ from sympy import And, Expr, Not, Or
 from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 
-from cp_inductor.mask.language import at_most_zero
+from cp_inductor.mask.language import WORDS, at_most_zero
 from cp_inductor.mask.reader.sequences import fit, materialize
 from cp_inductor.mask.reader.values import (
     DIMS,
@@ -33,24 +33,14 @@ from cp_inductor.mask.reader.values import (
     Unknown,
     Value,
     align,
-    as_bool,
-    cast,
     check_terms,
     combine,
     constant,
-    divide,
     index_of,
     join_pieces,
-    magnitude,
     multiply,
     number,
     pointwise,
-    promote,
-    range_of,
-    relate,
-    settle,
-    sizes_of,
-    that_may_hold,
 )
 from cp_inductor.torch_private.modes import without_modes
 
@@ -93,7 +83,7 @@ class OpCall:
 
     def operands(self, *names: str) -> list[Value]:
         """Return tensor arguments in the dtype of the result, for an op that computes in it."""
-        return [promote(self.tensor(name), self.dtype, self.tables) for name in names]
+        return [self.tables.promote(self.tensor(name), self.dtype) for name in names]
 
     def alternatives(self, *values: Value) -> list[Value]:
         """Return tensors in the dtype of the result, for an op that only selects.
@@ -101,13 +91,13 @@ class OpCall:
         One that has this dtype is returned unchanged, without the checks of arithmetic.
         """
         return [
-            value if value.dtype == self.dtype else promote(value, self.dtype, self.tables)
+            value if value.dtype == self.dtype else self.tables.promote(value, self.dtype)
             for value in values
         ]
 
     def settled(self, value: Value) -> Value:
-        """Return a value as the result, in its dtype; see `settle`."""
-        return settle(value, self.dtype, self.tables)
+        """Return a value as the result, in its dtype; see `RunTimeTables.settle`."""
+        return self.tables.settle(value, self.dtype)
 
 
 Row = Callable[[OpCall], Any]
@@ -141,26 +131,24 @@ def _sum(sign: int) -> Row:
     def row(call: OpCall) -> Value:
         left, right = call.operands("self", "other")
         if call["alpha"] != 1:
-            scale = promote(constant(call["alpha"]), call.dtype, call.tables)
+            scale = call.tables.promote(constant(call["alpha"]), call.dtype)
             right = call.settled(_product(right, scale))
         limit = min(left.limit, right.limit)
         if limit < math.inf:
             # If x compares with n as its expression does for |n| <= limit, and y is exact, then
             # x + y compares with n as the sum's expression does for |n| <= limit - |y|.
             exact = left if left.limit == math.inf else right
-            limit -= magnitude(exact.exact(), call.tables)
+            limit -= call.tables.magnitude(exact.exact())
             # Half of the dtype's exact integers must be left.
             if limit < WHOLE_UP_TO[call.dtype] // 2:
                 raise Unknown
-        total = pointwise(lambda a, b: combine(sympy.Add, a, sign * b), left, right)
+        total = pointwise(lambda a, b: combine(sympy.Add, a, sign * b), left, right, is_sum=True)
         return call.settled(replace(total, limit=limit))
 
     return row
 
 
 def _product(left: Value, right: Value) -> Value:
-    if left.is_wrapped or right.is_wrapped:
-        raise Unknown
     if min(left.limit, right.limit) < math.inf:
         # The other factor must be a constant other than 0: 0 times infinity would be NaN.
         exact = (left if left.limit == math.inf else right).exact()
@@ -169,16 +157,7 @@ def _product(left: Value, right: Value) -> Value:
     return pointwise(multiply, left, right)
 
 
-def _absolute(value: Value) -> Value:
-    if value.is_wrapped:
-        raise Unknown
-    return pointwise(lambda a: sympy.Max(a, -a), value)
-
-
 def _extreme(function: Callable[..., Expr], *values: Value) -> Value:
-    if any(value.is_wrapped for value in values):
-        raise Unknown
-
     def of(*numbers: Expr) -> Expr:
         # Sympy may drop a float that never is the extreme. If the float is NaN, the result is NaN.
         result = function(*numbers)
@@ -218,15 +197,15 @@ def _by_whole_number(rounding: str, *, is_remainder: bool = True) -> Row:
         if not divisor.is_Integer or divisor <= 0:
             raise Unknown
         shape, (left, _) = align([left, right])
-        left, mode = replace(left, shape=shape), call.arguments.get("rounding_mode", rounding)
-        lows = (range_of(e, sizes_of(shape), call.tables)[0] for _, e in left.numbers())
+        mode = call.arguments.get("rounding_mode", rounding)
+        lows = (call.tables.range_of(e, shape)[0] for _, e in left.numbers())
         if mode not in ("floor", "trunc") or (mode == "trunc" and any(low < 0 for low in lows)):
             raise Unknown
 
         def of(expression: Expr) -> Expr:
             if not expression.is_integer or expression.has(sympy.Float):
                 raise Unknown
-            quotient, rest = divide(expression, int(divisor), shape, call.tables)
+            quotient, rest = call.tables.divide(expression, int(divisor), shape)
             return rest if is_remainder else quotient
 
         return call.settled(pointwise(of, left))
@@ -248,8 +227,8 @@ def _relation(word: str) -> Row:
         )
         dtype = torch.result_type(*like)
         left, right = call.tensor("self"), call.tensor("other")
-        left, right = (promote(value, dtype, call.tables) for value in (left, right))
-        return relate(word, left, right, call.tables)
+        left, right = (call.tables.promote(value, dtype) for value in (left, right))
+        return call.tables.relate(word, left, right)
 
     return row
 
@@ -259,7 +238,7 @@ def _logic(function: Callable[..., Boolean], *, of_bits: bool = False) -> Row:
         values = [call.tensor(name) for name in call.arguments]
         if of_bits and any(value.truth is None for value in values):
             raise Unknown
-        shape, aligned = align([as_bool(value, call.tables) for value in values])
+        shape, aligned = align([call.tables.as_bool(value) for value in values])
         truth = check_terms(function(*(value.truth for value in aligned)))
         return Value(shape, torch.bool, truth=truth)
 
@@ -267,7 +246,7 @@ def _logic(function: Callable[..., Boolean], *, of_bits: bool = False) -> Row:
 
 
 def _where(call: OpCall) -> Value:
-    condition = as_bool(call.tensor("condition"), call.tables)
+    condition = call.tables.as_bool(call.tensor("condition"))
     both = call.alternatives(call.tensor("self"), call.tensor("other"))
     _, (where, value, other) = align([condition, *both])
     assert where.truth is not None
@@ -275,10 +254,9 @@ def _where(call: OpCall) -> Value:
     merged: dict[Expr, Boolean] = {}
     for c, e in chosen.cases:
         merged[e] = check_terms(Or(merged.get(e, sympy.false), c))
-    cases = that_may_hold((c, e) for e, c in merged.items())
-    if len(cases) > MAX_CASES:
+    if len(merged) > MAX_CASES:
         raise Unknown
-    return call.settled(replace(chosen, cases=cases))
+    return call.settled(replace(chosen, cases=tuple((c, e) for e, c in merged.items())))
 
 
 # --- Views ------------------------------------------------------------------------------------
@@ -303,7 +281,7 @@ def _viewed(call: OpCall) -> Any:
         # An index of a dim of size 1 is in no expression.
         for dim, size in reversed([*enumerate(value.shape)]):
             if size > 1:
-                flat, indices[DIMS[dim]] = divide(flat, size, shape, call.tables)
+                flat, indices[DIMS[dim]] = call.tables.divide(flat, size, shape)
         values.append(value.map(shape, indices))
     return values[0] if views is not result else tuple(values)
 
@@ -319,7 +297,7 @@ def _repeated(call: OpCall) -> Value:
     value, shape = call.tensor("self"), call.shape
     offset = len(shape) - len(value.shape)
     indices = {
-        DIMS[dim]: divide(index_of(shape, dim + offset), size, shape, call.tables)[1]
+        DIMS[dim]: call.tables.divide(index_of(shape, dim + offset), size, shape)[1]
         for dim, size in enumerate(value.shape)
         if size > 1
     }
@@ -353,7 +331,7 @@ def _indexed(call: OpCall) -> Value:
     }
     for dim, array in zip(arrays, aligned, strict=True):
         expression, size = array.exact().expression(), value.shape[dim]
-        low, high = range_of(expression, sizes_of(array.shape), call.tables)
+        low, high = call.tables.range_of(expression, array.shape)
         # A negative index would count from the end.
         if not expression.is_integer or low < 0 or high >= size:
             raise Unknown
@@ -391,8 +369,7 @@ def _joined(call: OpCall) -> Value:
             at = index - start if size > 1 else sympy.Integer(0)
             pieces.append((condition, value.map(call.shape, {DIMS[dim]: at})))
             start = stop
-    joined = join_pieces(pieces)
-    return call.settled(replace(joined, cases=that_may_hold(joined.cases)))
+    return call.settled(join_pieces(pieces))
 
 
 # --- The table --------------------------------------------------------------------------------
@@ -402,7 +379,6 @@ _JOINING: Mapping[str, Callable[..., Boolean]] = {
     "or": Or,
     "xor": lambda left, right: Or(And(left, Not(right)), And(Not(left), right)),
 }
-_RELATIONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 OPS: Mapping[torch._ops.OpOverload, Row] = {
     aten.arange.start_step: _arange,
@@ -412,8 +388,8 @@ OPS: Mapping[torch._ops.OpOverload, Row] = {
     aten.add.Tensor: _sum(1),
     aten.sub.Tensor: _sum(-1),
     aten.mul.Tensor: computed(_product),
-    aten.neg.default: computed(partial(pointwise, neg)),
-    aten.abs.default: computed(_absolute),
+    aten.neg.default: computed(partial(pointwise, neg, is_sum=True)),
+    aten.abs.default: computed(partial(pointwise, lambda a: sympy.Max(a, -a))),
     aten.minimum.default: computed(partial(_extreme, sympy.Min)),
     aten.maximum.default: computed(partial(_extreme, sympy.Max)),
     aten.clamp.default: _clamped,
@@ -424,8 +400,8 @@ OPS: Mapping[torch._ops.OpOverload, Row] = {
     aten.remainder.Tensor: _by_whole_number("floor"),
     aten.fmod.Scalar: _by_whole_number("trunc"),
     aten.fmod.Tensor: _by_whole_number("trunc"),
-    **{getattr(aten, word).Tensor: _relation(word) for word in _RELATIONS},
-    **{getattr(aten, word).Scalar: _relation(word) for word in _RELATIONS},
+    **{getattr(aten, word).Tensor: _relation(word) for word in WORDS.values()},
+    **{getattr(aten, word).Scalar: _relation(word) for word in WORDS.values()},
     **{getattr(aten, f"logical_{word}").default: _logic(join) for word, join in _JOINING.items()},
     **{
         getattr(aten, f"bitwise_{word}").Tensor: _logic(join, of_bits=True)
@@ -434,7 +410,7 @@ OPS: Mapping[torch._ops.OpOverload, Row] = {
     aten.logical_not.default: _logic(Not),
     aten.bitwise_not.default: _logic(Not, of_bits=True),
     aten.where.self: _where,
-    aten._to_copy.default: lambda call: cast(call.tensor("self"), call.dtype, call.tables),
+    aten._to_copy.default: lambda call: call.tables.cast(call.tensor("self"), call.dtype),
     **dict.fromkeys(
         (aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default),
         lambda call: call.tensor("self"),

@@ -70,7 +70,6 @@ from cp_inductor.mask.reader.values import (
     Value,
     index_of,
     number,
-    range_of,
 )
 from cp_inductor.mask.rule import Rule, rule_of_table
 from cp_inductor.torch_private.arguments import bind_arguments
@@ -308,19 +307,14 @@ def _as_rule(value: Value, tables: RunTimeTables, nothing: Collection[Expr]) -> 
         return None
     symbols = INDICES[4 - len(value.shape) :]
     value = value.map(value.shape, dict(zip(DIMS, symbols, strict=False)))
+    cases: Sequence[tuple[Boolean, Expr]] = value.cases
     if value.truth is not None:
-        allowed, bias = value.truth, sympy.Integer(0)
-    else:
-        allowed = Not(Or(*(c for c, e in value.cases if e in nothing)))
-        finite = [(c, e) for c, e in value.cases if e not in nothing]
-        if any(e.is_infinite for _, e in finite):
-            return None
-        bias = sympy.Integer(0)
-        if finite:
-            *others, (_, last) = finite
-            bias = sympy.Piecewise(*((e, c) for c, e in others), (last, True))
-        if bias.atoms(Step) and not bias.is_integer:
-            return None
+        cases = (Not(value.truth), sympy.S.NegativeInfinity), (value.truth, sympy.Integer(0))
+    allowed = Not(Or(*(c for c, e in cases if e in nothing)))
+    finite = [(e, c) for c, e in cases if e not in nothing]
+    bias = sympy.Piecewise(*finite[:-1], (finite[-1][0], True)) if finite else sympy.Integer(0)
+    if any(e.is_infinite for e, _ in finite) or (bias.atoms(Step) and not bias.is_integer):
+        return None
     allowed = _with_runs(canonical(allowed), tables)
     if sympy.count_ops(allowed) > 40 * MAX_TERMS:
         return None
@@ -383,7 +377,8 @@ def misread(recognized: Recognized, shape: Sequence[int], tables: RunTimeTables)
     table has a value for every pair. Such a dim must be as long as that of the scores. Every other
     index must lie within its dim.
     """
-    sizes = dict(zip(INDICES, [1] * (4 - len(shape)) + list(shape), strict=True))
+    whole_shape = [1] * (4 - len(shape)) + list(shape)
+    sizes = dict(zip(INDICES, whole_shape, strict=True))
     nodes = set()
     roles: dict[fx.Node, tuple[Any, ...]] = {}
     for entry in sorted(recognized.rule.reads, key=str):
@@ -399,7 +394,7 @@ def misread(recognized: Recognized, shape: Sequence[int], tables: RunTimeTables)
             if index in (BATCH, HEAD) or (of_pairs and index.is_Symbol):
                 is_right &= sizes[index] == length
             else:
-                low, high = range_of(index, sizes, tables)
+                low, high = tables.range_of(index, whole_shape, INDICES)
                 is_right &= bool(low >= 0 and high < length)
         if not is_right:
             nodes.add(node)

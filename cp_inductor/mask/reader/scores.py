@@ -70,11 +70,13 @@ OPS_OF_SCORES: Mapping[torch._ops.OpOverload, Row] = {
     aten.div.Tensor: _exact(_ratio),
 }
 
-# What moves numbers, and leaves them as they are.
-_MOVES = (
-    *(aten.alias.default, aten.clone.default, aten.expand.default, aten.permute.default),
-    *(aten.squeeze.dims, aten.unsqueeze.default, aten.view.default),
-)
+# Ops whose result is a sum if one of these arguments is; the others have no score in them.
+_SUMMED: Mapping[Any, tuple[str, ...]] = {
+    **dict.fromkeys((aten.alias.default, aten.clone.default, aten.expand.default), ("self",)),
+    **dict.fromkeys((aten.permute.default, aten.squeeze.dims, aten.unsqueeze.default), ("self",)),
+    **dict.fromkeys((aten.view.default, aten._to_copy.default, aten.sub.Tensor), ("self",)),
+    **dict.fromkeys((aten.add.Tensor, aten.where.self), ("self", "other")),
+}
 
 
 def is_sum_with_score(trace: Trace, reading: Reading) -> bool:
@@ -95,26 +97,19 @@ def is_sum_with_score(trace: Trace, reading: Reading) -> bool:
 
 def _is_sum(node: fx.Node, of_score: set[fx.Node], sums: set[fx.Node], reading: Reading) -> bool:
     op: Any = node.target
-    if not isinstance(op, torch._ops.OpOverload):
+    if op not in _SUMMED:
         return False
     call = bind_arguments(op, node.args, node.kwargs)
-    if op in _MOVES:
-        return call["self"] in sums
+    summed = [name for name in _SUMMED[op] if call[name] in sums]
+    rest = {name: argument for name, argument in call.items() if name not in summed}
+    if not of_score.isdisjoint(part for part in rest.values() if isinstance(part, fx.Node)):
+        return False
+    if op is aten.where.self:
+        # What is no sum removes pairs.
+        values = [reading.values.get(rest[name]) for name in ("self", "other") if name in rest]
+        removed = [{e for _, e in getattr(value, "cases", ())} for value in values]
+        return all(numbers == {-sympy.oo} for numbers in removed)
     if op is aten._to_copy.default:
         before, after = call["self"].meta["val"].dtype, node.meta["val"].dtype
-        is_wider = after.is_floating_point and after.itemsize >= before.itemsize
-        return call["self"] in sums and is_wider
-    if op in (aten.add.Tensor, aten.sub.Tensor):
-        left, right = call["self"], call["other"]
-        if right in sums and op is aten.add.Tensor and call["alpha"] == 1:
-            return left not in of_score
-        return left in sums and right not in of_score
-    if op is aten.where.self:
-
-        def is_kept(branch: Any) -> bool:
-            cases = getattr(reading.values.get(branch), "cases", ())
-            return branch in sums or {number for _, number in cases} == {-sympy.oo}
-
-        are_kept = is_kept(call["self"]) and is_kept(call["other"])
-        return call["condition"] not in of_score and are_kept
-    return False
+        return after.is_floating_point and after.itemsize >= before.itemsize
+    return summed == ["self"] or (summed == ["other"] and call["alpha"] == 1)

@@ -38,7 +38,7 @@ def materialize(value: Value) -> Tensor:
     if value.tables() or size > MAX_COMPUTED or expression.is_infinite:
         raise Unknown
     indices = dict(zip(DIMS, np.ogrid[tuple(map(slice, value.shape))], strict=False))
-    result = np.asarray(evaluate(expression, indices, Operations()))
+    result = np.asarray(evaluate(expression, Operations(indices.__getitem__)))
     with without_modes():
         tensor = torch.from_numpy(np.broadcast_to(result, value.shape).copy())
         return tensor.to(value.dtype)

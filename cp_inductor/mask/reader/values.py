@@ -33,7 +33,7 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 
 from cp_inductor.mask.evaluate import evaluate, sides
-from cp_inductor.mask.intervals import EXACT, Interval, exact_number, interval_operations
+from cp_inductor.mask.intervals import EXACT, Interval
 from cp_inductor.mask.language import SCORE, at_most_zero, compare, number_of, substitute, table
 
 # The indices of a tensor. The index of a dim of size 1 is written 0.
@@ -137,30 +137,6 @@ def that_may_hold(cases: Iterable[tuple[Boolean, Expr]]) -> tuple[tuple[Boolean,
     return tuple(case for case in cases if case[0] != sympy.false)
 
 
-@dataclass
-class RunTimeTables:
-    """The run-time tables: tensors that are known only when the graph runs."""
-
-    nodes: list[fx.Node] = field(default_factory=list)  # whose tensors they are, by number
-    # The least and the greatest number that each may hold.
-    ranges: list[Range] = field(default_factory=list)
-    # Number of a table that counts where another table does not go up by one => the other table, as
-    # an expression of the same indices, and the dim that they count along.
-    runs_of: dict[int, tuple[Expr, int]] = field(default_factory=dict)
-
-    def add(self, node: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> Value | None:
-        """Make a node a table, and return its value; None if rules cannot read such a tensor."""
-        if not shape or dtype not in READABLE:
-            return None
-        index = len(self.nodes)
-        self.nodes.append(node)
-        self.ranges.append(_range_of_dtype(dtype))
-        entry = table(index, is_integer=not dtype.is_floating_point)(
-            *(index_of(shape, dim) for dim in range(len(shape)))
-        )
-        return Value.of(shape, dtype, entry)
-
-
 def _range_of_dtype(dtype: torch.dtype) -> Range:
     if dtype.is_floating_point:
         return -math.inf, math.inf
@@ -192,122 +168,13 @@ def constant(value: float, shape: Sequence[int] = ()) -> Value:
     return Value.of(shape, dtype, number(value))
 
 
-# --- Ranges -----------------------------------------------------------------------------------
-
-
-def range_of(expression: Expr, sizes: Mapping[Expr, int], tables: RunTimeTables) -> Range:
-    """Return bounds of an expression, computed without rounding; they may not be tight.
-
-    Its indices count from 0 to the sizes of their dims.
-    """
-    anything = EXACT.make(-math.inf, math.inf)
-    indices = {index: EXACT.make(0, size - 1) for index, size in sizes.items()}
-    operations = interval_operations(
-        lambda read, _: EXACT.make(*tables.ranges[number_of(read)]), EXACT.make, number=exact_number
-    )
-    value = evaluate(sympy.expand(expression), {SCORE: anything, **indices}, operations)
-    return (value.low, value.high) if isinstance(value, Interval) else (value, value)
-
-
-def sizes_of(shape: Sequence[int]) -> dict[Expr, int]:
-    """Return how many values each index of a tensor has."""
-    return dict(zip(DIMS, shape, strict=False))
-
-
 def _is_whole(expression: Expr) -> bool:
     return bool(expression.is_integer) and not expression.has(sympy.Float)
-
-
-# --- Dtypes -----------------------------------------------------------------------------------
-
-
-def settle(
-    value: Value, dtype: torch.dtype, tables: RunTimeTables, *, is_operand: bool = False
-) -> Value:
-    """Return the result of an operation in its dtype, with what may wrap or be rounded marked.
-
-    Torch may round an operand that is a number of Python only after computing with it: it must not
-    overflow in the dtype, and no operand may wrap.
-
-    Raises:
-        Unknown: an integer may wrap in a way that is not known, or the result may be NaN.
-    """
-    if dtype == torch.bool:
-        return as_bool(value, tables)
-    cases = []
-    limit, is_wrapped = value.limit, value.is_wrapped
-    for condition, expression in value.numbers():
-        if expression.has(sympy.nan, sympy.zoo):
-            raise Unknown
-        if expression.is_number and expression.is_finite and dtype.is_floating_point:
-            rounded = torch.tensor(float(expression), dtype=dtype).item()
-            if is_operand and math.isinf(rounded):
-                raise Unknown
-            expression = expression if is_operand else number(rounded)
-        cases.append((condition, expression))
-        if _fits(expression, value.shape, dtype, tables):
-            continue
-        if dtype.is_floating_point:
-            limit = min(limit, WHOLE_UP_TO[dtype])
-        elif dtype == torch.int64 and _is_sum(expression) and not is_operand:
-            is_wrapped = True
-        else:
-            raise Unknown
-    return Value(value.shape, dtype, None, tuple(cases), limit, is_wrapped)
-
-
-def promote(value: Value, dtype: torch.dtype, tables: RunTimeTables) -> Value:
-    """Return an operand in the dtype that an operation computes in."""
-    if dtype == torch.bool:
-        return as_bool(value, tables)
-    _check_native(value, tables)
-    if value.dtype == dtype:
-        return value
-    _check_cast(value, dtype, tables)
-    return settle(value, dtype, tables, is_operand=True)
-
-
-def _check_cast(value: Value, dtype: torch.dtype, tables: RunTimeTables) -> None:
-    """Raise Unknown if a cast would pass on a wrapped or rounded number as if it were exact."""
-    is_wider = _is_wider(dtype, value.dtype)
-    if is_wider:
-        _check_native(value, tables)
-    if value.is_wrapped or (value.limit < math.inf and (is_wider or dtype not in WHOLE_UP_TO)):
-        raise Unknown
-    is_half = value.dtype in (torch.float16, torch.bfloat16)
-    for _, e in value.numbers() if is_wider and is_half else ():
-        # What is not whole was computed, rather than read or constant.
-        if not (isinstance(e, AppliedUndef) or e.is_number or _is_whole(e)):
-            raise Unknown
 
 
 def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
     """Whether both are floats, and the first holds more integers exactly."""
     return WHOLE_UP_TO.get(dtype, 0) > WHOLE_UP_TO.get(other, math.inf)
-
-
-def _check_native(value: Value, tables: RunTimeTables) -> None:
-    """Raise Unknown if a cast to a narrower float has rounded a table that a value reads."""
-    for entry in value.tables():
-        table_of = tables.nodes[number_of(entry)].meta["example_value"]
-        if _is_wider(table_of.dtype, value.dtype):
-            raise Unknown
-
-
-def _fits(value: Expr, shape: Sequence[int], dtype: torch.dtype, tables: RunTimeTables) -> bool:
-    """Whether a dtype holds a whole number exactly. True for floats that are not whole."""
-    if dtype not in INTEGERS and dtype not in WHOLE_UP_TO:
-        raise Unknown
-    if dtype.is_floating_point and not _is_whole(value):
-        return True
-    if not _is_whole(value):
-        raise Unknown
-    low, high = range_of(value, sizes_of(shape), tables)
-    if not dtype.is_floating_point:
-        return bool(low >= torch.iinfo(dtype).min and high <= torch.iinfo(dtype).max)
-    if low < torch.finfo(dtype).min or high > torch.finfo(dtype).max:
-        raise Unknown
-    return bool(low >= -WHOLE_UP_TO[dtype] and high <= WHOLE_UP_TO[dtype])
 
 
 def _is_sum(expression: Expr) -> bool:
@@ -317,20 +184,6 @@ def _is_sum(expression: Expr) -> bool:
     """
     _, rest = sympy.expand(expression).as_coeff_Add()
     return all(abs(c) == 1 for c in rest.as_coefficients_dict().values())
-
-
-def cast(value: Value, dtype: torch.dtype, tables: RunTimeTables) -> Value:
-    """Return a tensor in another dtype."""
-    if dtype not in (value.dtype, torch.bool):
-        _check_cast(value, dtype, tables)
-    return settle(value, dtype, tables)
-
-
-def as_bool(value: Value, tables: RunTimeTables) -> Value:
-    """Return a bool tensor that is True where a tensor is not 0."""
-    if value.truth is not None:
-        return value
-    return relate("ne", value, constant(0), tables)
 
 
 def multiply(left: Expr, right: Expr) -> Expr:
@@ -356,17 +209,19 @@ def combine(kind: Any, left: Expr, right: Expr) -> Expr:
     return result
 
 
-# --- Operations on values ---------------------------------------------------------------------
-
-
 def align(values: Sequence[Value]) -> tuple[tuple[int, ...], list[Value]]:
     """Broadcast values to one shape."""
     shape = tuple(np.broadcast_shapes(*(value.shape for value in values)))
     return shape, [value.expand(shape) for value in values]
 
 
-def pointwise(function: Callable[..., Expr], *values: Value) -> Value:
-    """Apply a function of numbers elementwise: to every combination of the values' cases."""
+def pointwise(function: Callable[..., Expr], *values: Value, is_sum: bool = False) -> Value:
+    """Apply a function of numbers elementwise: to every combination of the values' cases.
+
+    Of what is known modulo 2^64, only sums and differences are known so.
+    """
+    if not is_sum and any(value.is_wrapped for value in values):
+        raise Unknown
     shape, aligned = align(values)
     cases = []
     for combination in itertools.product(*(value.numbers() for value in aligned)):
@@ -401,78 +256,202 @@ def join_pieces(pieces: Sequence[tuple[Boolean, Value]]) -> Value:
         truth = check_terms(Or(*(And(condition, v.truth) for condition, v in pieces)))
         return replace(values[0], truth=truth)
     cases = [(check_terms(And(condition, c)), e) for condition, v in pieces for c, e in v.cases]
-    return replace(values[0], cases=tuple(cases), **_marks_of(values))
+    return replace(values[0], cases=that_may_hold(cases), **_marks_of(values))
 
 
-def divide(left: Expr, by: int, shape: Sequence[int], tables: RunTimeTables) -> tuple[Expr, Expr]:
-    """Return left // right and left % right, simplified as far as the ranges of indices allow."""
-    # left = quotient * right + rest, with as much as possible in the quotient.
-    quotient, rest = sympy.Integer(0), sympy.Integer(0)
-    for term, coefficient in sympy.expand(left).as_coefficients_dict().items():
-        whole = coefficient // by if coefficient.is_Integer else sympy.Integer(0)
-        if term != 1 and coefficient != whole * by:
-            whole = sympy.Integer(0)
-        quotient += whole * term
-        rest += (coefficient - whole * by) * term
-    low, high = range_of(rest, sizes_of(shape), tables)
-    if low >= 0 and high < by:
-        return quotient, rest
-    return quotient + sympy.floor(rest / by), sympy.Mod(rest, by)
+# --- What may be claimed ----------------------------------------------------------------------
 
 
-def relate(word: str, left: Value, right: Value, tables: RunTimeTables) -> Value:
-    """Compare values of one dtype; word is one of lt le gt ge eq ne."""
-    shape, (left, right) = align([left, right])
-    if (left.is_wrapped or right.is_wrapped) and word not in ("eq", "ne"):
-        raise Unknown
-    for side, other in ((left, right), (right, left)):
-        if side.limit < math.inf and magnitude(other.exact(), tables) + 1 > side.limit:
+@dataclass
+class RunTimeTables:
+    """The run-time tables, known only when the graph runs, and what their ranges let us claim."""
+
+    nodes: list[fx.Node] = field(default_factory=list)  # whose tensors they are, by number
+    # The least and the greatest number that each may hold.
+    ranges: list[Range] = field(default_factory=list)
+    # Number of a table that counts where another table does not go up by one => the other table, as
+    # an expression of the same indices, and the dim that they count along.
+    runs_of: dict[int, tuple[Expr, int]] = field(default_factory=dict)
+
+    def add(self, node: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> Value | None:
+        """Make a node a table, and return its value; None if rules cannot read such a tensor."""
+        if not shape or dtype not in READABLE:
+            return None
+        index = len(self.nodes)
+        self.nodes.append(node)
+        self.ranges.append(_range_of_dtype(dtype))
+        entry = table(index, is_integer=not dtype.is_floating_point)(
+            *(index_of(shape, dim) for dim in range(len(shape)))
+        )
+        return Value.of(shape, dtype, entry)
+
+    def range_of(
+        self, expression: Expr, shape: Sequence[int], symbols: Sequence[Expr] = DIMS
+    ) -> Range:
+        """Return bounds of an expression, computed without rounding; they may not be tight.
+
+        Its indices, one of each dim, count from 0 to the sizes of their dims.
+        """
+        indices = dict(zip(symbols, (EXACT(0, size - 1) for size in shape), strict=False))
+        operations = EXACT.operations(
+            ({SCORE: EXACT(-math.inf, math.inf)} | indices).__getitem__,
+            lambda read, _: EXACT(*self.ranges[number_of(read)]),
+        )
+        value: Interval = evaluate(sympy.expand(expression), operations)
+        return value.low, value.high
+
+    def settle(self, value: Value, dtype: torch.dtype, *, is_operand: bool = False) -> Value:
+        """Return the result of an operation in its dtype, with what may wrap or be rounded marked.
+
+        Torch may round an operand that is a number of Python only after computing with it: it must
+        not overflow in the dtype, and no operand may wrap.
+
+        Raises:
+            Unknown: an integer may wrap in a way that is not known, or the result may be NaN.
+        """
+        if dtype == torch.bool:
+            return self.as_bool(value)
+        cases = []
+        limit, is_wrapped = value.limit, value.is_wrapped
+        for condition, expression in value.numbers():
+            if expression.has(sympy.nan, sympy.zoo):
+                raise Unknown
+            if expression.is_number and expression.is_finite and dtype.is_floating_point:
+                rounded = torch.tensor(float(expression), dtype=dtype).item()
+                if is_operand and math.isinf(rounded):
+                    raise Unknown
+                expression = expression if is_operand else number(rounded)
+            cases.append((condition, expression))
+            if self._fits(expression, value.shape, dtype):
+                continue
+            if dtype.is_floating_point:
+                limit = min(limit, WHOLE_UP_TO[dtype])
+            elif dtype == torch.int64 and _is_sum(expression) and not is_operand:
+                is_wrapped = True
+            else:
+                raise Unknown
+        return Value(value.shape, dtype, None, tuple(cases), limit, is_wrapped)
+
+    def promote(self, value: Value, dtype: torch.dtype) -> Value:
+        """Return an operand in the dtype that an operation computes in."""
+        if dtype == torch.bool:
+            return self.as_bool(value)
+        self._check_native(value)
+        if value.dtype == dtype:
+            return value
+        self._check_cast(value, dtype)
+        return self.settle(value, dtype, is_operand=True)
+
+    def cast(self, value: Value, dtype: torch.dtype) -> Value:
+        """Return a tensor in another dtype."""
+        if dtype not in (value.dtype, torch.bool):
+            self._check_cast(value, dtype)
+        return self.settle(value, dtype)
+
+    def _check_cast(self, value: Value, dtype: torch.dtype) -> None:
+        """Raise Unknown if a cast would pass on a wrapped or rounded number as if it were exact."""
+        is_wider = _is_wider(dtype, value.dtype)
+        if is_wider:
+            self._check_native(value)
+        if value.is_wrapped or (value.limit < math.inf and (is_wider or dtype not in WHOLE_UP_TO)):
             raise Unknown
-    parts = [
-        And(c, d, _compare(word, a, b, sizes_of(shape), tables))
-        for c, a in left.numbers()
-        for d, b in right.numbers()
-        if And(c, d) != sympy.false
-    ]
-    return Value(shape, torch.bool, truth=check_terms(Or(*parts)))
+        is_half = value.dtype in (torch.float16, torch.bfloat16)
+        for _, e in value.numbers() if is_wider and is_half else ():
+            # What is not whole was computed, rather than read or constant.
+            if not (isinstance(e, AppliedUndef) or e.is_number or _is_whole(e)):
+                raise Unknown
 
+    def _check_native(self, value: Value) -> None:
+        """Raise Unknown if a cast to a narrower float has rounded a table that a value reads."""
+        for entry in value.tables():
+            table_of = self.nodes[number_of(entry)].meta["example_value"]
+            if _is_wider(table_of.dtype, value.dtype):
+                raise Unknown
 
-def magnitude(value: Value, tables: RunTimeTables) -> Any:
-    """Return a bound of the absolute values of a tensor's numbers."""
-    sizes = sizes_of(value.shape)
-    return max(abs(end) for _, e in value.numbers() for end in range_of(e, sizes, tables))
-
-
-def _compare(
-    word: str, left: Expr, right: Expr, sizes: Mapping[Expr, int], tables: RunTimeTables
-) -> Any:
-    if left.is_infinite or right.is_infinite:
-        if not all(e.is_infinite or _is_whole(e) for e in (left, right)):
+    def _fits(self, value: Expr, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether a dtype holds a whole number exactly. True for floats that are not whole."""
+        if dtype not in INTEGERS and dtype not in WHOLE_UP_TO:
             raise Unknown
-        ends = [float(e) if e.is_infinite else 0.0 for e in (left, right)]
-        return sympy.sympify(bool(getattr(operator, word)(*ends)))
-    if not _is_whole(left) or not _is_whole(right):
+        if dtype.is_floating_point and not _is_whole(value):
+            return True
+        if not _is_whole(value):
+            raise Unknown
+        low, high = self.range_of(value, shape)
+        if not dtype.is_floating_point:
+            return bool(low >= torch.iinfo(dtype).min and high <= torch.iinfo(dtype).max)
+        if low < torch.finfo(dtype).min or high > torch.finfo(dtype).max:
+            raise Unknown
+        return bool(low >= -WHOLE_UP_TO[dtype] and high <= WHOLE_UP_TO[dtype])
+
+    def as_bool(self, value: Value) -> Value:
+        """Return a bool tensor that is True where a tensor is not 0."""
+        if value.truth is not None:
+            return value
+        return self.relate("ne", value, constant(0))
+
+    def divide(self, left: Expr, by: int, shape: Sequence[int]) -> tuple[Expr, Expr]:
+        """Return left // right and left % right, simplified as far as ranges of indices allow."""
+        # left = quotient * right + rest, with as much as possible in the quotient.
+        quotient, rest = sympy.Integer(0), sympy.Integer(0)
+        for term, coefficient in sympy.expand(left).as_coefficients_dict().items():
+            whole = coefficient // by if coefficient.is_Integer else sympy.Integer(0)
+            if term != 1 and coefficient != whole * by:
+                whole = sympy.Integer(0)
+            quotient += whole * term
+            rest += (coefficient - whole * by) * term
+        low, high = self.range_of(rest, shape)
+        if low >= 0 and high < by:
+            return quotient, rest
+        return quotient + sympy.floor(rest / by), sympy.Mod(rest, by)
+
+    def relate(self, word: str, left: Value, right: Value) -> Value:
+        """Compare values of one dtype; word is one of lt le gt ge eq ne."""
+        shape, (left, right) = align([left, right])
+        if (left.is_wrapped or right.is_wrapped) and word not in ("eq", "ne"):
+            raise Unknown
+        for side, other in ((left, right), (right, left)):
+            if side.limit < math.inf and self.magnitude(other.exact()) + 1 > side.limit:
+                raise Unknown
+        parts = [
+            And(c, d, self._compare(word, a, b, shape))
+            for c, a in left.numbers()
+            for d, b in right.numbers()
+            if And(c, d) != sympy.false
+        ]
+        return Value(shape, torch.bool, truth=check_terms(Or(*parts)))
+
+    def _compare(self, word: str, left: Expr, right: Expr, shape: Sequence[int]) -> Any:
+        if left.is_infinite or right.is_infinite:
+            if not all(e.is_infinite or _is_whole(e) for e in (left, right)):
+                raise Unknown
+            ends = [float(e) if e.is_infinite else 0.0 for e in (left, right)]
+            return sympy.sympify(bool(getattr(operator, word)(*ends)))
+        if not _is_whole(left) or not _is_whole(right):
+            raise Unknown
+        relation = compare(word, left, right)
+        inner = relation.args[0] if isinstance(relation, Not) else relation
+        if not isinstance(inner, sympy.core.relational.Relational):
+            return relation
+        # A condition may be negated later, so its contrary must be evaluable as well.
+        contrary = at_most_zero(1 - inner.lhs) if isinstance(inner, sympy.Le) else inner
+        if all(self._is_evaluable(way, shape) for way in (inner, contrary)):
+            return relation
+        low, high = self.range_of(inner.lhs - inner.rhs, shape)
+        if isinstance(inner, sympy.Le) and (high <= 0 or low > 0):
+            return sympy.sympify(bool(high <= 0))
         raise Unknown
-    relation = compare(word, left, right)
-    inner = relation.args[0] if isinstance(relation, Not) else relation
-    if not isinstance(inner, sympy.core.relational.Relational):
-        return relation
-    # A condition may be negated later, so its contrary must be evaluable as well.
-    contrary = at_most_zero(1 - inner.lhs) if isinstance(inner, sympy.Le) else inner
-    if all(_is_evaluable(way, sizes, tables) for way in (inner, contrary)):
-        return relation
-    low, high = range_of(inner.lhs - inner.rhs, sizes, tables)
-    if isinstance(inner, sympy.Le) and (high <= 0 or low > 0):
-        return sympy.sympify(bool(high <= 0))
-    raise Unknown
 
+    def _is_evaluable(self, relation: Any, shape: Sequence[int]) -> bool:
+        """Whether both sides of a relation fit in int64, in which rules are evaluated."""
+        if not isinstance(relation, sympy.core.relational.Relational):
+            return True
+        _, *both = sides(relation)
+        compared = both if isinstance(relation, sympy.Le) else both[1:]
+        ends = [self.range_of(side, shape) for side in compared]
+        least, most = _range_of_dtype(torch.int64)
+        return all(low >= least and high <= most for low, high in ends)
 
-def _is_evaluable(relation: Any, sizes: Mapping[Expr, int], tables: RunTimeTables) -> bool:
-    """Whether both sides of a relation fit in int64, in which rules are evaluated."""
-    if not isinstance(relation, sympy.core.relational.Relational):
-        return True
-    _, *both = sides(relation)
-    compared = both if isinstance(relation, sympy.Le) else both[1:]
-    ends = [range_of(side, sizes, tables) for side in compared]
-    least, most = _range_of_dtype(torch.int64)
-    return all(low >= least and high <= most for low, high in ends)
+    def magnitude(self, value: Value) -> Any:
+        """Return a bound of the absolute values of a tensor's numbers."""
+        ranges = (self.range_of(number, value.shape) for _, number in value.numbers())
+        return max(abs(end) for ends in ranges for end in ends)

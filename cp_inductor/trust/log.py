@@ -24,7 +24,7 @@ The store of a stopped process never answers. So one thread asks it, and the pro
 answer within a limit:
 
     log.store.get(key)                    waits for ever, if the process of the store is stopped
-    log.ask(lambda: log.store.get(key))   DistError after the limit, and then at once
+    log.ask(lambda: log.store.get(key))   StoreSilent after the limit, and then at once
 
 Assumes: ranks that run the same program come to the same events in the same order.
 """
@@ -84,6 +84,14 @@ SOON_S = 1.0
 AT_EXIT_S = 1.0
 
 
+# What a rank is said to have told that has told nothing.
+UNTOLD = "it has not said where it is"
+
+
+class StoreSilent(DistError):
+    """A store has not answered within a limit."""
+
+
 class Log:
     """What this rank of a group tells the others, and what it knows of them.
 
@@ -139,8 +147,8 @@ class Log:
     ) -> None:
         """Come to events of a trail, the first of them now, and wait for some ranks.
 
-        What is not new is sure to be run. If a rank has ended then, or the store does not answer,
-        nothing is compared: an exchange will fail, and that error will say why.
+        What is not new is sure to be run. If a rank has ended then, or the store has gone, nothing
+        is compared: an exchange will fail, and that error will say why.
 
         Raises:
             RanksDisagree: other ranks have come to something else, or do not come.
@@ -209,7 +217,6 @@ class Log:
         self, name: str, needed: int, site: str, waiting: Sequence[int], *, is_new: bool
     ) -> None:
         """Wait until other ranks have come to an event, and compare."""
-        cause = None
         try:
             with self.waiting(site, is_settling=True):
                 cause = self._wait(name, needed, waiting, site, is_new=is_new)
@@ -217,8 +224,7 @@ class Log:
                     self.ask(partial(self._decide, cause, self.record.epoch))
                     raise self.give_up(site)
         except DistError as error:
-            if is_new or cause is not None:
-                raise self._store_error(site, error) from error
+            raise self._store_error(site, error) from error
 
     def _wait(
         self, name: str, needed: int, waiting: Sequence[int], site: str, *, is_new: bool
@@ -228,7 +234,16 @@ class Log:
         for waited_s in self.rounds():
             is_long = waited_s > LOOK_AFTER_S
             ranks = self.others if is_long else waiting  # who is awaited may wait for another
-            self.ask(partial(self.exchange, ranks), None if is_new else SOON_S)
+            try:
+                self.ask(partial(self.exchange, ranks), None if is_new else SOON_S)
+            except DistError as error:
+                # It may be slow: an attention that is not compared may be another one.
+                is_slow = isinstance(error, StoreSilent) and not self.gone()
+                if is_new or (is_slow and waited_s > limit_s):
+                    raise
+                if is_slow:
+                    continue
+                return None
             if self.cause is not None:
                 return self.cause
             if difference is None and (difference := self._difference(waiting)) is not None:
@@ -244,15 +259,17 @@ class Log:
             if missing or not waiting or waited_s > limit_s:
                 break
         if difference is not None:
-            return cause_of_difference(self.events(*difference), self.rank, self.ranks, *difference)
+            return cause_of_difference(self.events(*difference), self.ranks, *difference)
         if not waiting:
             return None
         absent = missing or waiting
-        who = name_ranks(absent)
-        expected = f"{name_ranks(self.ranks)} to arrive within {self.timeout_s:g} s"
-        got, remedy = f"nothing from {who}", f"see the log of {who}: {WHY_ABSENT}"
-        got += self._what_became_of(absent)
-        return Cause(site, expected, got, remedy, alone=self.rank)
+        who, places = name_ranks(absent), "; ".join(self.describe(absent))
+        return {
+            "expected": f"{name_ranks(self.ranks)} to arrive within {self.timeout_s:g} s where rank"
+            f" {self.rank} is, at {site}",
+            "got": f"nothing from {who} ({places})",
+            "remedy": f"see the log of {who}: {WHY_ABSENT}",
+        }
 
     def _in_this_epoch(self) -> dict[int, Record]:
         """Return the records of all ranks that are in the epoch of this one, its own too."""
@@ -281,15 +298,15 @@ class Log:
         # A record with the old epoch and no events is one that waits for the cause.
         self.record.trails, self.last = new_trails(), {}
         self.record.epoch += 1
-        is_awaited = self.record.is_waiting and cause.alone is None
         with suppress(RuntimeError):
             for waited_s in self.rounds():
                 self.ask(partial(self.exchange, self.others))
-                before = [r for r in self.records.values() if r.epoch < self.record.epoch]
-                is_seen = not any(record.is_waiting for record in before)
-                if is_seen or not is_awaited or waited_s > PATIENCE_S:
+                gone, epoch = self.gone(), self.record.epoch
+                unseen = [r for r, told in self.records.items() if told.epoch < epoch]
+                is_awaited = any(self.records[r].is_waiting and r not in gone for r in unseen)
+                if not (self.record.is_waiting and is_awaited) or waited_s > PATIENCE_S:
                     break
-        return cause.error(site, self.rank, self.ranks)
+        return RanksDisagree(site=site, **cause)
 
     def _store_error(self, site: str, error: Exception) -> ProcessGroupError:
         """Return the error that says where the store was needed."""
@@ -300,7 +317,7 @@ class Log:
         return ProcessGroupError(
             site=site,
             expected=f"the store of the process group{address} to answer",
-            got=f"{error}{self._what_became_of(self.others)}",
+            got=f"{error} ({'; '.join(self.describe(self.others))})",
             remedy="find out why the process that holds the store, which is rank 0 unless a"
             " launcher holds it, has ended or is stopped; then start all ranks again, from a"
             " checkpoint",
@@ -312,8 +329,9 @@ class Log:
         """Let the thread call a function that asks the store, and return its result.
 
         Raises:
-            DistError: it has not returned within the limit. If that was the usual one, the store is
-                not asked again.
+            StoreSilent: it has not returned within the limit. If that was the usual one, the store
+                is not asked again.
+            DistError: there is no store any more.
         """
         limit = self.silent_after_s if limit_s is None else limit_s
         answer = Future[Any]()
@@ -329,7 +347,7 @@ class Log:
             if wait([answer], limit).done:
                 return answer.result()
             self.is_silent = limit_s is None
-        raise DistError(f"no answer for {limit:g} s")
+        raise StoreSilent(f"no answer for {limit:g} s")
 
     def exchange(self, ranks: Sequence[int] = ()) -> None:
         """Tell the others where this rank is; read the records of some.
@@ -365,17 +383,17 @@ class Log:
         own: Any = pickle.dumps(cause)
         self.causes = {epoch: pickle.loads(self.store.compare_set(f"cause/{epoch}", "", own))}
 
-    def compare(self) -> None:
-        """Tell where this rank is, and compare its way with that of the next one."""
+    def compare(self, ranks: Sequence[int]) -> None:
+        """Tell where this rank is, and compare its way with that of others."""
         epoch = self.record.epoch
-        self.exchange(self.next)
+        self.exchange(ranks)
         if self.cause is not None or self.record.is_waiting:
             return  # who waits judges
-        difference = self._difference(self.next)
+        difference = self._difference(ranks)
         if difference is not None:
             self.read(self.others)
-            known = self.events(*difference)
-            self._decide(cause_of_difference(known, self.rank, self.ranks, *difference), epoch)
+            cause = cause_of_difference(self.events(*difference), self.ranks, *difference)
+            self._decide(cause, epoch)
 
     # --- The other ranks ---------------------------------------------------------------------
 
@@ -384,20 +402,17 @@ class Log:
         ends = {rank: record.known_end() for rank, record in self.records.items()}
         return {rank: end for rank, end in ends.items() if end}
 
-    def _what_became_of(self, ranks: Sequence[int]) -> str:
-        """Say, in parentheses, where ranks are, or were last, as far as that is known."""
-        with suppress(RuntimeError):
-            self.ask(partial(self.read, ranks), SOON_S)
-        known = [rank for rank in ranks if rank in self.records]
-        text = "; ".join(f"rank {rank}: {self.records[rank].describe()}" for rank in known)
-        return f" ({text})" if text else ""
+    def describe(self, ranks: Sequence[int]) -> list[str]:
+        """Say where ranks are, or were last."""
+        known = self.records | {self.rank: self.record}
+        return [f"rank {r}: {known[r].describe() if r in known else UNTOLD}" for r in ranks]
 
     # --- Beside the program ------------------------------------------------------------------
 
     def compare_beside(self) -> None:
         """Compare, where this rank may wait for others or has come to something."""
         if self.record.inside or pickle.dumps(self.record) != self.written:
-            self.compare()
+            self.compare(self.next)
 
     def end(self) -> None:
         """Tell the others that this rank's program is over."""
@@ -412,12 +427,9 @@ class Log:
         others = self.records.values()
         if all(other.inside and other.trails[ATTENTIONS].count >= count for other in others):
             return
-        records = self.records | {self.rank: self.record}
-        told = dict.fromkeys(self.ranks, "has come to no attention yet")
-        told |= {rank: record.describe() for rank, record in records.items()}
         lines = [f"cp_inductor: rank {self.rank} waits for others of its group"]
-        lines += [f"  rank {rank}: {where}" for rank, where in told.items()]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        lines += self.describe(self.ranks)
+        print("\n  ".join(lines), file=sys.stderr, flush=True)
 
 
 def _serve(

@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cp_inductor.errors import RanksDisagree
 from cp_inductor.kept import cache
 
 # So many events are told before those that a rank has come to last: no rank is further ahead.
@@ -137,7 +136,7 @@ class Record:
             where = f"outside of any attention, since {waited:.0f} s, after {done}{last}"
         is_here = self.machine == _machine()
         elsewhere = "" if is_here else f"process {self.pid} on {self.machine.split()[0]}"
-        return ", ".join(filter(None, [where, self.known_end() or elsewhere]))
+        return ", ".join(filter(None, [self.known_end() or elsewhere, where]))
 
     def known_end(self) -> str:
         """Say why the rank does not run as usual; "" if it may run."""
@@ -174,41 +173,19 @@ WHY_ABSENT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """Why ranks give up, as the first of them has seen it."""
-
-    # site, expected, got, remedy: of its error.
-    site: str
-    expected: str
-    got: str
-    remedy: str
-    # The global rank of the first one, if the others quote it; None if all ranks raise the same.
-    alone: int | None = None
-
-    def error(self, site: str, rank: int, ranks: Sequence[int]) -> RanksDisagree:
-        """Return what a rank of these raises at a site."""
-        expected, got = self.expected, self.got
-        if self.alone not in (None, rank):
-            expected, who = f"{name_ranks(ranks)} to run the same", f"rank {self.alone}"
-            got = (
-                f"{who}, which has given up, because {who} at {self.site} expected"
-                f" {self.expected}, got {self.got}"
-            )
-        return RanksDisagree(site=site, expected=expected, got=got, remedy=self.remedy)
+# Why ranks give up, as the first of them has seen it: what the error says, which all of them raise.
+Cause = dict[str, str]
 
 
 def cause_of_difference(
-    known: Mapping[int, Entry], rank: int, ranks: Sequence[int], trail: str, number: int
+    known: Mapping[int, Entry], ranks: Sequence[int], trail: str, number: int
 ) -> Cause:
-    """Return the cause that an event differs, as far as a rank knows what the others have."""
-    event = f"number {number} of {trail}"
-    own = known.get(rank, Entry(event, {}))
+    """Return the cause that an event differs, as far as a rank knows what all have come to."""
     expected = f"{name_ranks(ranks)} to run the same"
     for other, entry in known.items():
         if entry.fields.get("what") == REFUSAL:
             got = f"rank {other}, which refuses to: {entry.site}"
-            return Cause(own.site, expected, got, f"see the error on rank {other}")
+            return {"expected": expected, "got": got, "remedy": f"see the error on rank {other}"}
     differing = {}
     for name in dict.fromkeys(name for entry in known.values() for name in entry.fields):
         ranks_of: dict[str, list[int]] = {}
@@ -221,4 +198,8 @@ def cause_of_difference(
     consequences = {name for entry in known.values() for name in entry.consequences}
     causes = [text for name, text in differing.items() if name not in consequences]
     got = "; ".join((causes or list(differing.values()))[:MOST_NAMED])
-    return Cause(own.site, expected, got or f"others before {event}", own.remedy or REMEDY)
+    return {
+        "expected": expected,
+        "got": got or f"others before number {number} of {trail}",
+        "remedy": next((entry.remedy for entry in known.values() if entry.remedy), REMEDY),
+    }

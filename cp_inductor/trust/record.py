@@ -24,6 +24,9 @@ from cp_inductor.kept import cache
 # So many events are told before those that a rank has come to last: no rank is further ahead.
 MOST_BEFORE = 32
 
+# As many digits of a digest tell texts apart, and can be read aloud.
+NUM_DIGITS = 12
+
 # What an event is whose site is why a rank refuses what may be next.
 REFUSAL = "a refusal"
 
@@ -46,6 +49,12 @@ def _status_of(pid: int) -> tuple[str, str]:
     except OSError:
         return "", ""
     return fields[0], fields[19]
+
+
+def digest(said: object) -> str:
+    """Return the first digits of a digest of bytes, or of what something is written as."""
+    told = said if isinstance(said, bytes) else repr(said).encode()
+    return hashlib.sha256(told).hexdigest()[:NUM_DIGITS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +99,8 @@ class Trail(dict[int, Entry]):
         count = self.count
         told = Trail({n: event for n, event in self.items() if n > count - MOST_BEFORE})
         for number, entry in enumerate(entries, count + 1):
-            text = (told[number - 1].digest if number > 1 else "") + entry.kind
-            digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-            told[number] = replace(entry, digest=digest)
+            before = told[number - 1].digest if number > 1 else ""
+            told[number] = replace(entry, digest=digest([before, entry.kind]))
         return told
 
 

@@ -120,7 +120,7 @@ def _failure(
         if log.cause is not None:  # others may have seen it meanwhile
             return log.give_up(site)
         others, gone = sorted(log.others), log.gone()
-        fates = log.describe(others)
+        fates = [f"rank {r}: {gone[r]}" if r in gone else log.describe([r])[0] for r in others]
         # A rank that merely waits has not noticed the failure yet.
         silent = [r for r in others if r not in log.records or not log.records[r].failed]
         missing = [r for r in silent if r in gone] or silent

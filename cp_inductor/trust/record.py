@@ -144,7 +144,7 @@ class Record:
             where = f"outside of any attention, since {waited:.0f} s, after {done}{last}"
         is_here = self.machine == _machine()
         elsewhere = "" if is_here else f"process {self.pid} on {self.machine.split()[0]}"
-        return ", ".join(filter(None, [self.known_end() or elsewhere, where]))
+        return ", ".join(filter(None, [where, self.known_end() or elsewhere]))
 
     def known_end(self) -> str:
         """Say why the rank does not run as usual; "" if it may run."""

@@ -108,7 +108,7 @@ def agree(log: Log, entries: Sequence[Entry]) -> None:
     pairs = [(new, log.last.get(kind, NOTHING)) for new, kind in zip(entries, kinds, strict=True)]
     is_changed = any(new.fields != last.fields for new, last in pairs)
     is_new = is_changed and any(new.causes != last.causes for new, last in pairs)
-    is_early = log.record.trails[ATTENTIONS].count < FIRST_EVENTS
+    is_early = log.record.count(ATTENTIONS) < FIRST_EVENTS
     waiting = log.others if is_changed or entries[0].begins else log.next * is_early
     log.come(entries, waiting, is_new=is_new)
     log.last.update(zip(kinds, entries, strict=True))
@@ -215,7 +215,7 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
     shape, step = "x".join(map(str, tensor.shape)), 1 + flat.numel() // MOST_OF_BATCH
     first = ", ".join(map(str, flat[:4].tolist()))
     numbers = f"{shape} numbers with {first}, ..., digest {digest_of(flat[::step])}"
-    name = f"batch {log.record.trails[BATCHES].count + 1}"
+    name = f"batch {log.record.count(BATCHES) + 1}"
     fields = {"what": "a batch", name: numbers}
     log.come([Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)], (), BATCHES)
 
@@ -323,7 +323,7 @@ class AgreedGraph:
         if self.shards and log.num_runs[run] <= FIRST_CALLS:
             first = replace(first, begins=describe_beginnings(self.shards, args))
         agree(log, [first, *others])
-        told = log.events(ATTENTIONS, log.record.trails[ATTENTIONS].count - len(others))
+        told = log.events((ATTENTIONS, log.record.count(ATTENTIONS) - len(others)))
         if first.begins and log.rank == log.ranks[0] and len(told) == len(log.ranks):
             warn_of_alike([entry.begins for entry in told.values()])
 

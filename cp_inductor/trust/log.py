@@ -55,10 +55,10 @@ from cp_inductor.trust.record import (
     WHY_ABSENT,
     Cause,
     Entry,
+    Place,
     Record,
     cause_of_difference,
     name_ranks,
-    new_trails,
 )
 
 # How often the thread compares; the part per rank keeps the store fast enough for a thousand ranks.
@@ -141,11 +141,11 @@ class Log:
         self,
         entries: Sequence[Entry],
         waiting: Sequence[int],
-        name: str = ATTENTIONS,
+        sort: str = ATTENTIONS,
         *,
         is_new: bool = True,
     ) -> None:
-        """Come to events of a trail, the first of them now, and wait for some ranks.
+        """Come to events of a sort, the first of them now, and wait for some ranks.
 
         What is not new is sure to be run. If a rank has ended then, or the store has gone, nothing
         is compared: an exchange will fail, and that error will say why.
@@ -158,25 +158,24 @@ class Log:
         self.rejoin()
         if self.cause is not None:
             raise self.give_up(site)
-        trails = self.record.trails
-        before = trails[name]
-        trails[name] = before.extended(entries)
+        before, count = self.record.events, self.record.count(sort)
+        self.record.come(sort, entries)
         if not waiting:
             return
-        needed = trails[name].count if name == TABLES else before.count + 1
+        place = sort, count + (len(entries) if sort == TABLES else 1)
         try:
-            self._settle(name, needed, site, waiting, is_new=is_new)
+            self._settle(place, site, waiting, is_new=is_new)
         except BaseException as error:
             if not isinstance(error, CPError):  # interrupted by hand: it will come again
-                trails[name] = before
+                self.record.events = before
             raise
 
     def refuse(self, reason: str) -> None:
         """Let the others know that this rank refuses what may be next for them."""
         self.rejoin()
         refusal = Entry(reason, {"what": REFUSAL}, kind=REFUSAL)
-        for name in (ATTENTIONS, TABLES):  # others may wait for either
-            self.record.trails[name] = self.record.trails[name].extended([refusal])
+        for sort in (ATTENTIONS, TABLES):  # others may wait for either
+            self.record.come(sort, [refusal])
         with suppress(RuntimeError):  # the refusal is raised in any case
             self.ask(self.exchange)
 
@@ -185,11 +184,10 @@ class Log:
 
         If they give up, this rank begins anew with them.
         """
-        trail = self.record.trails[ATTENTIONS]
-        if trail and trail[trail.count].kind == REFUSAL:
+        place = ATTENTIONS, self.record.count(ATTENTIONS)
+        if place in self.record.events and self.record.events[place].kind == REFUSAL:
             with suppress(CPError):
-                where = "what follows a refusal"
-                self._settle(ATTENTIONS, trail.count, where, self.others, is_new=True)
+                self._settle(place, "what follows a refusal", self.others, is_new=True)
 
     @contextmanager
     def waiting(self, where: str, *, is_settling: bool = False) -> Iterator[None]:
@@ -213,13 +211,11 @@ class Log:
             time.sleep(delay)
             delay = min(2 * delay, self.interval_s)
 
-    def _settle(
-        self, name: str, needed: int, site: str, waiting: Sequence[int], *, is_new: bool
-    ) -> None:
+    def _settle(self, place: Place, site: str, waiting: Sequence[int], *, is_new: bool) -> None:
         """Wait until other ranks have come to an event, and compare."""
         try:
             with self.waiting(site, is_settling=True):
-                cause = self._wait(name, needed, waiting, site, is_new=is_new)
+                cause = self._wait(place, site, waiting, is_new=is_new)
                 if cause is not None:
                     self.ask(partial(self._decide, cause, self.record.epoch))
                     raise self.give_up(site)
@@ -227,7 +223,7 @@ class Log:
             raise self._store_error(site, error) from error
 
     def _wait(
-        self, name: str, needed: int, waiting: Sequence[int], site: str, *, is_new: bool
+        self, place: Place, site: str, waiting: Sequence[int], *, is_new: bool
     ) -> Cause | None:
         """Wait until other ranks have come to an event; return what is wrong, if anything."""
         limit_s, difference = self.timeout_s, None
@@ -247,10 +243,11 @@ class Log:
             if self.cause is not None:
                 return self.cause
             if difference is None and (difference := self._difference(waiting)) is not None:
-                (name, needed), waiting = difference, self.others  # the error names what all have
+                place, waiting = difference, self.others  # the error names what all have
                 limit_s = min(limit_s, waited_s + PATIENCE_S)
             here = self._in_this_epoch()
-            waiting = [r for r in waiting if r not in here or here[r].trails[name].count < needed]
+            sort, needed = place
+            waiting = [r for r in waiting if r not in here or here[r].count(sort) < needed]
             over = [r for r in waiting if r in self.records and self.records[r].is_over]
             gone = self.gone() if is_long else {}
             if gone and not (over or is_new or difference):
@@ -259,7 +256,7 @@ class Log:
             if missing or not waiting or waited_s > limit_s:
                 break
         if difference is not None:
-            return cause_of_difference(self.events(*difference), self.ranks, *difference)
+            return cause_of_difference(self.events(place), self.ranks, place)
         if not waiting:
             return None
         absent = missing or waiting
@@ -276,27 +273,26 @@ class Log:
         known, epoch = self.records | {self.rank: self.record}, self.record.epoch
         return {r: known[r] for r in self.ranks if r in known and known[r].epoch == epoch}
 
-    def _difference(self, ranks: Sequence[int]) -> tuple[str, int] | None:
-        """Return the trail and number of the first event in which one of some ranks differs."""
+    def _difference(self, ranks: Sequence[int]) -> Place | None:
+        """Return the place of the first event in which one of some ranks differs."""
         here = self._in_this_epoch()
-        for name, own in self.record.trails.items():
-            trails = [here[rank].trails[name] for rank in ranks if rank in here]
-            for number, event in own.items():
-                if any(number in trail and event.differs(trail[number]) for trail in trails):
-                    return name, number
+        others = [here[rank].events for rank in ranks if rank in here]
+        for place, event in self.record.events.items():
+            if any(place in events and event.differs(events[place]) for events in others):
+                return place
         return None
 
-    def events(self, name: str, number: int) -> dict[int, Entry]:
+    def events(self, place: Place) -> dict[int, Entry]:
         """Return an event by rank, as far as ranks are known to have come to it in this epoch."""
-        trails = {rank: record.trails[name] for rank, record in self._in_this_epoch().items()}
-        return {rank: trail[number] for rank, trail in trails.items() if number in trail}
+        known = {rank: record.events for rank, record in self._in_this_epoch().items()}
+        return {rank: events[place] for rank, events in known.items() if place in events}
 
     def give_up(self, site: str) -> RanksDisagree:
         """Forget all events, as every rank does that raises; return the error about the cause."""
         cause = self.cause
         assert cause is not None
         # A record with the old epoch and no events is one that waits for the cause.
-        self.record.trails, self.last = new_trails(), {}
+        self.record.events, self.last = {}, {}
         self.record.epoch += 1
         with suppress(RuntimeError):
             for waited_s in self.rounds():
@@ -389,11 +385,10 @@ class Log:
         self.exchange(ranks)
         if self.cause is not None or self.record.is_waiting:
             return  # who waits judges
-        difference = self._difference(ranks)
-        if difference is not None:
+        place = self._difference(ranks)
+        if place is not None:
             self.read(self.others)
-            cause = cause_of_difference(self.events(*difference), self.ranks, *difference)
-            self._decide(cause, epoch)
+            self._decide(cause_of_difference(self.events(place), self.ranks, place), epoch)
 
     # --- The other ranks ---------------------------------------------------------------------
 
@@ -423,9 +418,9 @@ class Log:
     def _report(self) -> None:
         """Print where all ranks are, if this one waits for another."""
         self.read(self.others)
-        count = self.record.trails[ATTENTIONS].count
+        count = self.record.count(ATTENTIONS)
         others = self.records.values()
-        if all(other.inside and other.trails[ATTENTIONS].count >= count for other in others):
+        if all(other.inside and other.count(ATTENTIONS) >= count for other in others):
             return
         lines = [f"cp_inductor: rank {self.rank} waits for others of its group"]
         lines += self.describe(self.ranks)

@@ -3,7 +3,7 @@
     attention, attention, batch 2, attention
       =>  attentions: 1, 2 and 3, with digests 9f86d081, 884c7d65, 9a2feaa0;  batches: 1
 
-The digest of an event covers all before it, so two trails part at the first event whose digests
+The digest of an event covers all before it, so two ranks part at the first event whose digests
 differ, or whose fields do. Whoever has to give up leaves the cause. Records and causes are told
 pickled, as torchrun tells its state through the same store.
 """
@@ -68,10 +68,10 @@ class Entry:
     # Names of fields that follow from others. The error names them only if no other field differs.
     consequences: tuple[str, ...] = ()
     remedy: str = ""  # what to do if ranks have different values; empty for an attention
-    kind: str = ""  # what the digest of the trail covers
+    kind: str = ""  # what the digest covers
     # What inputs begin with, by name, where it is to differ between ranks.
     begins: Mapping[str, str] = field(default_factory=dict)
-    digest: str = ""  # of this event and all before it, where it is part of a trail
+    digest: str = ""  # of this event and all of its sort before it, once a rank has come to it
 
     def differs(self, other: Entry) -> bool:
         """Whether any field that both have is unequal, or what came before."""
@@ -86,31 +86,10 @@ class Entry:
         return {n: text for n, text in self.fields.items() if n not in self.consequences}
 
 
-class Trail(dict[int, Entry]):
-    """The last events of one sort that a rank has come to, by number, from 1."""
-
-    @property
-    def count(self) -> int:
-        """How many events there were."""
-        return max(self, default=0)
-
-    def extended(self, entries: Sequence[Entry]) -> Trail:
-        """Return the trail with more events."""
-        count = self.count
-        told = Trail({n: event for n, event in self.items() if n > count - MOST_BEFORE})
-        for number, entry in enumerate(entries, count + 1):
-            before = told[number - 1].digest if number > 1 else ""
-            told[number] = replace(entry, digest=digest([before, entry.kind]))
-        return told
-
-
-# Batches first: attentions follow from them.
 BATCHES, ATTENTIONS, TABLES = "batches", "attentions", "tables"
 
-
-def new_trails() -> dict[str, Trail]:
-    """Return the trails of a rank that has come to nothing yet."""
-    return dict.fromkeys((BATCHES, ATTENTIONS, TABLES), Trail())
+# The sort of an event and its number among those of the sort, from 1.
+Place = tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -128,19 +107,33 @@ class Record:
     # Whether it waits for events of other ranks, and will see why they give up.
     is_waiting: bool = False
     is_over: bool = False  # whether its program has ended
-    # What it has come to in this epoch.
-    trails: dict[str, Trail] = field(default_factory=new_trails)
+    # The last of what it has come to in this epoch, in the order in which it came.
+    events: dict[Place, Entry] = field(default_factory=dict)
+
+    def count(self, sort: str) -> int:
+        """Return how many events of a sort there were."""
+        return max((number for known, number in self.events if known == sort), default=0)
+
+    def come(self, sort: str, entries: Sequence[Entry]) -> None:
+        """Add events of a sort."""
+        count = self.count(sort)
+        least = count - MOST_BEFORE
+        events = {at: e for at, e in self.events.items() if at[0] != sort or at[1] > least}
+        for number, entry in enumerate(entries, count + 1):
+            before = events[sort, number - 1].digest if number > 1 else ""
+            events[sort, number] = replace(entry, digest=digest([before, entry.kind]))
+        self.events = events
 
     def describe(self) -> str:
         """Describe where the rank is, and what became of it, for people."""
-        trail, waited = self.trails[ATTENTIONS], max(0.0, time.time() - self.since)
-        done = f"{trail.count} attention{'s' * (trail.count != 1)}"
+        count, waited = self.count(ATTENTIONS), max(0.0, time.time() - self.since)
+        done = f"{count} attention{'s' * (count != 1)}"
         if self.is_over:
             where = f"its program has ended, after {done}"
         elif self.inside:
-            where = f"in {self.inside}, since {waited:.0f} s, after {trail.count - 1} others"
+            where = f"in {self.inside}, since {waited:.0f} s, after {count - 1} others"
         else:
-            last = f", the last: {trail[trail.count].site}" if trail else ""
+            last = f", the last: {self.events[ATTENTIONS, count].site}" if count else ""
             where = f"outside of any attention, since {waited:.0f} s, after {done}{last}"
         is_here = self.machine == _machine()
         elsewhere = "" if is_here else f"process {self.pid} on {self.machine.split()[0]}"
@@ -185,9 +178,7 @@ WHY_ABSENT = (
 Cause = dict[str, str]
 
 
-def cause_of_difference(
-    known: Mapping[int, Entry], ranks: Sequence[int], trail: str, number: int
-) -> Cause:
+def cause_of_difference(known: Mapping[int, Entry], ranks: Sequence[int], place: Place) -> Cause:
     """Return the cause that an event differs, as far as a rank knows what all have come to."""
     expected = f"{name_ranks(ranks)} to run the same"
     for other, entry in known.items():
@@ -208,6 +199,6 @@ def cause_of_difference(
     got = "; ".join((causes or list(differing.values()))[:MOST_NAMED])
     return {
         "expected": expected,
-        "got": got or f"others before number {number} of {trail}",
+        "got": got or f"others before number {place[1]} of {place[0]}",
         "remedy": next((entry.remedy for entry in known.values() if entry.remedy), REMEDY),
     }

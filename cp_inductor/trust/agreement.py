@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import InitVar, dataclass, replace
+from functools import cache
 from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -62,7 +63,6 @@ from cp_inductor.trust.claims import (
     describe_beginnings,
     describe_collectives,
     describe_table,
-    digest,
     digest_of,
     is_captured,
     kind_of,
@@ -70,7 +70,7 @@ from cp_inductor.trust.claims import (
     tables_to_note,
 )
 from cp_inductor.trust.log import Log
-from cp_inductor.trust.record import ATTENTIONS, BATCHES, TABLES, Entry
+from cp_inductor.trust.record import ATTENTIONS, BATCHES, TABLES, Entry, digest
 
 # Tables are compared in this many runs of each kind of attention, and a rank waits for others at
 # this many first events: about the attentions of a model's first step.
@@ -108,7 +108,7 @@ def agree(log: Log, entries: Sequence[Entry]) -> None:
     pairs = [(new, log.last.get(kind, NOTHING)) for new, kind in zip(entries, kinds, strict=True)]
     is_changed = any(new.fields != last.fields for new, last in pairs)
     is_new = is_changed and any(new.causes != last.causes for new, last in pairs)
-    is_early = log.record.trails[ATTENTIONS].count < FIRST_EVENTS
+    is_early = log.record.count(ATTENTIONS) < FIRST_EVENTS
     waiting = log.others if is_changed or entries[0].begins else log.next * is_early
     log.come(entries, waiting, is_new=is_new)
     log.last.update(zip(kinds, entries, strict=True))
@@ -215,7 +215,7 @@ def note_batch(group_name: str, tensor: Tensor) -> None:
     shape, step = "x".join(map(str, tensor.shape)), 1 + flat.numel() // MOST_OF_BATCH
     first = ", ".join(map(str, flat[:4].tolist()))
     numbers = f"{shape} numbers with {first}, ..., digest {digest_of(flat[::step])}"
-    name = f"batch {log.record.trails[BATCHES].count + 1}"
+    name = f"batch {log.record.count(BATCHES) + 1}"
     fields = {"what": "a batch", name: numbers}
     log.come([Entry("a batch", fields, (), SAME_BATCHES, kind=numbers)], (), BATCHES)
 
@@ -288,7 +288,7 @@ class AgreedGraph:
             if isinstance(size, SymInt) and (expression := size_expression(size)) in symbols
         }
         self.group_names = tuple(dict.fromkeys(p.attention.group_name for p in self.planned))
-        self.known: dict[tuple[Any, ...], list[Entry]] = {}
+        self.describe = cache(self._describe)
 
     @contextmanager
     def __call__(self, args: Sequence[Any]) -> Iterator[None]:
@@ -316,16 +316,14 @@ class AgreedGraph:
         has_grad = torch.is_grad_enabled()
         values = tuple(int(_sizes_in(args[at])[index]) for at, index in self.sources.values())
         # A backward may be lowered when it is first called.
-        key = (group_name, has_grad, values, tuple(self.collectives))
-        if key not in self.known:
-            self.known[key] = self._describe(*key)
-        first, *others = self.known[key]
+        kinds = tuple(self.collectives)
+        first, *others = self.describe(group_name, has_grad, values, kinds)
         run = f"beginnings of {first.kind} and {len(others)} others"
         log.num_runs[run] += 1
         if self.shards and log.num_runs[run] <= FIRST_CALLS:
             first = replace(first, begins=describe_beginnings(self.shards, args))
         agree(log, [first, *others])
-        told = log.events(ATTENTIONS, log.record.trails[ATTENTIONS].count - len(others))
+        told = log.events((ATTENTIONS, log.record.count(ATTENTIONS) - len(others)))
         if first.begins and log.rank == log.ranks[0] and len(told) == len(log.ranks):
             warn_of_alike([entry.begins for entry in told.values()])
 
@@ -403,9 +401,9 @@ def compare_tables(
         RanksDisagree: it is not the same on all ranks.
     """
     notes = _notes.get()
-    is_compared = tables and (note_as is None or notes is not None)
-    log = agreed_of(group_name) if is_compared else None
-    if log is None:
+    is_noted = note_as is None or notes is not None
+    log = agreed_of(group_name) if tables and is_noted else None
+    if log is None or any(map(is_captured, tables.values())):
         return
     log.num_runs[kind] += 1
     every = config.check_tables_every
@@ -428,9 +426,8 @@ def note_tables(
     All such ops of a graph write to `token`, as it were: they keep their order by it. Of the tables
     the last may be the seed of a dropout.
     """
-    if not is_captured(token):
-        named = name_tables(tables, has_seed=has_seed)
-        compare_tables(group_name, named, kind, site, note_as=-1)
+    named = name_tables(tables, has_seed=has_seed)
+    compare_tables(group_name, named, kind, site, note_as=-1)
 
 
 note_tables.register_fake(lambda *args: None)
@@ -440,10 +437,9 @@ note_tables.register_fake(lambda *args: None)
 def note_draw(drawn: Tensor, number: int, site: str, group_name: str) -> Tensor:
     """Return a copy of a graph's draw of some number, noted for comparison behind the graph."""
     noted = drawn.clone()
-    if not is_captured(drawn):
-        numbers, kind = {"its numbers": beginning_of(noted)}, f"draw {number} at {site}"
-        words = {"what": "a tensor that every rank is to have", "remedy": SEED_ALIKE}
-        compare_tables(group_name, numbers, kind, site, note_as=number, **words)
+    numbers, kind = {"its numbers": beginning_of(noted)}, f"draw {number} at {site}"
+    words = {"what": "a tensor that every rank is to have", "remedy": SEED_ALIKE}
+    compare_tables(group_name, numbers, kind, site, note_as=number, **words)
     return noted
 
 

@@ -8,7 +8,6 @@ Two ranks run the same attention if all fields are equal.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -33,15 +32,12 @@ from cp_inductor.torch_private.dynamo import graph_inputs, is_argument
 from cp_inductor.torch_private.groups import group_of
 from cp_inductor.torch_private.modes import without_modes
 from cp_inductor.torch_private.tracing import tensors_in
-from cp_inductor.trust.record import Entry
+from cp_inductor.trust.record import NUM_DIGITS, Entry, digest
 
 UNKNOWN = "not known before the graph runs"
 
 # How many are kept: more attentions than a model has, at several lengths each.
 NUM_KEPT = 1024
-
-# As many digits of a digest tell texts apart, and can be read aloud.
-NUM_DIGITS = 12
 
 # This many elements of a tensor that is drawn are compared: seeds that differ show in the first.
 MOST_OF_DRAW = 1 << 14
@@ -131,12 +127,6 @@ def kind_of(attention: Attention, dtype: torch.dtype) -> str:
     # A mask may be written with lengths.
     rule = re.sub(r"\d+", "#", source.rule)
     return repr((rule, heads, dtype, *_values_of(attention).values()))
-
-
-def digest(said: object) -> str:
-    """Return the first digits of a digest of bytes, or of what something is written as."""
-    told = said if isinstance(said, bytes) else repr(said).encode()
-    return hashlib.sha256(told).hexdigest()[:NUM_DIGITS]
 
 
 def tables_to_note(attention: Attention) -> list[int]:

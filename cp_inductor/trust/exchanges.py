@@ -48,8 +48,6 @@ from cp_inductor.trust.record import name_ranks
 # exchange.
 PATIENCE_S = 2.0
 
-UNTOLD = "it has not said where it is, nor that it failed"
-
 # The attention and direction that an op belongs to, and which exchange or tile of it the op is,
 # from 1; None if it is of no attention.
 NameOf = Callable[[Any], tuple[str, int] | None]
@@ -121,12 +119,10 @@ def _failure(
         _ask(log, f"{step}, {site}")
         if log.cause is not None:  # others may have seen it meanwhile
             return log.give_up(site)
-        told, gone = log.records, log.gone()
-        for rank in sorted(log.others):
-            fate = gone.get(rank) or (told[rank].describe() if rank in told else UNTOLD)
-            fates.append(f"rank {rank}: {fate}")
+        others, gone = sorted(log.others), log.gone()
+        fates = [f"rank {r}: {gone[r]}" if r in gone else log.describe([r])[0] for r in others]
         # A rank that merely waits has not noticed the failure yet.
-        silent = [r for r in sorted(log.others) if r not in told or not told[r].failed]
+        silent = [r for r in others if r not in log.records or not log.records[r].failed]
         missing = [r for r in silent if r in gone] or silent
         whose = f"log of {name_ranks(missing)}" if missing else whose
     said = " ".join(str(reason).split())
@@ -148,18 +144,14 @@ def _ask(log: Log, step: str) -> None:
 
     If ranks are known to have gone different ways, nothing is told.
     """
-    with suppress(RuntimeError):  # the store may be that of a rank that has ended
-        log.ask(log.compare, SOON_S)
-    if log.cause is not None:
-        return
-    log.record.failed = step
     for waited_s in log.rounds():
         # The store may be that of the rank that has stopped; processes can still be seen.
         with suppress(RuntimeError):
-            log.ask(partial(log.exchange, log.others), SOON_S)
-        is_known = log.cause is not None or len(log.gone()) == len(log.others)
-        if is_known or waited_s > PATIENCE_S:
+            log.ask(partial(log.compare, log.others), SOON_S)
+        is_known = log.record.failed and len(log.gone()) == len(log.others)
+        if log.cause is not None or is_known or waited_s > PATIENCE_S:
             return
+        log.record.failed = step
 
 
 # --- Profiles ------------------------------------------------------------------------------

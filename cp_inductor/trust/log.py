@@ -24,7 +24,7 @@ The store of a stopped process never answers. So one thread asks it, and the pro
 answer within a limit:
 
     log.store.get(key)                    waits for ever, if the process of the store is stopped
-    log.ask(lambda: log.store.get(key))   DistError after the limit, and then at once
+    log.ask(lambda: log.store.get(key))   StoreSilent after the limit, and then at once
 
 Assumes: ranks that run the same program come to the same events in the same order.
 """
@@ -55,10 +55,10 @@ from cp_inductor.trust.record import (
     WHY_ABSENT,
     Cause,
     Entry,
+    Place,
     Record,
     cause_of_difference,
     name_ranks,
-    new_trails,
 )
 
 # How often the thread compares; the part per rank keeps the store fast enough for a thousand ranks.
@@ -82,6 +82,14 @@ SOON_S = 1.0
 # thread returns from C++ while the interpreter ends, Python ends it in the middle of C++ code,
 # which then calls abort.
 AT_EXIT_S = 1.0
+
+
+# What a rank is said to have told that has told nothing.
+UNTOLD = "it has not said where it is"
+
+
+class StoreSilent(DistError):
+    """A store has not answered within a limit."""
 
 
 class Log:
@@ -133,14 +141,14 @@ class Log:
         self,
         entries: Sequence[Entry],
         waiting: Sequence[int],
-        name: str = ATTENTIONS,
+        sort: str = ATTENTIONS,
         *,
         is_new: bool = True,
     ) -> None:
-        """Come to events of a trail, the first of them now, and wait for some ranks.
+        """Come to events of a sort, the first of them now, and wait for some ranks.
 
-        What is not new is sure to be run. If a rank has ended then, or the store does not answer,
-        nothing is compared: an exchange will fail, and that error will say why.
+        What is not new is sure to be run. If a rank has ended then, or the store has gone, nothing
+        is compared: an exchange will fail, and that error will say why.
 
         Raises:
             RanksDisagree: other ranks have come to something else, or do not come.
@@ -150,25 +158,24 @@ class Log:
         self.rejoin()
         if self.cause is not None:
             raise self.give_up(site)
-        trails = self.record.trails
-        before = trails[name]
-        trails[name] = before.extended(entries)
+        before, count = self.record.events, self.record.count(sort)
+        self.record.come(sort, entries)
         if not waiting:
             return
-        needed = trails[name].count if name == TABLES else before.count + 1
+        place = sort, count + (len(entries) if sort == TABLES else 1)
         try:
-            self._settle(name, needed, site, waiting, is_new=is_new)
+            self._settle(place, site, waiting, is_new=is_new)
         except BaseException as error:
             if not isinstance(error, CPError):  # interrupted by hand: it will come again
-                trails[name] = before
+                self.record.events = before
             raise
 
     def refuse(self, reason: str) -> None:
         """Let the others know that this rank refuses what may be next for them."""
         self.rejoin()
         refusal = Entry(reason, {"what": REFUSAL}, kind=REFUSAL)
-        for name in (ATTENTIONS, TABLES):  # others may wait for either
-            self.record.trails[name] = self.record.trails[name].extended([refusal])
+        for sort in (ATTENTIONS, TABLES):  # others may wait for either
+            self.record.come(sort, [refusal])
         with suppress(RuntimeError):  # the refusal is raised in any case
             self.ask(self.exchange)
 
@@ -177,11 +184,10 @@ class Log:
 
         If they give up, this rank begins anew with them.
         """
-        trail = self.record.trails[ATTENTIONS]
-        if trail and trail[trail.count].kind == REFUSAL:
+        place = ATTENTIONS, self.record.count(ATTENTIONS)
+        if place in self.record.events and self.record.events[place].kind == REFUSAL:
             with suppress(CPError):
-                where = "what follows a refusal"
-                self._settle(ATTENTIONS, trail.count, where, self.others, is_new=True)
+                self._settle(place, "what follows a refusal", self.others, is_new=True)
 
     @contextmanager
     def waiting(self, where: str, *, is_settling: bool = False) -> Iterator[None]:
@@ -205,37 +211,43 @@ class Log:
             time.sleep(delay)
             delay = min(2 * delay, self.interval_s)
 
-    def _settle(
-        self, name: str, needed: int, site: str, waiting: Sequence[int], *, is_new: bool
-    ) -> None:
+    def _settle(self, place: Place, site: str, waiting: Sequence[int], *, is_new: bool) -> None:
         """Wait until other ranks have come to an event, and compare."""
-        cause = None
         try:
             with self.waiting(site, is_settling=True):
-                cause = self._wait(name, needed, waiting, site, is_new=is_new)
+                cause = self._wait(place, site, waiting, is_new=is_new)
                 if cause is not None:
                     self.ask(partial(self._decide, cause, self.record.epoch))
                     raise self.give_up(site)
         except DistError as error:
-            if is_new or cause is not None:
-                raise self._store_error(site, error) from error
+            raise self._store_error(site, error) from error
 
     def _wait(
-        self, name: str, needed: int, waiting: Sequence[int], site: str, *, is_new: bool
+        self, place: Place, site: str, waiting: Sequence[int], *, is_new: bool
     ) -> Cause | None:
         """Wait until other ranks have come to an event; return what is wrong, if anything."""
         limit_s, difference = self.timeout_s, None
         for waited_s in self.rounds():
             is_long = waited_s > LOOK_AFTER_S
             ranks = self.others if is_long else waiting  # who is awaited may wait for another
-            self.ask(partial(self.exchange, ranks), None if is_new else SOON_S)
+            try:
+                self.ask(partial(self.exchange, ranks), None if is_new else SOON_S)
+            except DistError as error:
+                # It may be slow: an attention that is not compared may be another one.
+                is_slow = isinstance(error, StoreSilent) and not self.gone()
+                if is_new or (is_slow and waited_s > limit_s):
+                    raise
+                if is_slow:
+                    continue
+                return None
             if self.cause is not None:
                 return self.cause
             if difference is None and (difference := self._difference(waiting)) is not None:
-                (name, needed), waiting = difference, self.others  # the error names what all have
+                place, waiting = difference, self.others  # the error names what all have
                 limit_s = min(limit_s, waited_s + PATIENCE_S)
             here = self._in_this_epoch()
-            waiting = [r for r in waiting if r not in here or here[r].trails[name].count < needed]
+            sort, needed = place
+            waiting = [r for r in waiting if r not in here or here[r].count(sort) < needed]
             over = [r for r in waiting if r in self.records and self.records[r].is_over]
             gone = self.gone() if is_long else {}
             if gone and not (over or is_new or difference):
@@ -244,52 +256,53 @@ class Log:
             if missing or not waiting or waited_s > limit_s:
                 break
         if difference is not None:
-            return cause_of_difference(self.events(*difference), self.rank, self.ranks, *difference)
+            return cause_of_difference(self.events(place), self.ranks, place)
         if not waiting:
             return None
         absent = missing or waiting
-        who = name_ranks(absent)
-        expected = f"{name_ranks(self.ranks)} to arrive within {self.timeout_s:g} s"
-        got, remedy = f"nothing from {who}", f"see the log of {who}: {WHY_ABSENT}"
-        got += self._what_became_of(absent)
-        return Cause(site, expected, got, remedy, alone=self.rank)
+        who, places = name_ranks(absent), "; ".join(self.describe(absent))
+        return {
+            "expected": f"{name_ranks(self.ranks)} to arrive within {self.timeout_s:g} s where rank"
+            f" {self.rank} is, at {site}",
+            "got": f"nothing from {who} ({places})",
+            "remedy": f"see the log of {who}: {WHY_ABSENT}",
+        }
 
     def _in_this_epoch(self) -> dict[int, Record]:
         """Return the records of all ranks that are in the epoch of this one, its own too."""
         known, epoch = self.records | {self.rank: self.record}, self.record.epoch
         return {r: known[r] for r in self.ranks if r in known and known[r].epoch == epoch}
 
-    def _difference(self, ranks: Sequence[int]) -> tuple[str, int] | None:
-        """Return the trail and number of the first event in which one of some ranks differs."""
+    def _difference(self, ranks: Sequence[int]) -> Place | None:
+        """Return the place of the first event in which one of some ranks differs."""
         here = self._in_this_epoch()
-        for name, own in self.record.trails.items():
-            trails = [here[rank].trails[name] for rank in ranks if rank in here]
-            for number, event in own.items():
-                if any(number in trail and event.differs(trail[number]) for trail in trails):
-                    return name, number
+        others = [here[rank].events for rank in ranks if rank in here]
+        for place, event in self.record.events.items():
+            if any(place in events and event.differs(events[place]) for events in others):
+                return place
         return None
 
-    def events(self, name: str, number: int) -> dict[int, Entry]:
+    def events(self, place: Place) -> dict[int, Entry]:
         """Return an event by rank, as far as ranks are known to have come to it in this epoch."""
-        trails = {rank: record.trails[name] for rank, record in self._in_this_epoch().items()}
-        return {rank: trail[number] for rank, trail in trails.items() if number in trail}
+        known = {rank: record.events for rank, record in self._in_this_epoch().items()}
+        return {rank: events[place] for rank, events in known.items() if place in events}
 
     def give_up(self, site: str) -> RanksDisagree:
         """Forget all events, as every rank does that raises; return the error about the cause."""
         cause = self.cause
         assert cause is not None
         # A record with the old epoch and no events is one that waits for the cause.
-        self.record.trails, self.last = new_trails(), {}
+        self.record.events, self.last = {}, {}
         self.record.epoch += 1
-        is_awaited = self.record.is_waiting and cause.alone is None
         with suppress(RuntimeError):
             for waited_s in self.rounds():
                 self.ask(partial(self.exchange, self.others))
-                before = [r for r in self.records.values() if r.epoch < self.record.epoch]
-                is_seen = not any(record.is_waiting for record in before)
-                if is_seen or not is_awaited or waited_s > PATIENCE_S:
+                gone, epoch = self.gone(), self.record.epoch
+                unseen = [r for r, told in self.records.items() if told.epoch < epoch]
+                is_awaited = any(self.records[r].is_waiting and r not in gone for r in unseen)
+                if not (self.record.is_waiting and is_awaited) or waited_s > PATIENCE_S:
                     break
-        return cause.error(site, self.rank, self.ranks)
+        return RanksDisagree(site=site, **cause)
 
     def _store_error(self, site: str, error: Exception) -> ProcessGroupError:
         """Return the error that says where the store was needed."""
@@ -300,7 +313,7 @@ class Log:
         return ProcessGroupError(
             site=site,
             expected=f"the store of the process group{address} to answer",
-            got=f"{error}{self._what_became_of(self.others)}",
+            got=f"{error} ({'; '.join(self.describe(self.others))})",
             remedy="find out why the process that holds the store, which is rank 0 unless a"
             " launcher holds it, has ended or is stopped; then start all ranks again, from a"
             " checkpoint",
@@ -312,8 +325,9 @@ class Log:
         """Let the thread call a function that asks the store, and return its result.
 
         Raises:
-            DistError: it has not returned within the limit. If that was the usual one, the store is
-                not asked again.
+            StoreSilent: it has not returned within the limit. If that was the usual one, the store
+                is not asked again.
+            DistError: there is no store any more.
         """
         limit = self.silent_after_s if limit_s is None else limit_s
         answer = Future[Any]()
@@ -329,7 +343,7 @@ class Log:
             if wait([answer], limit).done:
                 return answer.result()
             self.is_silent = limit_s is None
-        raise DistError(f"no answer for {limit:g} s")
+        raise StoreSilent(f"no answer for {limit:g} s")
 
     def exchange(self, ranks: Sequence[int] = ()) -> None:
         """Tell the others where this rank is; read the records of some.
@@ -365,17 +379,16 @@ class Log:
         own: Any = pickle.dumps(cause)
         self.causes = {epoch: pickle.loads(self.store.compare_set(f"cause/{epoch}", "", own))}
 
-    def compare(self) -> None:
-        """Tell where this rank is, and compare its way with that of the next one."""
+    def compare(self, ranks: Sequence[int]) -> None:
+        """Tell where this rank is, and compare its way with that of others."""
         epoch = self.record.epoch
-        self.exchange(self.next)
+        self.exchange(ranks)
         if self.cause is not None or self.record.is_waiting:
             return  # who waits judges
-        difference = self._difference(self.next)
-        if difference is not None:
+        place = self._difference(ranks)
+        if place is not None:
             self.read(self.others)
-            known = self.events(*difference)
-            self._decide(cause_of_difference(known, self.rank, self.ranks, *difference), epoch)
+            self._decide(cause_of_difference(self.events(place), self.ranks, place), epoch)
 
     # --- The other ranks ---------------------------------------------------------------------
 
@@ -384,20 +397,17 @@ class Log:
         ends = {rank: record.known_end() for rank, record in self.records.items()}
         return {rank: end for rank, end in ends.items() if end}
 
-    def _what_became_of(self, ranks: Sequence[int]) -> str:
-        """Say, in parentheses, where ranks are, or were last, as far as that is known."""
-        with suppress(RuntimeError):
-            self.ask(partial(self.read, ranks), SOON_S)
-        known = [rank for rank in ranks if rank in self.records]
-        text = "; ".join(f"rank {rank}: {self.records[rank].describe()}" for rank in known)
-        return f" ({text})" if text else ""
+    def describe(self, ranks: Sequence[int]) -> list[str]:
+        """Say where ranks are, or were last."""
+        known = self.records | {self.rank: self.record}
+        return [f"rank {r}: {known[r].describe() if r in known else UNTOLD}" for r in ranks]
 
     # --- Beside the program ------------------------------------------------------------------
 
     def compare_beside(self) -> None:
         """Compare, where this rank may wait for others or has come to something."""
         if self.record.inside or pickle.dumps(self.record) != self.written:
-            self.compare()
+            self.compare(self.next)
 
     def end(self) -> None:
         """Tell the others that this rank's program is over."""
@@ -408,16 +418,13 @@ class Log:
     def _report(self) -> None:
         """Print where all ranks are, if this one waits for another."""
         self.read(self.others)
-        count = self.record.trails[ATTENTIONS].count
+        count = self.record.count(ATTENTIONS)
         others = self.records.values()
-        if all(other.inside and other.trails[ATTENTIONS].count >= count for other in others):
+        if all(other.inside and other.count(ATTENTIONS) >= count for other in others):
             return
-        records = self.records | {self.rank: self.record}
-        told = dict.fromkeys(self.ranks, "has come to no attention yet")
-        told |= {rank: record.describe() for rank, record in records.items()}
         lines = [f"cp_inductor: rank {self.rank} waits for others of its group"]
-        lines += [f"  rank {rank}: {where}" for rank, where in told.items()]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        lines += self.describe(self.ranks)
+        print("\n  ".join(lines), file=sys.stderr, flush=True)
 
 
 def _serve(

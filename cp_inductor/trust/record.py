@@ -3,7 +3,7 @@
     attention, attention, batch 2, attention
       =>  attentions: 1, 2 and 3, with digests 9f86d081, 884c7d65, 9a2feaa0;  batches: 1
 
-The digest of an event covers all before it, so two trails part at the first event whose digests
+The digest of an event covers all before it, so two ranks part at the first event whose digests
 differ, or whose fields do. Whoever has to give up leaves the cause. Records and causes are told
 pickled, as torchrun tells its state through the same store.
 """
@@ -19,11 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cp_inductor.errors import RanksDisagree
 from cp_inductor.kept import cache
 
 # So many events are told before those that a rank has come to last: no rank is further ahead.
 MOST_BEFORE = 32
+
+# As many digits of a digest tell texts apart, and can be read aloud.
+NUM_DIGITS = 12
 
 # What an event is whose site is why a rank refuses what may be next.
 REFUSAL = "a refusal"
@@ -49,6 +51,12 @@ def _status_of(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
+def digest(said: object) -> str:
+    """Return the first digits of a digest of bytes, or of what something is written as."""
+    told = said if isinstance(said, bytes) else repr(said).encode()
+    return hashlib.sha256(told).hexdigest()[:NUM_DIGITS]
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """An event: what a rank is about to run, has cut, or has read."""
@@ -60,10 +68,10 @@ class Entry:
     # Names of fields that follow from others. The error names them only if no other field differs.
     consequences: tuple[str, ...] = ()
     remedy: str = ""  # what to do if ranks have different values; empty for an attention
-    kind: str = ""  # what the digest of the trail covers
+    kind: str = ""  # what the digest covers
     # What inputs begin with, by name, where it is to differ between ranks.
     begins: Mapping[str, str] = field(default_factory=dict)
-    digest: str = ""  # of this event and all before it, where it is part of a trail
+    digest: str = ""  # of this event and all of its sort before it, once a rank has come to it
 
     def differs(self, other: Entry) -> bool:
         """Whether any field that both have is unequal, or what came before."""
@@ -78,32 +86,10 @@ class Entry:
         return {n: text for n, text in self.fields.items() if n not in self.consequences}
 
 
-class Trail(dict[int, Entry]):
-    """The last events of one sort that a rank has come to, by number, from 1."""
-
-    @property
-    def count(self) -> int:
-        """How many events there were."""
-        return max(self, default=0)
-
-    def extended(self, entries: Sequence[Entry]) -> Trail:
-        """Return the trail with more events."""
-        count = self.count
-        told = Trail({n: event for n, event in self.items() if n > count - MOST_BEFORE})
-        for number, entry in enumerate(entries, count + 1):
-            text = (told[number - 1].digest if number > 1 else "") + entry.kind
-            digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-            told[number] = replace(entry, digest=digest)
-        return told
-
-
-# Batches first: attentions follow from them.
 BATCHES, ATTENTIONS, TABLES = "batches", "attentions", "tables"
 
-
-def new_trails() -> dict[str, Trail]:
-    """Return the trails of a rank that has come to nothing yet."""
-    return dict.fromkeys((BATCHES, ATTENTIONS, TABLES), Trail())
+# The sort of an event and its number among those of the sort, from 1.
+Place = tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -121,19 +107,33 @@ class Record:
     # Whether it waits for events of other ranks, and will see why they give up.
     is_waiting: bool = False
     is_over: bool = False  # whether its program has ended
-    # What it has come to in this epoch.
-    trails: dict[str, Trail] = field(default_factory=new_trails)
+    # The last of what it has come to in this epoch, in the order in which it came.
+    events: dict[Place, Entry] = field(default_factory=dict)
+
+    def count(self, sort: str) -> int:
+        """Return how many events of a sort there were."""
+        return max((number for known, number in self.events if known == sort), default=0)
+
+    def come(self, sort: str, entries: Sequence[Entry]) -> None:
+        """Add events of a sort."""
+        count = self.count(sort)
+        least = count - MOST_BEFORE
+        events = {at: e for at, e in self.events.items() if at[0] != sort or at[1] > least}
+        for number, entry in enumerate(entries, count + 1):
+            before = events[sort, number - 1].digest if number > 1 else ""
+            events[sort, number] = replace(entry, digest=digest([before, entry.kind]))
+        self.events = events
 
     def describe(self) -> str:
         """Describe where the rank is, and what became of it, for people."""
-        trail, waited = self.trails[ATTENTIONS], max(0.0, time.time() - self.since)
-        done = f"{trail.count} attention{'s' * (trail.count != 1)}"
+        count, waited = self.count(ATTENTIONS), max(0.0, time.time() - self.since)
+        done = f"{count} attention{'s' * (count != 1)}"
         if self.is_over:
             where = f"its program has ended, after {done}"
         elif self.inside:
-            where = f"in {self.inside}, since {waited:.0f} s, after {trail.count - 1} others"
+            where = f"in {self.inside}, since {waited:.0f} s, after {count - 1} others"
         else:
-            last = f", the last: {trail[trail.count].site}" if trail else ""
+            last = f", the last: {self.events[ATTENTIONS, count].site}" if count else ""
             where = f"outside of any attention, since {waited:.0f} s, after {done}{last}"
         is_here = self.machine == _machine()
         elsewhere = "" if is_here else f"process {self.pid} on {self.machine.split()[0]}"
@@ -174,41 +174,17 @@ WHY_ABSENT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """Why ranks give up, as the first of them has seen it."""
-
-    # site, expected, got, remedy: of its error.
-    site: str
-    expected: str
-    got: str
-    remedy: str
-    # The global rank of the first one, if the others quote it; None if all ranks raise the same.
-    alone: int | None = None
-
-    def error(self, site: str, rank: int, ranks: Sequence[int]) -> RanksDisagree:
-        """Return what a rank of these raises at a site."""
-        expected, got = self.expected, self.got
-        if self.alone not in (None, rank):
-            expected, who = f"{name_ranks(ranks)} to run the same", f"rank {self.alone}"
-            got = (
-                f"{who}, which has given up, because {who} at {self.site} expected"
-                f" {self.expected}, got {self.got}"
-            )
-        return RanksDisagree(site=site, expected=expected, got=got, remedy=self.remedy)
+# Why ranks give up, as the first of them has seen it: what the error says, which all of them raise.
+Cause = dict[str, str]
 
 
-def cause_of_difference(
-    known: Mapping[int, Entry], rank: int, ranks: Sequence[int], trail: str, number: int
-) -> Cause:
-    """Return the cause that an event differs, as far as a rank knows what the others have."""
-    event = f"number {number} of {trail}"
-    own = known.get(rank, Entry(event, {}))
+def cause_of_difference(known: Mapping[int, Entry], ranks: Sequence[int], place: Place) -> Cause:
+    """Return the cause that an event differs, as far as a rank knows what all have come to."""
     expected = f"{name_ranks(ranks)} to run the same"
     for other, entry in known.items():
         if entry.fields.get("what") == REFUSAL:
             got = f"rank {other}, which refuses to: {entry.site}"
-            return Cause(own.site, expected, got, f"see the error on rank {other}")
+            return {"expected": expected, "got": got, "remedy": f"see the error on rank {other}"}
     differing = {}
     for name in dict.fromkeys(name for entry in known.values() for name in entry.fields):
         ranks_of: dict[str, list[int]] = {}
@@ -221,4 +197,8 @@ def cause_of_difference(
     consequences = {name for entry in known.values() for name in entry.consequences}
     causes = [text for name, text in differing.items() if name not in consequences]
     got = "; ".join((causes or list(differing.values()))[:MOST_NAMED])
-    return Cause(own.site, expected, got or f"others before {event}", own.remedy or REMEDY)
+    return {
+        "expected": expected,
+        "got": got or f"others before number {place[1]} of {place[0]}",
+        "remedy": next((entry.remedy for entry in known.values() if entry.remedy), REMEDY),
+    }

@@ -58,33 +58,33 @@ class _GradientWatch:
     def __init__(self, group_name: str) -> None:
         self.group_name = group_name
         self.noted: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
-        self.samples: list[tuple[Tensor, Any]] = []
+        self.samples: dict[Tensor, Any] = {}
         self.num_tries, self.is_over = 0, False
         self.handle: Any = register_optimizer_step_pre_hook(self._look)
 
     def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.is_over or torch.compiler.is_compiling():
             return
+        self.num_tries += 1
         self.samples = self.samples or self._samples_of(optimizer)
-        compared, own = [x for x, _ in self.samples], [sample for _, sample in self.samples]
+        compared, own = list(self.samples), list(self.samples.values())
         log = agreed_of(self.group_name) if own else None
         told = [] if log is None else _swap(log, own)
-        self.num_tries += 1
         if told or (own and log is None) or self.num_tries == MOST_TRIES:
-            self.is_over, self.samples = True, []
+            self.is_over, self.samples = True, {}
             self.noted.clear()
         apart = {number for other in told for number in _apart(own, other)}
         if apart and log is not None and log.rank == log.ranks[0]:  # for all ranks
             _warn([compared[number] for number in sorted(apart)])
 
-    def _samples_of(self, optimizer: Optimizer) -> list[tuple[Tensor, Any]]:
+    def _samples_of(self, optimizer: Optimizer) -> dict[Tensor, Any]:
         """Return an optimizer's parameters, and samples, as soon as it has gradients."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         compared = [p for p in held if p in self.noted and is_readable(p.grad)]
-        samples = [(p, (p.shape, _sample(p), _sample(p.grad))) for p in compared]
+        samples = {p: (p.shape, _sample(p), _sample(p.grad)) for p in compared}
         # Before there is a gradient there is nothing to compare.
-        norms = [grad[0] for _, (_, _, grad) in samples]
-        return samples if any(math.isfinite(norm) and norm > 0 for norm in norms) else []
+        norms = [grad[0] for _, _, grad in samples.values()]
+        return samples if any(math.isfinite(norm) and norm > 0 for norm in norms) else {}
 
 
 _watches: dict[str, _GradientWatch] = {}

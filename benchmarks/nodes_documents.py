@@ -97,8 +97,8 @@ def least_home(plan: BatchPlan, size: int) -> tuple[float, float]:
         owner = np.concatenate([plan.queries.rank[rows], plan.keys.rank[columns]]) - node * size
         cost = np.concatenate(
             [
-                prices.query_home * plan.queries.length[rows],
-                prices.key_home * plan.keys.length[columns],
+                prices.queries.home * plan.queries.length[rows],
+                prices.keys.home * plan.keys.length[columns],
             ]
         )
         cost = cost * plan.num_groups / unit_tokens

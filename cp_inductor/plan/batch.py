@@ -184,16 +184,12 @@ class BatchPlan(Cells):
         """Return the bytes that a rank receives, forward and backward, if nothing is kept."""
         prices = Prices.of(Shape(1, num_heads, num_kv_heads, head_dim, itemsize))
         received = 0
-        for (chunks, _), uses, price_in, price_home in zip(
-            self.sides,
-            self._uses,
-            (prices.query_in, prices.key_in),
-            (prices.query_home, prices.key_home),
-            strict=True,
-        ):
+        for (chunks, _), uses, price in zip(self.sides, self._uses, prices, strict=True):
             length, is_first = chunks.length[uses[:, START]], begins(uses, [DESTINATION, START])
-            received += int(price_in) * int(length[is_first & (uses[:, DESTINATION] == rank)].sum())
-            received += int(price_home) * int(length[uses[:, SOURCE] == rank].sum())
+            received += int(price.fetch) * int(
+                length[is_first & (uses[:, DESTINATION] == rank)].sum()
+            )
+            received += int(price.home) * int(length[uses[:, SOURCE] == rank].sum())
         return received // self.num_groups
 
 
@@ -278,11 +274,10 @@ def assign_stages(
     at, weight = rank[far], cells.weight[far]
     # What each cell brings that was not there: the first of its rank that needs a chunk brings it.
     cost = np.zeros(len(far))
-    of_sides = zip(cells.sides, away, (prices.query_in, prices.key_in), strict=True)
-    for (chunks, chunk), from_owner, price in of_sides:
+    for (chunks, chunk), from_owner, price in zip(cells.sides, away, prices, strict=True):
         _, first = np.unique(at * len(chunks) + chunk[far], return_index=True)
         first = first[from_owner[far[first]] > 0]
-        cost[first] += chunks.length[chunk[far[first]]] * price
+        cost[first] += chunks.length[chunk[far[first]]] * price.fetch
     # Along the cells, bytes and work grow about alike; a stage is a part of both.
     part = (_share(at, cost, world_size) + _share(at, weight, world_size)) / 2
     total = np.bincount(rank, cells.weight, world_size)

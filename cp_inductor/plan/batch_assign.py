@@ -106,12 +106,7 @@ def assign_ranks(
 def _lines(cells: Cells, num_of_rank: int, world_size: int, prices: Prices) -> Lines:
     """Return segments of the queries and of the keys, at most so many of each rank."""
     at, parts = [], []
-    for (chunks, chunk), price_in, price_home in zip(
-        cells.sides,
-        (prices.query_in, prices.key_in),
-        (prices.query_home, prices.key_home),
-        strict=True,
-    ):
+    for (chunks, chunk), price in zip(cells.sides, prices, strict=True):
         count = np.bincount(chunks.rank, minlength=world_size)
         _, inside = spread(count)
         num, of = np.minimum(count, num_of_rank), chunks.rank
@@ -121,7 +116,7 @@ def _lines(cells: Cells, num_of_rank: int, world_size: int, prices: Prices) -> L
         length = np.bincount(segment, chunks.length, len(owner))
         at.append(segment[chunk])
         # In halves of an element. So costs are whole numbers.
-        costs = round(2 * price_in) * length, round(2 * price_home) * length
+        costs = [round(2 * way) * length for way in price]
         parts.append((owner, chunks.group[first], *costs))
     (row, column), num_rows = at, len(parts[0][0])
     owner, group, cost_in, cost_home = map(np.concatenate, zip(*parts, strict=True))

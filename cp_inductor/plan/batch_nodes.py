@@ -152,8 +152,9 @@ class _Imports:
         self.least = NEGLIGIBLE_SHARE * self.share
         # What a rank receives that fetches a chunk, and what the chunk's owner receives then.
         of_query, of_key = queries.length / self.unit, keys.length / self.unit
-        self.cost_in = prices.query_in * of_query, prices.key_in * of_key
-        self.cost_home = prices.query_home * of_query, prices.key_home * of_key
+        query, key = prices
+        self.cost_in = query.fetch * of_query, key.fetch * of_key
+        self.cost_home = query.home * of_query, key.home * of_key
         # Keys of documents that cross a border: each has one reader in a node; they take turns.
         is_away = self.node[keys.rank[cells.key]] != self.of_cell
         reader, crosses = np.divmod(
@@ -191,7 +192,7 @@ class _Imports:
             ranks = np.flatnonzero((self.node == node) & (room >= weight[at]))
             if len(ranks):
                 reader[at] = ranks[received[ranks].argmin()]
-                received[reader[at]] += self.prices.key_in * tokens[at] / self.unit
+                received[reader[at]] += self.prices.keys.fetch * tokens[at] / self.unit
                 room[reader[at]] -= weight[at]
         rank[crosses] = reader[of_lane]
         return rank

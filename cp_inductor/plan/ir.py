@@ -423,14 +423,23 @@ def bytes_per_row(payload: Payload, shape: Shape) -> int:
     return len(payload.tensors) * row + len(payload.statistics) * statistic
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What a token of all heads costs the rank that receives it, forward and backward together."""
+class Price(NamedTuple):
+    """What a token of all heads costs, forward and backward together."""
 
-    query_in: float  # q; q again and the gradient of out
-    query_home: float  # out; dq
-    key_in: float  # k and v, and both again
-    key_home: float  # their gradients
+    fetch: float  # the rank that fetches it: q; q again and the gradient of out
+    home: float  # its owner, to whom results of it come: out; dq
+
+    @property
+    def both(self) -> float:
+        """What it costs both."""
+        return self.fetch + self.home
+
+
+class Prices(NamedTuple):
+    """The price of queries, and of keys."""
+
+    queries: Price
+    keys: Price
 
     @staticmethod
     def of(shape: Shape) -> Prices:
@@ -441,14 +450,18 @@ class Prices:
 
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
         return Prices(
-            query_in=of_heads(heads, Payload.QUERY, Payload.QUERY_GRAD_OUT),
-            query_home=of_heads(heads, Payload.PARTIAL, Payload.QUERY_GRAD),
-            key_in=of_heads(kv_heads, Payload.KEY_VALUE, Payload.KEY_VALUE),
-            key_home=of_heads(kv_heads, Payload.KEY_VALUE_GRAD),
+            Price(
+                of_heads(heads, Payload.QUERY, Payload.QUERY_GRAD_OUT),
+                of_heads(heads, Payload.PARTIAL, Payload.QUERY_GRAD),
+            ),
+            Price(
+                of_heads(kv_heads, Payload.KEY_VALUE, Payload.KEY_VALUE),
+                of_heads(kv_heads, Payload.KEY_VALUE_GRAD),
+            ),
         )
 
     @staticmethod
     def in_elements(num_heads: int, num_kv_heads: int) -> Prices:
         """Return them in the elements of a token's K and V. Statistics of rows hardly count."""
         ratio = num_heads / (2 * num_kv_heads)
-        return Prices(query_in=3 * ratio, query_home=2 * ratio, key_in=2.0, key_home=1.0)
+        return Prices(Price(3 * ratio, 2 * ratio), Price(2.0, 1.0))

@@ -56,26 +56,25 @@ def blocks(work: Work, num_stages: int) -> Tiles:
     """Every rank computes a block of the grid of tiles, and the tile of its own chunks."""
     if work.cells.all():
         return _full_blocks(work, num_stages)
-    prices = Prices.of(work.shape)
+    query, key = Prices.of(work.shape)
     # The cheaper side comes whole with the first stage, the dearer one bit by bit.
-    by_keys = prices.key_in >= prices.query_in
+    by_keys = key.fetch >= query.fetch
     return stage_areas(work, _search(work), num_stages, by_keys=by_keys)
 
 
 def _full_blocks(work: Work, num_stages: int) -> Tiles:
     """Without a mask: rank (i, j) computes the queries of ranks (i, *) and the keys of (*, j)."""
-    world_size, prices = work.grid.world_size, Prices.of(work.shape)
-    query, key = prices.query_in + prices.query_home, prices.key_in + prices.key_home
+    world_size, (query, key) = work.grid.world_size, Prices.of(work.shape)
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     # n ranks share their queries, world_size / n their keys.
-    num_rows = min(divisors, key=lambda n: (n - 1) * query + (world_size // n - 1) * key)
+    num_rows = min(divisors, key=lambda n: (n - 1) * query.both + (world_size // n - 1) * key.both)
     owners, together = work.owners, work.grid.chunks_per_rank
     areas = []
     for rank in range(world_size):
         order = np.argsort(owners != rank, kind="stable")  # its own chunks come first
         is_row, is_column = owners // num_rows == rank // num_rows, (owners - rank) % num_rows == 0
         areas.append((order[is_row[order]], order[is_column[order]]))
-    by_keys = (world_size // num_rows - 1) * prices.key_in >= (num_rows - 1) * prices.query_in
+    by_keys = (world_size // num_rows - 1) * key.fetch >= (num_rows - 1) * query.fetch
     return stage_areas(work, areas, num_stages, by_keys=by_keys, together=together)
 
 
@@ -87,7 +86,7 @@ def _search(work: Work) -> list[Area]:
     is_far = work.far(chunks, chunks) != Cell.EMPTY
     before = np.zeros((num_chunks + 1, num_chunks + 1), dtype=np.int32)
     is_far.cumsum(0, dtype=np.int32).cumsum(1, out=before[1:, 1:])
-    ratio = (prices.query_in + prices.query_home) / (prices.key_in + prices.key_home)
+    ratio = prices.queries.both / prices.keys.both
     under_rule = bool((work.cells == Cell.PARTIAL).any())
     aspects = ASPECTS_UNDER_RULES if under_rule else [aspect * ratio for aspect in ASPECTS]
     num_tried = len(aspects) if world_size <= MAX_ASPECTS_WORLD else 1
@@ -173,10 +172,10 @@ def _received(blocks: list[Block], owners: np.ndarray, prices: Prices) -> np.nda
     before = counts.cumsum(0)
     top, bottom, left, right = np.array(blocks).T
     queries, keys = before[bottom] - before[top], before[right] - before[left]
-    fetched = queries.sum(1) * prices.query_in + keys.sum(1) * prices.key_in
-    home = queries.sum(0) * prices.query_home + keys.sum(0) * prices.key_home
-    saved = queries * (prices.query_in + prices.query_home)
-    saved = saved + keys * (prices.key_in + prices.key_home)
+    query, key = prices
+    fetched = queries.sum(1) * query.fetch + keys.sum(1) * key.fetch
+    home = queries.sum(0) * query.home + keys.sum(0) * key.home
+    saved = queries * query.both + keys * key.both
     return fetched[:, None] + home[None, :] - saved
 
 

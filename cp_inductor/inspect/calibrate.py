@@ -228,11 +228,11 @@ class _Measurement:
                 machine=machine,
             )
             both = [loads_of(make(recipe)) for make in (forward_plan, backward_plan)]
-            moved = (stage for item in both for way in (item.fetch, item.home) for stage in way[0])
+            num_exchanges = sum(np.count_nonzero(item.moved[0].any((2, 3))) for item in both)
             calls = sum(item.calls.sum(0) for item in both)
             # How many follow each other on a core.
             num_calls = max(calls.max(), calls.sum() / (machine.device.at_once or self.size))
-            rows.append([1.0, float(num_calls), float(sum(stage.any() for stage in moved))])
+            rows.append([1.0, float(num_calls), float(num_exchanges)])
             seconds.append(self.seconds(self.step(recipe)))
         (_, launch_s, latency_s), *_ = np.linalg.lstsq(np.array(rows), np.array(seconds))
         launch_s = max(machine.device.launch_s, float(launch_s))

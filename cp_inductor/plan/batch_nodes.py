@@ -151,19 +151,19 @@ class _Imports:
         self.share = float(cells.weight.sum()) / world_size
         self.least = NEGLIGIBLE_SHARE * self.share
         # What a rank receives that fetches a chunk, and what the chunk's owner receives then.
-        of_query, of_key = queries.length / self.unit, keys.length / self.unit
-        query, key = prices
-        self.cost_in = query.fetch * of_query, key.fetch * of_key
-        self.cost_home = query.home * of_query, key.home * of_key
+        (self.row_in, self.row_home), (self.cost_in, self.cost_home) = (
+            [way * (chunks.length / self.unit) for way in price]
+            for (chunks, _), price in zip(cells.sides, prices, strict=True)
+        )
         # Keys of documents that cross a border: each has one reader in a node; they take turns.
         is_away = self.node[keys.rank[cells.key]] != self.of_cell
         reader, crosses = np.divmod(
             np.unique(self.of_cell[is_away] * len(keys) + cells.key[is_away]), len(keys)
         )
-        enters = np.bincount(reader, self.cost_in[1][crosses], len(self.num_ranks))
+        enters = np.bincount(reader, self.cost_in[crosses], len(self.num_ranks))
         self.enters = (enters / self.num_ranks)[self.node]
         self.crossing = self.enters + np.bincount(
-            keys.rank[crosses], self.cost_home[1][crosses], world_size
+            keys.rank[crosses], self.cost_home[crosses], world_size
         )
         excess = self.load - MAX_IMBALANCE_OF_NODES * self.share * self.num_ranks
         self.sources = {n: _Source(self, n) for n in np.flatnonzero(excess > self.least).tolist()}
@@ -228,10 +228,9 @@ class _Source:
         self.columns, self.column = np.unique(imports.cells.key[todo], return_inverse=True)
         self.row_owner = imports.cells.queries.rank[self.rows]
         self.owner = imports.cells.keys.rank[self.columns]
-        of_query, of_key = imports.cost_in
-        self.row_in, self.cost_in = of_query[self.rows], of_key[self.columns]
-        of_query, of_key = imports.cost_home
-        self.row_home, self.cost_home = of_query[self.rows], of_key[self.columns]
+        self.row_in, self.row_home = imports.row_in[self.rows], imports.row_home[self.rows]
+        self.cost_in = imports.cost_in[self.columns]
+        self.cost_home = imports.cost_home[self.columns]
 
 
 class _Taken:

@@ -98,7 +98,7 @@ class Layout:
     @property
     def num_sizes(self) -> int:
         """How many numbers `RankTables.sizes` has."""
-        return 2 * len(self.parts) + self._sizes_of_exchange * len(self.exchanges)
+        return 2 * len(self.parts) + (2 * self.world_size + 1) * len(self.exchanges)
 
     def place(self, part: Part) -> int:
         """Return where the sizes hold the first number, and the count of numbers, of a part."""
@@ -109,12 +109,8 @@ class Layout:
 
         Behind these there is the number of rows that all ranks send.
         """
-        before = self.exchanges.index(exchange)
-        return 2 * len(self.parts) + self._sizes_of_exchange * before
-
-    @property
-    def _sizes_of_exchange(self) -> int:
-        return 2 * self.world_size + 1
+        of_exchange = 2 * self.world_size + 1
+        return 2 * len(self.parts) + of_exchange * self.exchanges.index(exchange)
 
 
 @dataclass(frozen=True, eq=False)

@@ -376,13 +376,12 @@ class PlanData:
     @cached_property
     def head_pairs(self) -> list[int]:
         """The (query, key, head) triples that each rank computes."""
-        pairs, tiles = [0] * self.grid.world_size, self.columns
+        tiles, pairs = self.columns, np.zeros(self.grid.world_size, object)
         queries, keys = tiles.tokens(self.grid)
         of_head = np.where(tiles.is_causal, queries * (queries + 1) // 2, queries * keys)
-        columns = tiles.rank, of_head, tiles.last_head - tiles.first_head
-        for rank, num_pairs, num_heads in np.stack(columns, axis=1).tolist():
-            pairs[rank] += num_pairs * num_heads
-        return pairs
+        # In integers of Python, which do not overflow.
+        np.add.at(pairs, tiles.rank, of_head.astype(object) * (tiles.last_head - tiles.first_head))
+        return pairs.tolist()
 
     def flops(self, rank: int) -> int:
         """Return the floating-point operations of all tiles of a rank."""

@@ -254,7 +254,6 @@ BACKWARD_RATIO = 0.87
 _FA2 = "FlashAttention-2 paper (arXiv 2307.08691), 73% and 63% of 312 TFLOP/s"
 _FA3 = "FlashAttention-3 paper (arXiv 2407.08608), figures 5 and 6, H100 80GB SXM5"
 _FA4 = "FlashAttention-4 paper (March 2026): 1613 TFLOP/s, up to 1.3 x cuDNN 9.13, 2.7 x Triton"
-_H200 = "as the H100, whose chip it has"
 
 
 def _rate(forward: float, backward: float | None, source: str) -> Rate:
@@ -268,6 +267,9 @@ _H100 = {
     "FA3": _rate(648, 561, _FA3),
     "flex": _rate(395, None, f"{_FA3}, Triton's forward"),
 }
+_H200 = {
+    kernel: replace(rate, source="as the H100, whose chip it has") for kernel, rate in _H100.items()
+}
 _B200 = {
     "cuDNN": _rate(1613 / 1.3, None, _FA4),
     "FA4": _rate(1613, None, _FA4),
@@ -279,36 +281,31 @@ _B200 = {
 MATMUL_SHARE = 0.7
 
 
-def _device(
-    name: str, kernel: str, flops: float, bytes_s: float, rates: Mapping[str, Rate]
-) -> Device:
-    """Return a GPU whose tiles run as the backward of its usual kernel, where most flops are."""
-    return Device(
-        peak_flops=flops,
-        matmul_flops_per_s=MATMUL_SHARE * flops,
-        flops_per_s=rates[kernel].backward,
-        bytes_per_s=bytes_s,
-        name=name,
-        rates=tuple(rates.items()),
-    )
-
-
 DEVICES: Mapping[str, Device] = {
-    device.name: device
-    for device in (
-        Device(),
-        # Operations and bytes of memory per second: NVIDIA's data sheets of the SXM boards.
-        _device("a100", "flash", 312e12, 2.0e12, {"flash": _rate(228, 197, _FA2)}),
-        _device("h100", "cuDNN", 989e12, 3.35e12, _H100),
-        _device(
-            *("h200", "cuDNN", 989e12, 4.8e12),
-            {name: replace(rate, source=_H200) for name, rate in _H100.items()},
-        ),
-        _device("b200", "cuDNN", 2250e12, 8.0e12, _B200),
-        # One core; torch's kernel takes 512 keys at a time, of which the mask hides some. The rest
-        # was measured, benchmarks/results/calibrated-plans-2026-11-25.md.
-        Device(flops_per_s=8.5e10, launch_s=5e-5, causal_keys=512, bytes_per_s=3.5e10, name="cpu"),
-    )
+    "gpu": Device(),
+    **{
+        # Tiles run as the backward of its usual kernel, where most flops are.
+        name: Device(
+            peak_flops=flops,
+            matmul_flops_per_s=MATMUL_SHARE * flops,
+            flops_per_s=rates[kernel].backward,
+            bytes_per_s=bytes_per_s,
+            name=name,
+            rates=tuple(rates.items()),
+        )
+        for name, kernel, flops, bytes_per_s, rates in (
+            # Operations and bytes of memory per second: NVIDIA's data sheets of the SXM boards.
+            ("a100", "flash", 312e12, 2.0e12, {"flash": _rate(228, 197, _FA2)}),
+            ("h100", "cuDNN", 989e12, 3.35e12, _H100),
+            ("h200", "cuDNN", 989e12, 4.8e12, _H200),
+            ("b200", "cuDNN", 2250e12, 8.0e12, _B200),
+        )
+    },
+    # One core; torch's kernel takes 512 keys at a time, of which the mask hides some. The rest was
+    # measured, benchmarks/results/calibrated-plans-2026-11-25.md.
+    "cpu": Device(
+        flops_per_s=8.5e10, launch_s=5e-5, causal_keys=512, bytes_per_s=3.5e10, name="cpu"
+    ),
 }
 
 

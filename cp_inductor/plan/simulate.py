@@ -12,7 +12,6 @@ fetch 0 . tiles 0         fetch i + 1 runs during tiles i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -37,7 +36,7 @@ from cp_inductor.plan.ir import (
     Transfers,
     flops_per_pair,
 )
-from cp_inductor.plan.machine import Level, Machine
+from cp_inductor.plan.machine import Machine
 
 # When what is at a place arrives there, or leaves it, if that is not in a stage.
 BEFORE, HOME, NEVER = -1, 2**15 - 2, 2**15 - 1
@@ -235,10 +234,9 @@ class Event:
 class Loads:
     """What each rank does in each stage of one direction."""
 
-    # fetch and home: (levels, stages, 2, P), bytes that each rank sends and receives over each
-    # level of links.
-    fetch: np.ndarray
-    home: np.ndarray
+    # (levels, stages, 2, 2, P), bytes over each level of links: of fetches and results, that each
+    # rank sends and receives.
+    moved: np.ndarray
     # (stages, P), of the tiles, and what kernels compute beyond them, in whole blocks of causal
     # tiles.
     flops: np.ndarray
@@ -249,10 +247,11 @@ class Loads:
 
         The levels of links move data at the same time.
         """
-        fetch, home = (
-            [_exchange_s(stage, machine.levels) for stage in exchanges.swapaxes(0, 1)]
-            for exchanges in (self.fetch, self.home)
-        )
+        of_levels = [
+            np.where(most > 0, level.latency_s + most / level.bytes_per_s, 0.0)
+            for most, level in zip(self.moved.max(3), machine.levels, strict=True)
+        ]
+        fetch, home = np.max(of_levels, axis=0).swapaxes(0, 1)
         device = machine.device
         compute = self.flops / device.flops_per_s + self.calls * device.launch_s
         if device.at_once:
@@ -294,18 +293,8 @@ class Loads:
 
     def received_over(self, level: int | slice = slice(None)) -> np.ndarray:
         """(P,), the bytes that each rank receives over some levels, or all; -1 is the outermost."""
-        moved = (self.fetch + self.home)[level, ..., 1, :]
+        moved = self.moved[level, ..., 1, :]
         return np.asarray(moved.reshape(-1, moved.shape[-1]).sum(0))
-
-
-def _exchange_s(num_bytes: np.ndarray, levels: Sequence[Level]) -> np.ndarray:
-    """Return (P,) seconds of (levels, 2, P) bytes that ranks send and receive."""
-    most = num_bytes.max(1)
-    seconds = [
-        np.where(row > 0, level.latency_s + row / level.bytes_per_s, 0.0)
-        for row, level in zip(most, levels, strict=True)
-    ]
-    return np.asarray(np.max(seconds, axis=0))
 
 
 def _shared_s(seconds: np.ndarray, machine: Machine) -> np.ndarray:
@@ -325,7 +314,6 @@ def loads_of(plan: PlanData, machine: Machine | None = None) -> Loads:
     if len(machine.levels) > 1:
         outer = plan.loads_between([machine.node_of(rank) for rank in range(plan.grid.world_size)])
         moved = [plan.loads - outer, outer]
-    fetch, home = np.array(moved, dtype=float).transpose(2, 0, 1, 3, 4)
     tiles = plan.columns
     queries, keys = tiles.tokens(plan.grid)
     more = np.minimum(queries * machine.device.causal_keys, queries * (queries - 1)) / 2
@@ -338,4 +326,4 @@ def loads_of(plan: PlanData, machine: Machine | None = None) -> Loads:
         np.bincount(at, weights, size[0] * size[1]).reshape(size)
         for weights in (tile_flops, np.ones(len(at)))
     )
-    return Loads(fetch, home, flops, calls)
+    return Loads(np.array(moved, dtype=float), flops, calls)

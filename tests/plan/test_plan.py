@@ -299,10 +299,10 @@ def test_loads_are_those_of_tiles_and_transfers(strategy: str) -> None:
             assert loads.flops[:, rank].sum() == one.flops(rank)
             for index, stage in enumerate(one.program(rank)):
                 assert loads.calls[index, rank] == len(stage.tiles)
-                for moved, transfers in ((loads.fetch, stage.fetch), (loads.home, stage.home)):
-                    for end in (0, 1):
+                for way, transfers in enumerate((stage.fetch, stage.home)):
+                    for end, moved in enumerate(loads.moved[0, index, way, :, rank]):
                         ours = [t for t in transfers if (t.source, t.destination)[end] == rank]
-                        assert moved[0, index, end, rank] == one.bytes_of(Transfers.of(ours)).sum()
+                        assert moved == one.bytes_of(Transfers.of(ours)).sum()
 
 
 @pytest.mark.parametrize("rule", ["causal", "full", "(k-q<=0)&(q-k-700<=0)"])

@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import InitVar, dataclass, replace
-from functools import cache
 from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -288,7 +287,7 @@ class AgreedGraph:
             if isinstance(size, SymInt) and (expression := size_expression(size)) in symbols
         }
         self.group_names = tuple(dict.fromkeys(p.attention.group_name for p in self.planned))
-        self.describe = cache(self._describe)
+        self.known: dict[tuple[Any, ...], list[Entry]] = {}
 
     @contextmanager
     def __call__(self, args: Sequence[Any]) -> Iterator[None]:
@@ -316,8 +315,10 @@ class AgreedGraph:
         has_grad = torch.is_grad_enabled()
         values = tuple(int(_sizes_in(args[at])[index]) for at, index in self.sources.values())
         # A backward may be lowered when it is first called.
-        kinds = tuple(self.collectives)
-        first, *others = self.describe(group_name, has_grad, values, kinds)
+        key = (group_name, has_grad, values, tuple(self.collectives))
+        if key not in self.known:
+            self.known[key] = self._describe(*key)
+        first, *others = self.known[key]
         run = f"beginnings of {first.kind} and {len(others)} others"
         log.num_runs[run] += 1
         if self.shards and log.num_runs[run] <= FIRST_CALLS:

@@ -394,8 +394,8 @@ class Log:
 
     def gone(self) -> dict[int, str]:
         """Return what has become of others that are known not to run as usual."""
-        ends = {rank: record.known_end() for rank, record in self.records.items()}
-        return {rank: end for rank, end in ends.items() if end}
+        known = self.records.items()
+        return {rank: end for rank, record in known if (end := record.known_end())}
 
     def describe(self, ranks: Sequence[int]) -> list[str]:
         """Say where ranks are, or were last."""
@@ -403,11 +403,6 @@ class Log:
         return [f"rank {r}: {known[r].describe() if r in known else UNTOLD}" for r in ranks]
 
     # --- Beside the program ------------------------------------------------------------------
-
-    def compare_beside(self) -> None:
-        """Compare, where this rank may wait for others or has come to something."""
-        if self.record.inside or pickle.dumps(self.record) != self.written:
-            self.compare(self.next)
 
     def end(self) -> None:
         """Tell the others that this rank's program is over."""
@@ -444,7 +439,9 @@ def _serve(
         if is_comparing:
             is_comparing = False
             with suppress(RuntimeError):  # the store has gone with the group
-                log.compare_beside()
+                # It may wait for others, or has come to something.
+                if log.record.inside or pickle.dumps(log.record) != log.written:
+                    log.compare(log.next)
                 is_comparing = True
         del log
 

@@ -56,8 +56,6 @@ from cp_inductor.torch_private.tracing import (
 
 aten = torch.ops.aten
 _SIMPLE = (aten.copy_.default, aten.fill_.Scalar, aten.zero_.default)
-# They write to entries of a list one after the other, and may read what they have written.
-_BY_ENTRY = {getattr(torch, n) for n in dir(torch) if n[:9] == "_foreach_" and n[-1] == "_"}
 
 
 def replay_writes(gm: fx.GraphModule) -> None:
@@ -172,8 +170,7 @@ class _Aliases:
 def _call(node: fx.Node, value_of: Callable[[fx.Node], Any], arguments: Any = None) -> Any:
     """Call what a node calls, on its arguments or others, of which values are taken."""
     args, kwargs = fx.map_arg(arguments or (node.args, node.kwargs), value_of)
-    if node.target in _BY_ENTRY:
-        # An entry may read what was written before; `functionalize` (2.13) would read all at once.
+    if node.target in writes.BY_ENTRY:  # `functionalize` (2.13) would read all at once
         for entry in writes.entries_of(args):
             call_target(node, entry, kwargs)
         return args[0]

@@ -233,11 +233,7 @@ def _hand_over(
 
 
 class _Said(NamedTuple):
-    """What a replica tells the others of its batch.
-
-    Why its documents cannot move (expected, got, remedy), it tells instead; and None, where it has
-    had the last one.
-    """
+    """What a replica tells the others of its batch, or why it cannot, or None behind the last."""
 
     lengths: tuple[int, ...]  # of its documents, one behind the other, in tokens
     labelled: tuple[bool, ...]  # whether each has a token to learn from; true without labels

@@ -5,6 +5,7 @@
     amax(x, 1)                                   a partial          =>  `compute_whole(op, ...)`
     flatten(0, 1) of a graph's input or output   its placement, _StridedShard, is read back
     flatten(0, 1) beside what is whole           gathered, also by compilers
+    conj()[:, 2:5]                               conjugated before it is gathered
 
 Read in torch 2.13.0 and 2.15.0.
 """
@@ -16,6 +17,7 @@ from functools import partial, wraps
 from typing import Any, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -78,8 +80,21 @@ def on_failed_sharding(
             return chosen
         return compute_whole(op, args, kwargs)
 
-    run_uncompiled(choose)
+    redistribute = dispatcher.redistribute_local_args
+
+    def redistribute_values(info: Any, *rest: Any) -> None:
+        """Redistribute values: collectives send memory, which `conj` and `_neg_view` do not change.
+
+        Ranks that pad their parts sent values, where others raised, or sent positives (2.13-2.15).
+        """
+        resolve = partial(pytree.tree_map_only, Tensor, lambda t: t.resolve_conj().resolve_neg())
+        info.local_args = resolve(info.local_args)
+        redistribute(info, *rest)
+
+    for function in (choose, redistribute_values):
+        run_uncompiled(function)
     setattr(dispatcher, CHOOSE, choose)
+    dispatcher.redistribute_local_args = redistribute_values
     forget_shardings()  # that C++ remembers, and would not ask for again
     _let_compilers_take_strided_shards()
 

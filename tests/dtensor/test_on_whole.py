@@ -80,6 +80,9 @@ def test_the_sequence_stays_sharded() -> None:
             ):
                 assert made.placements == (Shard(1),)
                 assert torch.equal(made.full_tensor(), expected)
+                assert torch.equal(made.conj()[:, 1:6].full_tensor(), expected.conj()[:, 1:6])
+        negative = DTensor.from_local(numbers.to_local()[:, :3]._neg_view(), mesh, [Shard(1)])
+        assert torch.equal(negative[:, :4].full_tensor(), -whole[:, [0, 1, 2, 4]])
         # What accumulates along the sequence moves once, and little.
         for op in (torch.cumsum, torch.logcumsumexp, torch.cumprod):
             with CommDebugMode() as counted:
@@ -98,12 +101,12 @@ def test_what_is_refused() -> None:
     cp_inductor.parallelize(nn.Linear(2, 2), mesh)
     x = distribute_tensor(inputs()[0], mesh, [Shard(1)])
     with implicit_replication():
-        with pytest.raises(
-            CPError, match=r"a plain tensor of shape \(2, 7, 8\); make it from a DT"
-        ):
+        with pytest.raises(CPError, match=r"plain tensor of shape \(2, 7, 8\); make it from a DT"):
             torch.zeros(2, 9, 8, dtype=x.dtype)[:, :LENGTH].add_(x)
         with pytest.raises(CPError, match=r"as_strided.*use unfold or slices"):
             x.as_strided((2, 3), (1, 2))
+        with pytest.raises(UnsupportedWrite, match=r"test_on_whole.*make it whole before"):
+            DTensor.from_local(inputs()[0], mesh, [Partial("max")]).clamp_(0)
         before = x.full_tensor()
         with pytest.raises(CPError, match=r"a plain tensor of shape \(2, 7, 8\); distribute it"):
             x.data = inputs()[0] + 1
@@ -182,17 +185,12 @@ def test_lists_that_are_read_and_written() -> None:
 # --- Convolutions along a sharded dim, beside themselves on one process.
 
 PADDED = {"kernel_size": 3, "padding": 1}
+EACH_CHANNEL = {"kernel_size": 4, "padding": 3, "groups": 4, "bias": False}
 # Convolution, what it convolves, on how many ranks, and how they hold it.
 CASES: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...], Any, list[Placement]]] = {
     "odd length": (nn.Conv1d, PADDED, (2, 4, 9), (2,), [Shard(2)]),
     "stride": (nn.Conv1d, {**PADDED, "stride": 2}, (2, 4, 10), (2,), [Shard(2)]),
-    "each channel": (
-        nn.Conv1d,
-        {"kernel_size": 4, "padding": 3, "groups": 4, "bias": False},
-        (2, 4, 9),
-        (3,),
-        [Shard(2)],
-    ),
+    "each channel": (nn.Conv1d, EACH_CHANNEL, (2, 4, 9), (3,), [Shard(2)]),
     "fewer than ranks": (nn.Conv1d, {"kernel_size": 6}, (2, 4, 7), (3,), [Shard(2)]),
     "images": (nn.Conv2d, {"kernel_size": 3}, (2, 4, 5, 7), (2,), [Shard(3)]),
     "beside a batch": (nn.Conv1d, {"kernel_size": 3}, (3, 4, 9), (2, 2), [Shard(0), Shard(2)]),

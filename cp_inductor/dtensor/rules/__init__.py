@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor.experimental import register_sharding
 
 from cp_inductor.dtensor.rules import attention, in_parts, on_whole, partials, writes
+from cp_inductor.torch_private.arguments import ops_that_write
 from cp_inductor.torch_private.dispatch import on_failed_sharding
 from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,
@@ -44,10 +45,10 @@ def register_rules() -> None:
     follow_memory(partials.whole_of_sequence)
     for op in in_parts.ALONE:
         register_sharding(op)(partial(in_parts.places, len(op._schema.returns)))
-    for handler, ops in writes.handled().items():
-        for op in ops:
-            if dtensor_handler(op) is dispatch_as_dtensor:
-                register_dtensor_handler(op, handler)
+    views = dict.fromkeys((*writes.VIEWS, *writes.RESHAPES), writes.view)
+    for op, handler in (views | dict.fromkeys(ops_that_write(), writes.write)).items():
+        if dtensor_handler(op) is dispatch_as_dtensor:
+            register_dtensor_handler(op, handler)
     table = {
         attention.handle_forward: FORWARD_OPS,
         attention.handle_backward: BACKWARD_OPS,

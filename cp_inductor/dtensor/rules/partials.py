@@ -41,6 +41,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_inductor.dtensor.axis import holds_sequences
 from cp_inductor.dtensor.wrap import is_whole, whole_tensor, wrap_shard, wrap_whole
+from cp_inductor.errors import UnsupportedWrite
+from cp_inductor.source import user_line
 from cp_inductor.torch_private.arguments import OpOverload, bind_arguments
 from cp_inductor.torch_private.dtensor import (
     dispatch_as_dtensor,
@@ -88,11 +90,18 @@ def part_of(whole: Tensor, like: DTensor) -> Tensor:
     """Return what this rank holds of a tensor that is placed like another.
 
     The tensor is plain, alike on all ranks, and of the shape of the other, which may be partial. Of
-    a sum the first rank holds all, so that nothing is rounded.
+    a sum the first rank holds all, so that nothing is rounded; torch (2.13) makes no other partial.
     """
     mesh, places = like.device_mesh, list(like.placements)
-    sums = [axis for axis, place in enumerate(places) if place.is_partial() and _is_sum(place)]
+    sums = [axis for axis, place in enumerate(places) if place.is_partial()]
     for axis in sums:
+        if not _is_sum(places[axis]):
+            raise UnsupportedWrite(
+                site=f"a write in place ({user_line()})",
+                expected="a DTensor of which ranks hold all, shards or summands",
+                got=f"one with {like.placements}",
+                remedy="make it whole before, by x.redistribute(placements=[Replicate()])",
+            )
         places[axis] = Replicate()
     part = replicated(whole, mesh).redistribute(placements=places).to_local()
     is_first = all(mesh.get_local_rank(axis) == 0 for axis in sums)

@@ -9,13 +9,12 @@
 
 In compiled graphs the first two are right, because `passes/replay_writes.py` rewrites them. Before
 that, Dynamo runs them on fake tensors, which have no values. DTensor cannot do some of these writes
-at all. A write changes no shape, so on fake tensors it may be left out. Views of empty DTensors
-are refused, as torch would loop for ever.
+at all: these are left out, as no shape changes. Views of empty DTensors are refused, see `limits`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -33,12 +32,7 @@ from cp_inductor.dtensor.rules.partials import is_partial
 from cp_inductor.dtensor.wrap import wrap_whole
 from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.source import user_line
-from cp_inductor.torch_private.arguments import (
-    OpOverload,
-    bind_arguments,
-    ops_that_write,
-    tensors_written_by,
-)
+from cp_inductor.torch_private.arguments import OpOverload, bind_arguments, tensors_written_by
 from cp_inductor.torch_private.dispatch import is_composite
 from cp_inductor.torch_private.dtensor import (
     are_plain_tensors_replicated,
@@ -68,17 +62,15 @@ SCALED = {
     *(aten._foreach_mul_, aten._foreach_div_, aten._foreach_neg_),
 }
 ADDED = {aten.add_, aten.sub_, aten._foreach_add_, aten._foreach_sub_, aten.copy_}
+# They write to entries of a list one after the other, and may read what they have written.
+_LISTS = [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
+BY_ENTRY = {getattr(space, name) for name in _LISTS for space in (torch, aten)}
 # From memory to the copies that DTensor made of it instead of views, and to the views of these.
 _copies: MutableMapping[Any, Any] = WeakKeyDictionary()
 # From the memory of such a copy to the copies of what it was made of. Memory itself tells of no
 # life: exchanges hold it for a while, on each rank for another.
 _copied: MutableMapping[Any, Any] = WeakKeyDictionary()
 _is_strict: ContextVar[bool] = ContextVar("is_strict", default=False)
-
-
-def handled() -> dict[Any, Iterable[OpOverload]]:
-    """Return the ops that each handler is for, if torch has no other: views, and all writes."""
-    return {_view: (*VIEWS, *RESHAPES), _write: ops_that_write()}
 
 
 @contextmanager
@@ -91,7 +83,8 @@ def writes_as_dtensor() -> Iterator[None]:
         _is_strict.reset(token)
 
 
-def _view(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def view(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """View as DTensor does, and note what it copies instead."""
     of = args[0]
     if op is aten.view.default and not of.numel() and any(p.is_shard() for p in of.placements):
         refuse_empty(f"view ({user_line()})", of)
@@ -128,7 +121,8 @@ def _copies_of(tensor: DTensor) -> Any:
     return _copies.setdefault(memory_of(local_of(tensor)), WeakTensorKeyDictionary())
 
 
-def _write(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def write(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write as one process does, or refuse."""
     tensors = tensors_written_by(op, args, kwargs)
     written = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     if any(is_propagating_shapes(local_of(tensor)) for tensor in written):
@@ -136,7 +130,7 @@ def _write(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     for tensor in written:
         _check(op, tensor)
     parts = [x for x in filter(is_partial, written) if holds_sequences(x.device_mesh)]
-    if len(written) > 1 and "_foreach_" in op.name() and _meet(args, written, bool(parts)):
+    if len(written) > 1 and op.overloadpacket in BY_ENTRY and _meet(args, written, bool(parts)):
         # DTensor, and an op on the whole, would read all before they write any.
         for entry in entries_of(args):
             op(*entry, **kwargs)

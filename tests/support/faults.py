@@ -205,7 +205,7 @@ def train(rank: int, note: Callable[[], None], case: Case, batch: int = 1) -> fl
     if case.form != EAGER:
         options = {"mesh": mesh} if is_static else {"plan": "runtime"}
         run = torch.compile(model, backend=case.form, fullgraph=True, options=options)
-    lower = cp_inductor.backend.compile.lower
+    lower = cp_inductor.backend.captured.lower
 
     def lower_or_not(*args: Any) -> None:
         strike_if("compile", case.step)
@@ -214,7 +214,7 @@ def train(rank: int, note: Callable[[], None], case: Case, batch: int = 1) -> fl
     loss = torch.zeros(())
     # A graph that is found in a cache is not compiled.
     with (
-        mock.patch.object(cp_inductor.backend.compile, "lower", lower_or_not),
+        mock.patch.object(cp_inductor.backend.captured, "lower", lower_or_not),
         torch._inductor.config.patch(fx_graph_cache=case.at != "compile"),
         torch._functorch.config.patch(enable_autograd_cache=case.at != "compile"),
     ):

@@ -92,14 +92,14 @@ class Layer(nn.Module):
 def recorded_lowering() -> Iterator[dict[str, fx.GraphModule]]:
     """Collect the lowered graphs of what is compiled inside: by "forward", "backward", ..."""
     graphs: dict[str, fx.GraphModule] = {}
-    original = cp_inductor.backend.compile.lower
+    original = cp_inductor.backend.captured.lower
 
     def record(lowering: Lowering) -> None:
         original(lowering)
         assert lowering.kind not in graphs
         graphs[lowering.kind] = lowering.gm
 
-    with mock.patch.object(cp_inductor.backend.compile, "lower", record):
+    with mock.patch.object(cp_inductor.backend.captured, "lower", record):
         yield graphs
 
 

@@ -24,6 +24,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any, cast
@@ -37,7 +38,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.wrap import wrap_parts, wrap_whole
-from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
+from cp_inductor.errors import ModifiedInPlace, UnsupportedPlacement, UntiedWeights
 from cp_inductor.kept import cache
 from cp_inductor.torch_private.dynamo import graph_inputs
 
@@ -199,16 +200,32 @@ class Options:
             local = whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
             return wrap_parts(local, tensor.device_mesh, tensor.placements, tensor.shape)
         if self.gradients == "sum":
-            return wrap_whole(tensor, self.mesh)
-        if tensor.requires_grad:
-            tensor = scale_gradient(tensor, self.mesh.size())
-        places, parts = [Replicate()] * self.mesh.ndim, [Partial()] * self.mesh.ndim
-        return DTensor.from_local(tensor, self.mesh, places, run_check=False, grad_placements=parts)
+            read = wrap_whole(tensor, self.mesh)
+        else:
+            own = scale_gradient(tensor, self.mesh.size()) if tensor.requires_grad else tensor
+            places, parts = [Replicate()] * self.mesh.ndim, [Partial()] * self.mesh.ndim
+            read = DTensor.from_local(
+                own, self.mesh, places, run_check=False, grad_placements=parts
+            )
+        if read.requires_grad and not torch.compiler.is_compiling():  # graphs check it themselves
+            read.register_hook(partial(_refuse_writes, tensor, tensor._version))
+        return read
 
     def is_beside(self, tensor: Tensor) -> bool:
         """Whether a tensor is a DTensor over other ranks, which is read as it is."""
         return (
             self.weights is None and isinstance(tensor, DTensor) and tensor.device_mesh != self.mesh
+        )
+
+
+def _refuse_writes(weight: Tensor, version: int, _gradient: Tensor) -> None:
+    """Refuse a weight that was written to since a forward read it: autograd asks the DTensor."""
+    if weight._version != version:
+        raise ModifiedInPlace(
+            site=f"a weight of shape {tuple(weight.shape)}",
+            expected=f"version {version}, as the forward read it",
+            got=f"version {weight._version}: the backward would read what was written since",
+            remedy="call backward() before optimizer.step() or other writes to weights",
         )
 
 

@@ -13,7 +13,8 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+import torch.utils._pytree as pytree
+from torch import SymInt, Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -180,8 +181,21 @@ def dispatch_as_dtensor(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     return dispatcher.wrap(results, sharding.output_spec)
 
 
+def has_symbols_as_strides(value: Any) -> bool:
+    """Whether a value is a DTensor that DTensor's dispatch in C++ cannot hash (2.13-2.15).
+
+    Such as x[:, 0], of which tokens are symbols in the strides alone.
+    """
+    if not isinstance(value, DTensor) or any(isinstance(size, SymInt) for size in value.shape):
+        return False
+    return any(isinstance(stride, SymInt) for stride in value.stride())
+
+
 def without_handler(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `op` as DTensor does if no handler is registered for it, its generator included."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    if op not in ops_that_draw() and any(has_symbols_as_strides(leaf) for leaf in leaves):
+        return dispatch_as_dtensor(op, args, kwargs)
     table = DTensor._op_dispatcher._custom_op_handlers
     handler = table.pop(op, None)  # None: another thread is in here, and puts it back
     try:

@@ -88,7 +88,7 @@ class SymbolicLengths:
             if is_whole_slice(bound, bound["input_sizes"]):
                 return torch.ops.aten.alias.default(bound["grad_output"])
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        if not any(_is_plain_symbolic(leaf) or has_symbols_as_strides(leaf) for leaf in leaves):
+        if not any(_is_plain_symbolic(leaf) for leaf in leaves):
             return without_handler(op, args, kwargs)
         meshes = [leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)]
         # Where plain tensors are not taken as replicated, torch's error says so.
@@ -101,13 +101,6 @@ class SymbolicLengths:
 def _is_plain_symbolic(value: Any) -> bool:
     is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
     return is_plain and any(isinstance(size, SymInt) for size in value.shape)
-
-
-def has_symbols_as_strides(value: Any) -> bool:
-    """Whether a value is a DTensor that DTensor's own dispatch cannot hash: see above."""
-    if not isinstance(value, DTensor) or any(isinstance(size, SymInt) for size in value.shape):
-        return False
-    return any(isinstance(stride, SymInt) for stride in value.stride())
 
 
 def is_whole_slice(bound: Mapping[str, Any], sizes: Sequence[int | SymInt]) -> bool:

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_inductor
 from cp_inductor import (
     InvalidArgument,
+    ModifiedInPlace,
     RanksDisagree,
     UnsupportedPlacement,
     UnsupportedWrite,
@@ -196,6 +197,31 @@ def test_results_of_before_may_go_during_a_trace(first_mesh: DeviceMesh) -> None
     out = torch.compile(model, backend=AOT, fullgraph=True)(x)
     assert not Forgetting.results
     torch.testing.assert_close(out.to_local(), expected[:, :3])
+
+
+@on_ranks(2)
+def test_results_beside_plain_labels() -> None:
+    """The loss is the program's own, in training and evaluation."""
+    model, x = nn.Linear(4, 4).double(), torch.randn(2, 7, 4).double()
+    reference, labels = copy.deepcopy(model), torch.arange(14).view(2, 7) % 4
+    cp_inductor.parallelize(model, world_mesh(), seq_dims={"input": 1})
+    for run in (compiled(model, AOT), model):
+        for context in (torch.no_grad, nullcontext):
+            with context():
+                pair = [mean_loss(one(x), labels) for one in (run, reference)]
+            if pair[0].requires_grad:
+                pair[0].backward()
+                pair[1].backward()
+            assert_same_gradients(model, reference, pair)
+
+
+def test_a_weight_that_is_written_before_its_backward(first_mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    cp_inductor.parallelize(model, first_mesh, seq_dims={"input": 1})
+    loss = model(torch.randn(2, 6, 4)).sum()
+    nn.init.zeros_(model[1].weight)
+    with pytest.raises(ModifiedInPlace, match=r"a weight of shape \(4, 4\).*optimizer\.step"):
+        loss.backward()
 
 
 # --- What is wrapped around a model, or put into it -----------------------------------------------

@@ -36,12 +36,11 @@ from cp_inductor.torch_private.arguments import OpOverload, bind_arguments, tens
 from cp_inductor.torch_private.dispatch import is_composite
 from cp_inductor.torch_private.dtensor import (
     are_plain_tensors_replicated,
-    dispatch_as_dtensor,
     is_propagating_shapes,
     local_of,
     without_handler,
 )
-from cp_inductor.torch_private.symbolic_dtensor import has_symbols_as_strides, is_whole_slice
+from cp_inductor.torch_private.symbolic_dtensor import is_whole_slice
 from cp_inductor.torch_private.traces import traces
 from cp_inductor.torch_private.tracing import is_compiled, is_fake, memory_of, tensors_in
 
@@ -90,8 +89,6 @@ def view(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_empty(f"view ({user_line()})", of)
     if op is aten.slice.Tensor and is_whole_slice(bind_arguments(op, args, kwargs), of.shape):
         return aten.alias.default(of)
-    # The strides of x[:, 0] are symbols where the tokens of x are one.
-    run = dispatch_as_dtensor if has_symbols_as_strides(of) else without_handler
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled() and not of.is_inference():
             # DTensor (2.13) would make views of a tensor from outside of inference_mode that torch
@@ -99,13 +96,13 @@ def view(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.no_grad())
         try:
-            views = run(op, args, kwargs)
+            views = without_handler(op, args, kwargs)
         except (RuntimeError, ValueError):
             if op not in RESHAPES:
                 raise
             # DTensor has other strides than its part, if that lies otherwise than the whole.
             copied = aten.clone.default(of, memory_format=torch.contiguous_format)
-            views = run(op, (copied, *args[1:]), kwargs)
+            views = without_handler(op, (copied, *args[1:]), kwargs)
     is_view = op is not aten._unsafe_view.default
     if is_view and not is_fake(local_of(of)) and not is_compiled(local_of(of)):
         memory = memory_of(local_of(of))

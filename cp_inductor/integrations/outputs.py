@@ -8,7 +8,7 @@ import torch.distributed as dist
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 
 def gather_outputs(data: Any, num: int | None = None, others: DeviceMesh | None = None) -> Any:
@@ -23,7 +23,8 @@ def gather_outputs(data: Any, num: int | None = None, others: DeviceMesh | None 
     def gather_tensor(tensor: Tensor) -> Tensor:
         whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if others is not None:
-            whole = _gather_samples(whole if whole.ndim else whole[None], others)
+            own = whole.detach() if whole.ndim else whole.detach()[None]
+            whole = DTensor.from_local(own, others, [Shard(0)], run_check=False).full_tensor()
         return whole[:num] if whole.ndim else whole
 
     try:
@@ -39,9 +40,3 @@ def gather_objects(data: list[Any], num: int | None, others: DeviceMesh | None) 
     gathered: list[Any] = [None] * others.size()
     dist.all_gather_object(gathered, data, group=others.get_group())
     return [item for part in gathered for item in part][:num]
-
-
-def _gather_samples(samples: Tensor, others: DeviceMesh) -> Tensor:
-    gathered = samples.new_empty((others.size() * len(samples), *samples.shape[1:]))
-    dist.all_gather_into_tensor(gathered, samples.contiguous(), group=others.get_group())
-    return gathered

@@ -163,7 +163,12 @@ def shared_out(tokens: DTensor, dims: int | None = None) -> list[Shard]:
     """Return placements of tokens of which each rank computes its own: shards of the first dims."""
     # If ranks hold the same tokens, each takes a part. Otherwise gradients would count twice.
     dims = dims or dims_of_tokens(tokens)
-    return [p if type(p) is Shard and p.dim < dims else Shard(dims - 1) for p in tokens.placements]
+    parts = [p if type(p) is Shard and p.dim < dims else Shard(dims - 1) for p in tokens.placements]
+    # If the backward is the first to ask whether a length is below 3 ranks, its symbol becomes 2
+    # after torch (2.13) has counted results of the forward, which it was one of. So ask here.
+    changes = zip(parts, tokens.placements, tokens.device_mesh.shape, strict=True)
+    any(tokens.shape[part.dim] < size for part, before, size in changes if part != before)
+    return parts
 
 
 def wrap_tokens(out: Tensor, tokens: DTensor, dims: int | None = None) -> DTensor:

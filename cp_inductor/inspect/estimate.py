@@ -103,7 +103,7 @@ class Estimate:
         logits_bytes: of `memory`, the most that a chunk of the loss holds; 0 without chunks.
         largest: the largest buffers at the peak of the larger program, as (op, bytes).
         parts_s: seconds, by what they are for.
-        model_flops: of the model on this rank, forward and backward, without what is repeated.
+        model_flops: of the model on this rank, forward and, if trained, backward, without repeats.
         peak_flops: that the device could do in a second; 0 if unknown.
         capacity_bytes: of the device's memory; 0 if unknown.
         smallest_world: the fewest ranks, among powers of 2, on which the same step is taken to
@@ -304,17 +304,21 @@ def estimate_here(example: Example, *, target: Target, checkpoint: str, states: 
         for name, value in more[kind].seconds.items():
             parts[name] += value + further * (value - few[kind].seconds.get(name, 0.0))
         flops += (1 + further) * more[kind].model_flops - further * few[kind].model_flops
+    is_trained = "backward" in more
     if states.is_fsdp and layers is not None:
         compute = sum(parts.values()) / layers.count
-        parts["exposed weights"] = layers.count * weights.exposed(compute, machine, world_size)
-    if is_offloaded:
+        # Weights are gathered in forward and backward, and gradients summed.
+        exposed_s = weights.exposed(3 if is_trained else 1, compute, machine, world_size)
+        parts["exposed weights"] = layers.count * exposed_s
+    if is_offloaded and is_trained:
         # Inputs of layers leave while the forward computes, and return while the backward does.
         moved_s = (more["forward"].saved_bytes - few["forward"].saved_bytes) / HOST_BYTES_PER_S
         layer_s = [sum(more[k].seconds.values()) - sum(few[k].seconds.values()) for k in more]
         parts["exposed offload"] = further * sum(max(0.0, moved_s - item) for item in layer_s)
-    held = weights.held_bytes(states, world_size)
-    # Gradients, weights and states are read, and all but the gradients are written.
-    parts["optimizer"] = (3 + 2 * states.optimizer_states) * held / machine.device.bytes_per_s
+    if is_trained:
+        # Gradients, weights and states are read, and all but the gradients are written.
+        moved = (3 + 2 * states.optimizer_states) * weights.held_bytes(states, world_size)
+        parts["optimizer"] = moved / machine.device.bytes_per_s
     return Estimate(
         target=target.name,
         world_size=world_size,
@@ -383,12 +387,9 @@ class _Weights:
         held = self.num_bytes if dtype is None else self.count * dtype.itemsize
         return -(-held // world_size) if states.is_fsdp else held
 
-    def exposed(self, layer_s: float, machine: Machine, world_size: int) -> float:
-        """Return the seconds of gathers and of a sum that a layer does not hide.
-
-        Weights are gathered in forward and backward, and gradients summed: three times a layer.
-        """
-        moved = 3 * self.layer_bytes * (world_size - 1) / world_size
+    def exposed(self, times: int, layer_s: float, machine: Machine, world_size: int) -> float:
+        """Return the seconds of so many gathers or sums of weights that a layer does not hide."""
+        moved = times * self.layer_bytes * (world_size - 1) / world_size
         return max(0.0, moved / machine.levels[-1].bytes_per_s - layer_s)
 
 

@@ -52,6 +52,7 @@ _KERNEL_OF = {
 }
 # A backward has two multiplications for each of the forward, by which a model's use is counted.
 FORWARD_AND_BACKWARD = 3
+TIMES_COUNTED = {"forward": FORWARD_AND_BACKWARD, "backward": 0, "inference": 1}
 
 _C10D = torch.ops._c10d_functional
 _SUMS = (_C10D.all_reduce.default, _C10D.all_reduce_.default)
@@ -87,8 +88,8 @@ class Price:
     # seconds: of its compute, by "attention", "matmuls" and "elementwise"; and "exposed exchanges":
     # what no compute hides of them, or cannot hide by the device's `hidden`.
     seconds: Mapping[str, float]
-    # model_flops: of attention and matrix multiplications, forward and backward, as a forward has
-    # them: what is computed again does not count.
+    # model_flops: of attention and matrix multiplications, forward and, in training, backward, as a
+    # forward has them: what is computed again does not count.
     model_flops: float
     peak_bytes: int  # most bytes alive at once, besides what the caller passed in
     saved_bytes: int  # of what a forward leaves to the backward, and of what a backward returns
@@ -236,8 +237,7 @@ class _Priced(Description):
         work = _computed(device, node) * flops if is_tile else flops
         seconds = max(work / rate, in_memory)
         self.seconds["attention" if is_tile else "matmuls"] += seconds
-        if self.kind != "backward":
-            self.model_flops += FORWARD_AND_BACKWARD * flops
+        self.model_flops += TIMES_COUNTED[self.kind] * flops
         return seconds
 
     def _seconds_of_exchange(self, node: fx.Node, own: int) -> float:
@@ -255,13 +255,15 @@ class _Priced(Description):
         assert isinstance(called, fx.Node)
         inner = getattr(self.gm, str(called.target))
         pricing = replace(self.pricing, free=frozenset(), sums_gradients=True)
-        priced = _Priced(inner, "forward", pricing)
+        is_inference = self.kind == "inference"
+        priced = _Priced(inner, "inference" if is_inference else "forward", pricing)
         for name, value in priced.seconds.items():
             self.seconds[name] += value
         is_chunk = not isinstance(inner, Piece)
         if self.kind != "backward":
             # A chunk of logits has the multiplications of its backward in it.
-            self.model_flops += priced.model_flops / (FORWARD_AND_BACKWARD if is_chunk else 1)
+            has_backward = is_chunk and not is_inference
+            self.model_flops += priced.model_flops / (FORWARD_AND_BACKWARD if has_backward else 1)
         held = self.inside[self.index[node]] = priced.peak()[0]
         self.chunk_bytes = max(self.chunk_bytes, held * is_chunk)
         return sum(priced.seconds.values())

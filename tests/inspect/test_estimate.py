@@ -81,9 +81,8 @@ def test_layers_that_are_alike(windows: list[int], found: Layers | None, fewest:
     if windows == [0, 1, 2, 3, 4]:
         model.layers[2].up = nn.Linear(DIM, 4 * DIM, device="meta")  # a bias more
     layers = find_layers(model)
-    assert layers == found
+    assert (layers, layers and layers.fewest) == (found, fewest)
     if layers is not None:
-        assert layers.fewest == fewest
         layers.keep(model, 2)
         assert [layer.place for layer in model.layers] == [0, 1]
 
@@ -166,7 +165,7 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def remembered(example: Any, *how: Any, **flags: Any) -> Any:
         layers = example.model.layers
-        key = (len(layers), "forward" in vars(layers[0]))
+        key = (len(layers), "forward" in vars(layers[0]), torch.is_grad_enabled())
         if key not in PRICES:
             PRICES[key] = price(example, *how, **flags)
         return PRICES[key]
@@ -199,8 +198,10 @@ def test_further_layers_are_what_they_would_be(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled_once")
 def test_checkpoints_hold_the_inputs_of_layers() -> None:
-    plain, again = estimated(20), estimated(20, checkpoint="layers")
-    away = estimated(20, checkpoint="offload")
+    plain, again, away = (estimated(20, checkpoint=way) for way in ("none", "layers", "offload"))
+    with torch.no_grad():
+        alone = estimated(20, checkpoint="offload")
+    assert "optimizer" not in alone.parts_s and alone.model_flops * 3 == plain.model_flops
     inputs = TOKENS // 4 * DIM * 4
     saved = [one.memory["saved activations"] for one in (plain, again, away)]
     assert saved[0] > 2 * saved[1] > saved[1] >= 20 * inputs

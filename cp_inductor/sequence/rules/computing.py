@@ -73,10 +73,11 @@ def _linear(call: OpCall, sums: list[Sum]) -> Type:
 
 def _is_rounded(call: OpCall) -> bool:
     """Whether a result is rounded to whole numbers, or to a bool."""
-    read, made = (tensor.dtype for tensor in (call.tensors[0], call.outs[0]))
+    made = call.outs[0].dtype
     is_whole = not (made.is_floating_point or made.is_complex)
-    is_narrowed = read.is_floating_point or (made is torch.bool and read is not torch.bool)
-    return (is_whole and is_narrowed) or call.bound.get("rounding_mode") is not None
+    read = {tensor.dtype for tensor in call.tensors} - {made}
+    is_narrowed = made is torch.bool or any(dtype.is_floating_point for dtype in read)
+    return (is_whole and bool(read) and is_narrowed) or call.bound.get("rounding_mode") is not None
 
 
 @rule(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy)

@@ -60,8 +60,6 @@ OPAQUE_ATTENTION = VARLEN_OPS | {
 class RegionMode(TorchFunctionMode):
     """A mode that decides how each function of torch is called inside."""
 
-    has_attention = True  # it decides what an attention is
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -134,8 +132,6 @@ class per_rank(RegionMode):  # noqa: N801
             x = x + x.roll(1, dims=1)           each rank rolls its own tokens
     """
 
-    has_attention = False
-
     def _call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             with annotate(PER_RANK):
@@ -159,7 +155,7 @@ def _leave_alone(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
 def note_compiled() -> None:
     """Let checkpoints around compiled code recompute within the regions around it."""
     for mode in function_modes():
-        if isinstance(mode, RegionMode) and mode.has_attention:
+        if isinstance(mode, RegionMode) and not isinstance(mode, per_rank):
             rerun_within(mode)
 
 

@@ -36,7 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_inductor.errors import SequenceMixed
 from cp_inductor.kept import on_reset
-from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, version_of
+from cp_inductor.sequence.follow import EXPECTED, REMEDY, Typer, shards_at, version_of
 from cp_inductor.sequence.rules.views import MASKS
 from cp_inductor.sequence.types import (
     ATTENDED_DIM,
@@ -106,7 +106,7 @@ class EagerTyper(Typer):
     def declare(self, shard: Tensor, dim: int, whole: Tensor) -> None:
         """Take a tensor for this rank's shard of a whole one."""
         self.has_buffers = True
-        self.types[shard] = self.shards(shard, dim)
+        self.types[shard] = shards_at(shard, dim, self.is_even)
         self.declared[shard] = None
         self.wholes.declare(shard, whole, shard.shape[dim])
 
@@ -137,13 +137,13 @@ class EagerTyper(Typer):
         if self.has_buffers or _is_of_a_module(tensor):
             self.kept[tensor] = None
             return Same()
-        return self.shards(tensor, min(tensor.ndim - 1, 1))
+        return shards_at(tensor, min(tensor.ndim - 1, 1), self.is_even)
 
     def type_attended(self, tensor: Tensor) -> Type:
         """Return the type of a query, key or value; it may come from outside."""
         if tensor not in self.types:
             is_own = self.has_buffers or not _is_plain(tensor)
-            self.types[tensor] = Own() if is_own else self.shards(tensor, ATTENDED_DIM)
+            self.types[tensor] = Own() if is_own else shards_at(tensor, ATTENDED_DIM, self.is_even)
         return self.types[tensor]
 
     def meet(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:

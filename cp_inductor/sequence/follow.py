@@ -94,10 +94,6 @@ class Typer(OpWatcher):
         """Return the type of a query, key or value."""
         return self.type_of(tensor)
 
-    def shards(self, tensor: Tensor, dim: int) -> Type:
-        """Return the type of a tensor whose dim holds this rank's tokens."""
-        return shards_at(tensor, dim, self.is_even)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_aten = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
         if is_aten and find_rule(func) is None:
@@ -240,7 +236,8 @@ class Typer(OpWatcher):
             self.refuse_mixed(tensor)
             kind = self.type_attended(tensor)
             places = kind.places() if isinstance(kind, Shards) else ()
-            if not isinstance(kind, Own) and self.shards(tensor, ATTENDED_DIM) not in places:
+            is_own = isinstance(kind, Own)
+            if not is_own and shards_at(tensor, ATTENDED_DIM, self.is_even) not in places:
                 raise SequenceMixed(
                     site=site,
                     expected="query, key and value of shape (batch, heads, tokens, features), with"
@@ -254,7 +251,7 @@ class Typer(OpWatcher):
 
     def attended(self, out: Tensor, tensors: Sequence[Tensor], *, is_local: bool) -> None:
         """Give the result of an attention its type."""
-        result = self.shards(out, ATTENDED_DIM)
+        result = shards_at(out, ATTENDED_DIM, self.is_even)
         kinds = [self.type_attended(tensor) for tensor in tensors]
         if isinstance(result, Shards) and isinstance(kinds[0], Shards):
             # The result may be wrapped, and then as long as the whole.

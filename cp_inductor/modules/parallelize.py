@@ -241,17 +241,14 @@ def _entrance(cls: Any, options: Options) -> type[nn.Module]:
 
 
 class _Replicating(threading.local):
-    """Takes plain tensors beside DTensors as replicated, as long as somebody asks for it.
+    """Takes plain tensors as replicated until models that ran, and their results, are gone.
 
-    Programs compute with a model's results, such as logits beside plain labels: it goes on while
-    the model lives. Formulas of autograd compute with tensors that a forward saved: so it does
-    until what the model has returned is gone. torch's context is per thread, which autograd takes
-    over from the caller of a backward, and when it is left, it ends the one around it as well.
+    Programs compute with results, such as logits beside labels, and autograd with saved tensors.
+    torch's context is per thread, which a backward takes over, and ends the one around it as well.
     """
 
     def __init__(self) -> None:
-        self.num_askers, self.around = 0, ExitStack()
-        self.models = WeakSet[nn.Module]()  # that ran in this thread
+        self.num_askers, self.around, self.models = 0, ExitStack(), WeakSet[nn.Module]()
 
     def begin(self, model: nn.Module) -> None:
         if not are_plain_tensors_replicated():

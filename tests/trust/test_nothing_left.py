@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_inductor
 import cp_inductor.backend.compile
+from cp_inductor.backend import captured
 from cp_inductor.passes import pipeline
 from cp_inductor.passes.pipeline import Lowering, PostGrad
 from cp_inductor.plan import Recipe
@@ -101,7 +102,7 @@ class Crash(Exception):
 
 
 OURS = cp_inductor.backend.compile
-lower = OURS.lower
+lower = captured.lower
 
 
 def lower_the_forward_alone(lowering: Lowering) -> None:
@@ -116,10 +117,10 @@ PLACES: dict[str, Any] = {
     "where it is refused": lambda: cp_inductor.config.patch(strategy="heads"),  # there is one
     "while attentions are found": lambda: crash(pipeline, "find_attention"),
     "while they are captured": lambda: crash(pipeline, "capture_attention"),
-    "while they are lowered": lambda: crash(OURS, "lower"),
-    "while it is interrupted": lambda: crash(OURS, "lower", side_effect=KeyboardInterrupt),
+    "while they are lowered": lambda: crash(captured, "lower"),
+    "while it is interrupted": lambda: crash(captured, "lower", side_effect=KeyboardInterrupt),
     "behind the lowering of the backward": lambda: mock.patch.object(
-        OURS, "lower", lower_the_forward_alone
+        captured, "lower", lower_the_forward_alone
     ),
     "in Inductor": lambda: crash(OURS, "compile_fx_inner"),
     "in Inductor's passes": lambda: crash(PostGrad, "__call__"),

@@ -241,20 +241,23 @@ def _entrance(cls: Any, options: Options) -> type[nn.Module]:
 
 
 class _Replicating(threading.local):
-    """Takes plain tensors beside DTensors as replicated, as long as somebody asks for it.
+    """Takes plain tensors as replicated until models that ran, and their results, are gone.
 
-    Formulas of autograd compute with tensors that a forward saved. So it goes on until what the
-    model has returned is gone. torch's context is per thread, which autograd takes over from the
-    caller of a backward, and when it is left, it ends the one around it as well.
+    Programs compute with results, such as logits beside labels, and autograd with saved tensors.
+    torch's context is per thread, which a backward takes over, and ends the one around it as well.
     """
 
     def __init__(self) -> None:
-        self.num_askers, self.around = 0, ExitStack()
+        self.num_askers, self.around, self.models = 0, ExitStack(), WeakSet[nn.Module]()
 
-    def begin(self) -> None:
+    def begin(self, model: nn.Module) -> None:
         if not are_plain_tensors_replicated():
             self.around.enter_context(implicit_replication())
         self.num_askers += 1
+        if model not in self.models:
+            self.models.add(model)
+            self.num_askers += 1
+            weakref.finalize(model, self.end).atexit = False
 
     def end(self) -> None:
         self.num_askers -= 1
@@ -304,7 +307,7 @@ def _begin(model: nn.Module, is_traced: bool) -> None:
             remedy="call loss.backward() or torch.autograd.grad; functional_call may stay",
         )
     _adopt(model)
-    _replicating.begin()
+    _replicating.begin(model)
     if is_traced:  # also if what eager code has returned goes in the meantime
         traces.around.callback(_replicating.end)
 

@@ -198,6 +198,22 @@ def test_results_of_before_may_go_during_a_trace(first_mesh: DeviceMesh) -> None
     torch.testing.assert_close(out.to_local(), expected[:, :3])
 
 
+@on_ranks(2)
+def test_results_beside_plain_labels() -> None:
+    """The loss is the program's own, in training and evaluation."""
+    model, x = nn.Linear(4, 4).double(), torch.randn(2, 7, 4).double()
+    reference, labels = copy.deepcopy(model), torch.arange(14).view(2, 7) % 4
+    cp_inductor.parallelize(model, world_mesh(), seq_dims={"input": 1})
+    for run in (compiled(model, AOT), model):
+        for context in (torch.no_grad, nullcontext):
+            with context():
+                pair = [mean_loss(one(x), labels) for one in (run, reference)]
+            if pair[0].requires_grad:
+                pair[0].backward()
+                pair[1].backward()
+            assert_same_gradients(model, reference, pair)
+
+
 # --- What is wrapped around a model, or put into it -----------------------------------------------
 
 

@@ -11,6 +11,7 @@ Nothing here imports torch, so that plans and the command line can raise these e
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 
 class CPError(RuntimeError):
@@ -132,3 +133,15 @@ class UntiedWeights(CPError):
 
 class MissingTriton(CPError):
     """Triton code was asked for, but the triton that belongs to this torch is not installed."""
+
+
+def refuse_version(site: str, tensor: Any, version: int, _: object = None) -> None:
+    """Refuse a tensor that was written to since it had a version that a backward needs."""
+    if tensor._version != version:
+        raise ModifiedInPlace(
+            site=site,
+            expected=f"version {version}, which its backward needs",
+            got=f"version {tensor._version}: one of the variables needed for gradient"
+            " computation has been modified by an inplace operation",
+            remedy="write to a clone of it, or after the backward",
+        )

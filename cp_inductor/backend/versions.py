@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cp_inductor.errors import ModifiedInPlace
+from cp_inductor.errors import refuse_version
 from cp_inductor.torch_private.checkpoint import has_saved_tensor_hooks, is_backward_kept
 from cp_inductor.torch_private.modes import run_uncompiled
 from cp_inductor.torch_private.tracing import is_fake
@@ -100,14 +100,7 @@ def _that_are_saved(tensors: Sequence[Any], saved: Sequence[tuple[int, int]]) ->
 def _check(held: _Held, _: object) -> None:
     """Refuse what was written to, and let go of all if this backward is the last."""
     for name, tensor, version in held:
-        if tensor._version != version:
-            raise ModifiedInPlace(
-                site=f"{name} (shape {tuple(tensor.shape)}) of a compiled graph",
-                expected=f"version {version}, which its backward needs",
-                got=f"version {tensor._version}: one of the variables needed for gradient"
-                " computation has been modified by an inplace operation",
-                remedy="write to a clone of it, or after the backward",
-            )
+        refuse_version(f"{name} (shape {tuple(tensor.shape)}) of a compiled graph", tensor, version)
     if not is_backward_kept():
         held.clear()
 

@@ -24,6 +24,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,8 +37,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from cp_inductor.dtensor.axis import is_first_rank
-from cp_inductor.dtensor.wrap import wrap_parts, wrap_whole
-from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
+from cp_inductor.dtensor.wrap import wrap_parts
+from cp_inductor.errors import UnsupportedPlacement, UntiedWeights, refuse_version
 from cp_inductor.kept import cache
 from cp_inductor.torch_private.dynamo import graph_inputs
 
@@ -188,22 +189,21 @@ class Options:
         return self.mesh if self.weights is None else self.weights.mesh
 
     def as_dtensor(self, tensor: Tensor) -> Tensor:
-        """Return a DTensor on the mesh, of a plain tensor that every rank has whole.
-
-        A DTensor over other ranks, as by tensor parallelism, stays one on its own mesh.
-        """
+        """Return a DTensor, of what every rank has whole; over other ranks it stays on its mesh."""
         if isinstance(tensor, DTensor):
             if not self.is_beside(tensor):
                 return tensor if self.weights is None else self.weights.gather(tensor, self.mesh)
             whole = cast("DTensor", self.as_dtensor(tensor.to_local()))
             local = whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
             return wrap_parts(local, tensor.device_mesh, tensor.placements, tensor.shape)
-        if self.gradients == "sum":
-            return wrap_whole(tensor, self.mesh)
-        if tensor.requires_grad:
-            tensor = scale_gradient(tensor, self.mesh.size())
-        places, parts = [Replicate()] * self.mesh.ndim, [Partial()] * self.mesh.ndim
-        return DTensor.from_local(tensor, self.mesh, places, run_check=False, grad_placements=parts)
+        parts = None if self.gradients == "sum" else [Partial()] * self.mesh.ndim
+        own = scale_gradient(tensor, self.mesh.size()) if parts and tensor.requires_grad else tensor
+        places = [Replicate()] * self.mesh.ndim
+        read = DTensor.from_local(own, self.mesh, places, run_check=False, grad_placements=parts)
+        if read.requires_grad and not torch.compiler.is_compiling():  # graphs check it themselves
+            site = f"a weight of shape {tuple(tensor.shape)}"
+            read.register_hook(partial(refuse_version, site, tensor, tensor._version))
+        return read
 
     def is_beside(self, tensor: Tensor) -> bool:
         """Whether a tensor is a DTensor over other ranks, which is read as it is."""

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_inductor
 from cp_inductor import (
     InvalidArgument,
+    ModifiedInPlace,
     RanksDisagree,
     UnsupportedPlacement,
     UnsupportedWrite,
@@ -212,6 +213,15 @@ def test_results_beside_plain_labels() -> None:
                 pair[0].backward()
                 pair[1].backward()
             assert_same_gradients(model, reference, pair)
+
+
+def test_a_weight_that_is_written_before_its_backward(first_mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    cp_inductor.parallelize(model, first_mesh, seq_dims={"input": 1})
+    loss = model(torch.randn(2, 6, 4)).sum()
+    nn.init.zeros_(model[1].weight)
+    with pytest.raises(ModifiedInPlace, match=r"a weight of shape \(4, 4\).*after the backward"):
+        loss.backward()
 
 
 # --- What is wrapped around a model, or put into it -----------------------------------------------

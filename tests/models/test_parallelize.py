@@ -441,6 +441,21 @@ def test_small_gradients_are_summed_together(first_mesh: DeviceMesh) -> None:
     assert len(sums) <= 4 and largest > 0.8 * num_weights
 
 
+@on_ranks(3)
+def test_gradients_are_summed_alike_where_shapes_are_formulas() -> None:
+    """The last rank has what the others leave of 5 tokens, once lengths are symbols."""
+
+    class Loss(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.logsumexp(-1).mean()
+
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 4), nn.Linear(4, 4), Loss()).double()
+    reference = copy.deepcopy(model)
+    run = torch.compile(cp_inductor.parallelize(model, world_mesh()), backend=AOT)
+    for length in (7, 5):
+        assert_same_step(model, reference, run, torch.arange(length)[None])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["layers", "a graph break"])
 @on_ranks(2)

@@ -6,6 +6,7 @@ reviewed change that says why.
 
 from __future__ import annotations
 
+import ast
 import io
 import tokenize
 from collections.abc import Iterator
@@ -14,18 +15,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # What a room may have, and what it has if that is more.
 BUDGETS = {
-    "plan": (4600, 5002),
+    "plan": (4600, 4984),
     "run tiles batches": (4800, 0),
     "passes": (4400, 0),
     "mask": (3500, 0),
     "torch_private": (3000, 0),
-    "dtensor modules": (5000, 5430),
-    "trust": (1400, 1827),
+    "dtensor modules": (5000, 5429),
+    "trust": (1400, 1790),
     "inspect": (3200, 0),
     "integrations": (1900, 0),
     "region sequence": (3600, 0),
     "backend graph schedule ops .": (3900, 0),
 }
+MOST_LINES, MOST_OF_CODE = 40000, 23000
 IS_NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -44,7 +46,7 @@ def files_of(rooms: str) -> Iterator[Path]:
 
 
 def count(path: Path) -> tuple[int, int]:
-    """Return a file's lines, and those of code: no comment, no docstring, not blank."""
+    """Return a file's lines, and those of code: no comment, docstring, import, nor blank line."""
     text = path.read_text()
     code: set[int] = set()
     before = tokenize.NEWLINE
@@ -53,6 +55,9 @@ def count(path: Path) -> tuple[int, int]:
         if token.type not in IS_NO_CODE and not is_docstring:
             code.update(range(token.start[0], token.end[0] + 1))
         before = token.type
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            code.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
     return len(text.splitlines()), len(code)
 
 
@@ -68,6 +73,8 @@ def counted() -> dict[str, tuple[int, int]]:
 def test_no_room_grows() -> None:
     for rooms, (lines, _) in counted().items():
         assert lines <= max(BUDGETS[rooms]), f"{rooms} has {lines} lines"
+    lines, code = map(sum, zip(*counted().values(), strict=True))
+    assert lines <= MOST_LINES and code <= MOST_OF_CODE, (lines, code)
 
 
 def test_every_file_is_in_a_room() -> None:
@@ -81,4 +88,4 @@ if __name__ == "__main__":
     for rooms, sizes in counted().items():
         print(f"{rooms:30} {sizes[0]:6} lines, {sizes[1]:6} of code; budget {BUDGETS[rooms][0]}")
         total = [sum(pair) for pair in zip(total, sizes, strict=True)]
-    print(f"{'all':30} {total[0]:6} lines, {total[1]:6} of code; budget 40000, 23000")
+    print(f"{'all':30} {total[0]:6} lines, {total[1]:6} of code; budget {MOST_LINES}, {MOST_OF_CODE}")

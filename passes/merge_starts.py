@@ -18,15 +18,14 @@ one tensor. All but the first are copied, as they would share memory: to scale o
 
 A parallelized model reads its weights one by one, so their gradients are summed one by one. A small
 sum takes as long as any message. Large ones stay alone: they hide behind the rest of the backward.
-Order of these sums, and sizes of weights, are the same on all ranks. Sizes of gradients may not be:
-a rank that has `max(0, s - 2 * n)` of s tokens may have them as formulas of s.
+Order of these sums, and their sizes in a call, are the same on all ranks. A size may be a number on
+one and a formula on another, which has max(0, s - 2 * n) of s tokens: so the call decides.
 
 Assumes: graphs of AOTAutograd.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from operator import getitem
@@ -38,6 +37,7 @@ from torch import Tensor, fx
 from cp_inductor.graph.collectives import STARTS, WAIT, is_collective
 from cp_inductor.ops.plan_batch import PLAN_BATCH
 from cp_inductor.passes.nodes import is_view, merge_equal, walk_back
+from cp_inductor.torch_private.sizes import has_hint, is_number, size_hint
 from cp_inductor.torch_private.tracing import fake_mode_of, memory_of
 
 PAD = torch.ops.aten.constant_pad_nd.default
@@ -103,60 +103,52 @@ def _is_pure(node: fx.Node) -> bool:
     )
 
 
-def bucket_sums(graph: fx.Graph, shapes: Sequence[Sequence[Any]]) -> None:
-    """Make one sum of the sums of small gradients, in place.
-
-    Args:
-        graph: of a backward.
-        shapes: of the inputs of its forward, in the order of the gradients.
-    """
+def bucket_sums(graph: fx.Graph) -> None:
+    """Make one sum of the sums of small gradients, in place."""
     buckets: defaultdict[Any, list[fx.Node]] = defaultdict(list)
     num_bytes: defaultdict[Any, int] = defaultdict(int)
-    results: Any = graph.output_node().args[0]
-    shape_of = dict(zip(results, shapes, strict=False)) if isinstance(results, tuple) else {}
     for wait in graph.find_nodes(op="call_function", target=WAIT):
         (start,) = wait.all_input_nodes
-        value, shape = wait.meta["val"], shape_of.get(wait, [None])
-        is_known = all(type(size) is int for size in shape)
+        value = wait.meta["val"]
+        num_elements = value.numel()
+        is_known = is_number(num_elements) or has_hint(num_elements)
         is_result = all(user.op == "output" for user in wait.users) and len(start.users) == 1
         if start.target is not ALL_REDUCE or not is_known or not is_result:
             continue
-        size = math.prod(shape) * value.itemsize
-        if size <= MOST_BYTES:
+        if (size := size_hint(num_elements) * value.itemsize) <= MOST_BYTES:
             kind = value.dtype, value.device, start.args[1:]
             num_bytes[kind] += size
             buckets[kind, num_bytes[kind] // BUCKET_BYTES].append(wait)
     for waits in buckets.values():
         if len(waits) > 1:
-            _sum_together(graph, waits, [shape_of[wait] for wait in waits])
+            _sum_together(graph, waits)
 
 
-def _sum_together(
-    graph: fx.Graph, waits: Sequence[fx.Node], shapes: Sequence[Sequence[int]]
-) -> None:
+def _sum_together(graph: fx.Graph, waits: Sequence[fx.Node]) -> None:
     """Put one sum where the last of its parts is known."""
     starts = [start for wait in waits for start in wait.all_input_nodes]
-    sizes = [math.prod(shape) for shape in shapes]
-    like, aten = waits[0].meta["val"], torch.ops.aten
+    values = [wait.meta["val"] for wait in waits]
+    aten = torch.ops.aten
 
-    def insert(value: Any, target: Callable[..., Any], *args: Any) -> fx.Node:
+    def insert(target: Callable[..., Any], *args: Any) -> fx.Node:
         node = graph.call_function(target, args)
-        node.meta["val"] = value
+        node.meta["val"] = target(*fx.map_arg(args, lambda node: node.meta["val"]))
         return node
 
-    with graph.inserting_before(waits[-1]), fake_mode_of(like):
-        values = [like.new_empty(size) for size in sizes]
-        flat = [
-            insert(value, aten.reshape.default, start.args[0], [size])
-            for start, size, value in zip(starts, sizes, values, strict=True)
-        ]
-        whole = torch.cat(values)
-        both = insert(whole, ALL_REDUCE, insert(whole, aten.cat.default, flat), *starts[0].args[1:])
-        parts = whole.split(sizes)
-        split = insert(parts, aten.split_with_sizes.default, insert(whole, WAIT, both), sizes)
-        for place, (wait, shape) in enumerate(zip(waits, shapes, strict=True)):
-            part = insert(parts[place], getitem, split, place)
-            value = like.new_empty(shape)
-            wait.replace_all_uses_with(insert(value, aten.reshape.default, part, [*shape]))
+    def size_of(node: Any, size: int | torch.SymInt, dim: int) -> Any:
+        return size if is_number(size) else insert(aten.sym_size.int, node, dim)
+
+    with graph.inserting_before(waits[-1]), fake_mode_of(values[0]):
+        flat = [insert(aten.reshape.default, start.args[0], [-1]) for start in starts]
+        both = insert(ALL_REDUCE, insert(aten.cat.default, flat), *starts[0].args[1:])
+        sizes = [size_of(node, node.meta["val"].numel(), 0) for node in flat]
+        parts = insert(aten.split_with_sizes.default, insert(WAIT, both), sizes)
+        for place, (wait, value) in enumerate(zip(waits, values, strict=True)):
+            part = insert(getitem, parts, place)
+            source = starts[place].args[0]
+            shape = [size_of(source, size, dim) for dim, size in enumerate(value.shape)]
+            whole = graph.call_function(aten.reshape.default, (part, shape))
+            whole.meta["val"] = value.contiguous()
+            wait.replace_all_uses_with(whole)
     for node in (*waits, *starts):
         graph.erase_node(node)

@@ -13,7 +13,7 @@ and SCHEDULE of a step that somebody else traced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -151,7 +151,6 @@ class Lowering:
     check_tables: bool = False  # ranks compare the tables of masks and the seeds of dropout
     # The numbers of `number_attentions`, from the forward of a compile to its backward.
     place_of: dict[Any, int] = field(default_factory=dict)
-    shapes: Sequence[Sequence[Any]] = ()  # of the inputs of its forward, if it is a backward
     # Until then fake tensors whose sizes only data says are not remembered, by Inductor either.
     until: ExitStack = field(default_factory=ExitStack)
     num_lowered: int = 0
@@ -244,7 +243,7 @@ PASSES = (
          lambda work: number_attentions(work.gm, work.kind, work.place_of)),
     # Before the exchanges of attentions are there, which no two share.
     Pass(LOWER, "merge_starts", _of_all_graphs(merge_starts)),
-    Pass(LOWER, "bucket_sums", lambda work: bucket_sums(work.gm.graph, work.shapes),
+    Pass(LOWER, "bucket_sums", lambda work: bucket_sums(work.gm.graph),
          lambda work: work.kind == "backward", is_spare=True),
     Pass(LOWER, "lower_attention", Lowering.lower_attention),
     Pass(LOWER, "verify_graph", Lowering.verify),

@@ -54,9 +54,7 @@ class Captured:
     # Places of outputs, and of inputs, that are one memory on one process.
     sharing: Sequence[tuple[list[int], list[int]]] = ()
     written: Sequence[int] = ()  # places of the DTensors among the inputs that the graph writes to
-    # place_of, shapes: of attentions and of the forward's inputs, as `Lowering` has them.
-    place_of: dict[Any, int] = field(default_factory=dict)
-    shapes: list[Sequence[Any]] = field(default_factory=list)
+    place_of: dict[Any, int] = field(default_factory=dict)  # of attentions, as `Lowering` has it
 
     @staticmethod
     def of(gm: fx.GraphModule, settings: Settings) -> Captured:
@@ -109,10 +107,6 @@ class Captured:
         if not self.settings.enabled:
             return None
         options |= {"check_tables": self.settings.check_agreement, "place_of": self.place_of}
-        if kind == "forward":
-            inputs = gm.graph.find_nodes(op="placeholder")
-            self.shapes[:] = [getattr(node.meta["val"], "shape", (None,)) for node in inputs]
-        options["shapes"] = self.shapes
         lowering = Lowering(gm, kind, self.settings.plan_options, **options)
         lower(lowering)
         self.collectives[kind] = list_collectives(gm)

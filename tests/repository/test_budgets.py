@@ -88,4 +88,6 @@ if __name__ == "__main__":
     for rooms, sizes in counted().items():
         print(f"{rooms:30} {sizes[0]:6} lines, {sizes[1]:6} of code; budget {BUDGETS[rooms][0]}")
         total = [sum(pair) for pair in zip(total, sizes, strict=True)]
-    print(f"{'all':30} {total[0]:6} lines, {total[1]:6} of code; budget {MOST_LINES}, {MOST_OF_CODE}")
+    print(
+        f"{'all':30} {total[0]:6} lines, {total[1]:6} of code; budget {MOST_LINES}, {MOST_OF_CODE}"
+    )

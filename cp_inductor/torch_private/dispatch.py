@@ -82,6 +82,7 @@ def on_failed_sharding(
 
     redistribute = dispatcher.redistribute_local_args
 
+    @wraps(redistribute)
     def redistribute_values(info: Any, *rest: Any) -> None:
         """Redistribute values: collectives send memory, which `conj` and `_neg_view` do not change.
 

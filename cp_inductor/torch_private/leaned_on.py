@@ -138,6 +138,7 @@ _NAMES = {
         DTensor.__tensor_unflatten__ DTensor._local_tensor
         DTensor._op_dispatcher._dispatch_get_local_results_slow_path(op_call,args,op_info)
         DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path(op_call,args,kwargs,op_info)
+        DTensor._op_dispatcher.redistribute_local_args(op_info)
         DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
         DTensor._op_dispatcher.sharding_propagator.op_to_rules
         DTensor._op_dispatcher.sharding_propagator.propagate(op_info)

@@ -32,6 +32,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 import cp_inductor
 import cp_inductor.backend
 from cp_inductor import CPError, UnsupportedWrite
+from cp_inductor.torch_private.traces import traces
 from tests.support.combinations import AOT, EAGER, check_distributed
 from tests.support.ranks import on_ranks, run_ranks, world_mesh
 
@@ -226,3 +227,22 @@ def test_that_it_gathers_is_said() -> None:
         model(distribute_tensor(torch.ones(2, 4, 9), mesh, [Shard(2)]))
     found = [str(one.message) for one in said if "every rank gathers" in str(one.message)]
     assert len(found) == (1 if dist.get_rank() == 0 else 0)  # the first says it for all
+
+
+@on_ranks(1)
+def test_what_dispatch_calls_is_not_compiled() -> None:
+    """After a graph break: a compile there clears a table that C++ writes to next, and crashes."""
+    traced: list[Any] = []
+    cp_inductor.parallelize(nn.Linear(2, 2), world_mesh())
+    x = distribute_tensor(torch.ones(2, 4, 8), world_mesh(), [Shard(1)])
+
+    @torch.compiler.disable(recursive=False)
+    def rest(values: Tensor) -> Tensor:
+        return F.linear(values, values[0])
+
+    traces.before.append(lambda frame: traced.append([*frame]))
+    try:
+        torch.compile(lambda x: rest(x + 1), backend="cp_aot_eager")(x)
+    finally:
+        traces.before.pop()
+    assert traced and not any("schema" in names for names in traced), traced

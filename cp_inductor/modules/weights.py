@@ -24,7 +24,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any, cast
@@ -38,8 +37,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from cp_inductor.dtensor.axis import is_first_rank
 from cp_inductor.dtensor.wrap import wrap_parts
-from cp_inductor.errors import UnsupportedPlacement, UntiedWeights, refuse_version
+from cp_inductor.errors import UnsupportedPlacement, UntiedWeights
 from cp_inductor.kept import cache
+from cp_inductor.torch_private.dtensor import with_version_of
 from cp_inductor.torch_private.dynamo import graph_inputs
 
 log = logging.getLogger("cp_inductor")
@@ -51,6 +51,24 @@ def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
     """Return a tensor, whose gradient is multiplied by a number on its way back."""
     scaled: Tensor = _ScaledGradient.apply(tensor, factor)
     return scaled
+
+
+def _read(stored: Tensor, read: DTensor) -> DTensor:
+    """Return a DTensor of a stored tensor, to which autograd sees writes by whatever name."""
+    if torch.compiler.is_compiling() or stored.is_inference() or read.is_inference():
+        return read  # graphs compare versions themselves
+    shared: DTensor = _Read.apply(read, stored.detach())
+    return shared
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, read: DTensor, stored: Tensor) -> DTensor:
+        return with_version_of(stored, read)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
 
 
 class _ScaledGradient(torch.autograd.Function):
@@ -192,15 +210,16 @@ class Options:
                 return tensor if self.weights is None else self.weights.gather(tensor, self.mesh)
             whole = cast("DTensor", self.as_dtensor(tensor.to_local()))
             local = whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
-            return wrap_parts(local, tensor.device_mesh, tensor.placements, tensor.shape)
+            return _read(
+                tensor, wrap_parts(local, tensor.device_mesh, tensor.placements, tensor.shape)
+            )
         parts = None if self.gradients == "sum" else [Partial()] * self.mesh.ndim
         own = scale_gradient(tensor, self.mesh.size()) if parts and tensor.requires_grad else tensor
         places = [Replicate()] * self.mesh.ndim
-        read = DTensor.from_local(own, self.mesh, places, run_check=False, grad_placements=parts)
-        if read.requires_grad and not torch.compiler.is_compiling():  # graphs check it themselves
-            site = f"a weight of shape {tuple(tensor.shape)}"
-            read.register_hook(partial(refuse_version, site, tensor, tensor._version))
-        return read
+        return _read(
+            tensor,
+            DTensor.from_local(own, self.mesh, places, run_check=False, grad_placements=parts),
+        )
 
     def is_beside(self, tensor: Tensor) -> bool:
         """Whether a tensor is a DTensor over other ranks, which is read as it is."""

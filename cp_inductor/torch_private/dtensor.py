@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from cp_inductor.errors import UnsupportedPlacement
 from cp_inductor.torch_private.leaned_on import TORCHS_ATTENTION
-from cp_inductor.torch_private.modes import run_uncompiled
+from cp_inductor.torch_private.modes import OpWatcher, run_uncompiled
 from cp_inductor.torch_private.shardings import remembered
 
 Handler = Callable[..., Any]  # (op, args, kwargs) -> the results
@@ -225,6 +225,27 @@ def replicated(local: Tensor, mesh: DeviceMesh) -> DTensor:
     meta = TensorMeta(local.shape, local.stride(), local.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def with_version_of(tensor: Tensor, dtensor: DTensor) -> DTensor:
+    """Return a DTensor again, below autograd, with the version of another tensor (2.13-2.15).
+
+    A write to one is then a write to the other: what `detach` returns shares the version of its
+    argument, also if a mode has replaced it.
+    """
+    with _Replaces(dtensor):
+        replaced: Any = tensor.detach()
+    return replaced
+
+
+class _Replaces(OpWatcher):
+    def __init__(self, dtensor: DTensor) -> None:
+        super().__init__()
+        self.dtensor = dtensor
+
+    def call(self, op: Any, args: Any, kwargs: Any) -> DTensor:
+        own = self.dtensor
+        return DTensor(own._local_tensor, own._spec, requires_grad=own._local_tensor.requires_grad)
 
 
 def flex_attention_op() -> Any:

@@ -10,6 +10,7 @@ import copy
 import logging
 import pickle
 import random
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -38,7 +39,6 @@ from torch.utils.checkpoint import checkpoint
 import cp_inductor
 from cp_inductor import (
     InvalidArgument,
-    ModifiedInPlace,
     RanksDisagree,
     UnsupportedPlacement,
     UnsupportedWrite,
@@ -215,13 +215,58 @@ def test_results_beside_plain_labels() -> None:
             assert_same_gradients(model, reference, pair)
 
 
-def test_a_weight_that_is_written_before_its_backward(first_mesh: DeviceMesh) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    cp_inductor.parallelize(model, first_mesh, seq_dims={"input": 1})
-    loss = model(torch.randn(2, 6, 4)).sum()
-    nn.init.zeros_(model[1].weight)
-    with pytest.raises(ModifiedInPlace, match=r"a weight of shape \(4, 4\).*after the backward"):
+class Scaling(nn.Module):
+    """Multiplies by a buffer, which it then writes to if it is asked to."""
+
+    def __init__(self, is_decaying: bool) -> None:
+        super().__init__()
+        self.is_decaying = is_decaying
+        self.tokens, self.trained, self.frozen = (
+            nn.Embedding(7, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4).requires_grad_(False),
+        )
+        self.register_buffer("scale", torch.rand(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.frozen(self.trained(self.tokens(ids)).tanh()) * self.scale
+        if self.is_decaying:
+            self.scale.mul_(0.9)
+        return x.square().mean()
+
+
+def is_refused(model: nn.Module, written: str) -> bool:
+    """Differentiate a loss whose model is written to before; whether autograd refuses to."""
+    loss = model(torch.arange(14).view(2, 7) % 7)
+    for name in filter(None, [written]):
+        model.state_dict()[name].mul_(2)
+    try:
         loss.backward()
+    except RuntimeError as error:
+        assert re.search("has been modified (by an )?inplace", str(error)), error
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradients": "partial"}, {"tokenwise": [nn.Linear, nn.Embedding]}]
+)
+@on_ranks(2)
+def test_what_is_written_before_a_backward(options: dict[str, Any]) -> None:
+    """It is refused if the backward needs it, as on one process; else gradients are the same."""
+    refused = []
+    for written in ("", "scale", *(name for name, _ in Scaling(False).named_parameters())):
+        for is_decaying in (False, True):
+            model = Scaling(is_decaying).double()
+            reference = copy.deepcopy(model)
+            cp_inductor.parallelize(model, world_mesh(), **options)
+            refused.append(is_refused(reference, written))
+            assert is_refused(model, written) == refused[-1], (written, is_decaying)
+            if not refused[-1] and "gradients" not in options:
+                assert_same_gradients(model, reference)
+            assert_within(model.scale, reference.scale, TOLERANCE)
+    assert refused[::2] == [False, True, False, True, False, True, False]
+    assert all(refused[1::2])
 
 
 # --- What is wrapped around a model, or put into it -----------------------------------------------

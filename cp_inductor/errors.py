@@ -135,7 +135,7 @@ class MissingTriton(CPError):
     """Triton code was asked for, but the triton that belongs to this torch is not installed."""
 
 
-def refuse_version(site: str, tensor: Any, version: int, _: object = None) -> None:
+def refuse_version(site: str, tensor: Any, version: int) -> None:
     """Refuse a tensor that was written to since it had a version that a backward needs."""
     if tensor._version != version:
         raise ModifiedInPlace(

@@ -243,8 +243,7 @@ def is_refused(model: nn.Module, written: str) -> bool:
     try:
         loss.backward()
     except RuntimeError as error:
-        assert re.search("has been modified (by an )?inplace", str(error)), error
-        return True
+        return re.search("has been modified (by an )?inplace", str(error)) is not None
     return False
 
 

@@ -53,14 +53,6 @@ def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
     return scaled
 
 
-def _read(stored: Tensor, read: DTensor) -> DTensor:
-    """Return a DTensor of a stored tensor, to which autograd sees writes by whatever name."""
-    if torch.compiler.is_compiling() or stored.is_inference() or read.is_inference():
-        return read  # graphs compare versions themselves
-    shared: DTensor = _Read.apply(read, stored.detach())
-    return shared
-
-
 class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, read: DTensor, stored: Tensor) -> DTensor:
@@ -210,16 +202,19 @@ class Options:
                 return tensor if self.weights is None else self.weights.gather(tensor, self.mesh)
             whole = cast("DTensor", self.as_dtensor(tensor.to_local()))
             local = whole.to_local(grad_placements=[Partial()] * self.mesh.ndim)
-            return _read(
-                tensor, wrap_parts(local, tensor.device_mesh, tensor.placements, tensor.shape)
+            read = wrap_parts(local, tensor.device_mesh, tensor.placements, tensor.shape)
+        else:
+            parts = None if self.gradients == "sum" else [Partial()] * self.mesh.ndim
+            is_scaled = parts is not None and tensor.requires_grad
+            own = scale_gradient(tensor, self.mesh.size()) if is_scaled else tensor
+            places = [Replicate()] * self.mesh.ndim
+            read = DTensor.from_local(
+                own, self.mesh, places, run_check=False, grad_placements=parts
             )
-        parts = None if self.gradients == "sum" else [Partial()] * self.mesh.ndim
-        own = scale_gradient(tensor, self.mesh.size()) if parts and tensor.requires_grad else tensor
-        places = [Replicate()] * self.mesh.ndim
-        return _read(
-            tensor,
-            DTensor.from_local(own, self.mesh, places, run_check=False, grad_placements=parts),
-        )
+        if torch.compiler.is_compiling() or tensor.is_inference() or read.is_inference():
+            return read  # graphs compare versions themselves
+        shared: DTensor = _Read.apply(read, tensor.detach())  # autograd sees writes to either
+        return shared
 
     def is_beside(self, tensor: Tensor) -> bool:
         """Whether a tensor is a DTensor over other ranks, which is read as it is."""

@@ -233,19 +233,12 @@ def with_version_of(tensor: Tensor, dtensor: DTensor) -> DTensor:
     A write to one is then a write to the other: what `detach` returns shares the version of its
     argument, also if a mode has replaced it.
     """
-    with _Replaces(dtensor):
+    local, mode = dtensor._local_tensor, OpWatcher()
+    again = DTensor(local, dtensor._spec, requires_grad=local.requires_grad)
+    vars(mode)["call"] = lambda *_: again
+    with mode:
         replaced: Any = tensor.detach()
     return replaced
-
-
-class _Replaces(OpWatcher):
-    def __init__(self, dtensor: DTensor) -> None:
-        super().__init__()
-        self.dtensor = dtensor
-
-    def call(self, op: Any, args: Any, kwargs: Any) -> DTensor:
-        own = self.dtensor
-        return DTensor(own._local_tensor, own._spec, requires_grad=own._local_tensor.requires_grad)
 
 
 def flex_attention_op() -> Any:

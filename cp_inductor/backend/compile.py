@@ -20,7 +20,6 @@ from typing import Any, cast
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -29,6 +28,7 @@ from torch._inductor.decomposition import select_decomp_table
 from cp_inductor.backend.cache_key import cache_key
 from cp_inductor.backend.captured import Captured
 from cp_inductor.backend.failed_trace import errors_unwrapped, trace_for
+from cp_inductor.backend.partition import Partition
 from cp_inductor.backend.progress import compile_announced
 from cp_inductor.dtensor.axis import from_local_like, local_part, seed_of_shard
 from cp_inductor.dtensor.packed import document_numbers
@@ -106,7 +106,7 @@ def cp_aot_eager(
         }
         compile_graph = aot_autograd(
             **compilers,
-            partition_fn=min_cut_rematerialization_partition,
+            partition_fn=Partition(),
             keep_inference_input_mutations=True,
         )
         with first_symbols_kept():
@@ -154,8 +154,10 @@ def compile_through_inductor(
 
 
 def _inductor_patches(settings: Settings, mode: str | None, post_grad: PostGrad) -> dict[str, Any]:
-    """Return the patches of Inductor's config: the user's options and our two hooks."""
+    """Return the patches of Inductor's config: the user's options and our hooks."""
     options = {**(list_mode_options(mode) if mode else {}), **settings.inductor_options}
+    partitioner = "custom_partitioner_fn"
+    partition = Partition(options.get(partitioner, getattr(inductor_config, partitioner)))
     name = "post_grad_custom_post_pass"
     custom = append_custom_pass(options.get(name, getattr(inductor_config, name)), post_grad)
     ours = (
@@ -170,7 +172,8 @@ def _inductor_patches(settings: Settings, mode: str | None, post_grad: PostGrad)
     if not any(option.startswith("auto_chunker.") for option in options):
         size = "auto_chunker.output_size_threshold"
         chunker = {"auto_chunker.enable": True, size: MAX_WHOLE_BYTES}
-    hooks = {name: custom, "unsafe_marked_cacheable_functions": cacheable}
+    hooks = {name: custom, partitioner: partition}
+    hooks["unsafe_marked_cacheable_functions"] = cacheable
     return {**chunker, **options, **hooks}
 
 

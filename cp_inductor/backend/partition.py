@@ -1,0 +1,65 @@
+"""Split a joint graph so that its backward reads what its forward read.
+
+    y = mul(x, clone(buffer));  copy_(buffer, mul(buffer, 0.9));  save buffer
+      => saved = clone(buffer);  y = ...;  copy_(buffer, ...);  save saved
+
+AOTAutograd writes to inputs at the end of a forward. The partitioner of torch (2.13-2.15) recomputes
+in the backward from inputs that it saves, as though nobody had written to them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cp_inductor.source import source_hash
+
+
+class Partition(CustomPartitionerFn):
+    """Splits as Inductor does, or as the user's own partitioner."""
+
+    def __init__(self, inner: CustomPartitionerFn | None = None) -> None:
+        self.inner = inner
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the forward and the backward."""
+        split: Any = self.inner or min_cut_rematerialization_partition
+        forward, backward = split(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        _save_as_read(forward, num_fwd_outputs)
+        return forward, backward
+
+    def uuid(self) -> object | None:
+        """Return what Inductor's cache keys have of it."""
+        return (source_hash(), self.inner.uuid() if self.inner else None)
+
+
+def _save_as_read(forward: fx.GraphModule, num_outputs: int) -> None:
+    """Copy what is saved of memory that the graph writes to, before it does."""
+    aten = torch.ops.aten
+    writes = forward.graph.find_nodes(op="call_function", target=aten.copy_.default)
+    written = {_memory_of(write.args[0]) for write in writes} - {None}
+    output = forward.graph.output_node()
+    outputs = list(output.args[0])
+    for place, node in enumerate(outputs[num_outputs:], num_outputs):
+        if written and _memory_of(node) in written:
+            before = node.next
+            while before.op == "placeholder":
+                before = before.next
+            with forward.graph.inserting_before(before):
+                outputs[place] = forward.graph.call_function(aten.clone.default, (node,))
+            outputs[place].meta = {**node.meta, "val": node.meta["val"].clone()}
+    output.args = (tuple(outputs),)
+    forward.recompile()
+
+
+def _memory_of(node: Any) -> StorageWeakRef | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    is_strided = isinstance(value, Tensor) and value.layout is torch.strided
+    return StorageWeakRef(value.untyped_storage()) if is_strided else None

@@ -3,12 +3,14 @@
     y = mul(x, clone(buffer));  copy_(buffer, mul(buffer, 0.9));  save buffer
       => saved = clone(buffer);  y = ...;  copy_(buffer, ...);  save saved
 
-AOTAutograd writes to inputs at the end of a forward. The partitioner of torch (2.13-2.15) recomputes
-in the backward from inputs that it saves, as though nobody had written to them.
+AOTAutograd writes to inputs at the end of a forward. torch's partitioner (2.13) saves inputs and
+recomputes from them in the backward, as though nobody had written to them. This module can go once
+pytorch/pytorch#197039 is in every torch that is supported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,12 +29,12 @@ class Partition(CustomPartitionerFn):
         self.inner = inner
 
     def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and the backward."""
         split: Any = self.inner or min_cut_rematerialization_partition
-        forward, backward = split(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
-        _save_as_read(forward, num_fwd_outputs)
+        forward, backward = split(gm, joint_inputs, **kwargs)
+        _save_as_read(forward, kwargs["num_fwd_outputs"])
         return forward, backward
 
     def uuid(self) -> object | None:
@@ -45,10 +47,10 @@ def _save_as_read(forward: fx.GraphModule, num_outputs: int) -> None:
     aten = torch.ops.aten
     writes = forward.graph.find_nodes(op="call_function", target=aten.copy_.default)
     written = {_memory_of(write.args[0]) for write in writes} - {None}
-    output = forward.graph.output_node()
+    output: Any = forward.graph.output_node()
     outputs = list(output.args[0])
     for place, node in enumerate(outputs[num_outputs:], num_outputs):
-        if written and _memory_of(node) in written:
+        if _memory_of(node) in written:
             before = node.next
             while before.op == "placeholder":
                 before = before.next
@@ -61,5 +63,6 @@ def _save_as_read(forward: fx.GraphModule, num_outputs: int) -> None:
 
 def _memory_of(node: Any) -> StorageWeakRef | None:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    is_strided = isinstance(value, Tensor) and value.layout is torch.strided
-    return StorageWeakRef(value.untyped_storage()) if is_strided else None
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return None
+    return StorageWeakRef(value.untyped_storage())

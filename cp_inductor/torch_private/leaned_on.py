@@ -113,7 +113,8 @@ _NAMES = {
     "torch._inductor.compiler_bisector": """
         CompilerBisector.disable_subsystem(backend,subsystem,debug_info)""",
     "torch._inductor.config": """
-        force_pointwise_cat joint_custom_pre_pass post_grad_custom_post_pass""",
+        custom_partitioner_fn force_pointwise_cat joint_custom_pre_pass
+        post_grad_custom_post_pass""",
     "torch._inductor.fx_passes.auto_chunker": "chunk(gm) find_amplifier_node(graph)",
     "torch._inductor.fx_passes.auto_chunker.propagator": "get_fake_tensor_from_node_arg(node)",
     "torch._inductor.fx_passes.control_dependencies": """

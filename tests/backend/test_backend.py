@@ -15,13 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 from cp_inductor.backend import progress
+from cp_inductor.backend.partition import Partition
 from cp_inductor.passes.check_mesh import _warn_of_no_shards
 from tests.support.graphs import AttentionBlock, attend_causal, generate_code
 from tests.support.processes import run_python
@@ -233,6 +235,39 @@ def test_hooks_of_the_user_still_run(where: str) -> None:
     assert hook.num_calls == 1
     assert "all_to_all_single" in code[0]
     assert torch._inductor.config.post_grad_custom_post_pass is None
+
+
+class CountingPartitioner(CustomPartitionerFn):
+    """A partitioner of a user's."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_calls += 1
+        return min_cut_rematerialization_partition(*args, **kwargs)
+
+    def uuid(self) -> object:
+        return "counting"
+
+
+def test_the_partitioner_of_the_user_still_runs() -> None:
+    """And what the forward writes to is saved as it was."""
+
+    def scale(x: Tensor, scales: Tensor) -> Tensor:
+        out = x * scales.clone()
+        scales.mul_(2)
+        return out
+
+    partitioner, scales = CountingPartitioner(), torch.tensor([2.0, 3.0])
+    options = {"custom_partitioner_fn": partitioner, "force_disable_caches": True}
+    compiled = torch.compile(scale, backend="cp_inductor", fullgraph=True, options=options)
+    x = torch.ones(2, requires_grad=True)
+    compiled(x, scales).sum().backward()
+    assert partitioner.num_calls == 1
+    assert x.grad is not None and x.grad.tolist() == [2, 3] and scales.tolist() == [4, 6]
+    keys = [Partition(own).uuid() for own in (None, partitioner)]
+    assert keys[0] != keys[1]
 
 
 @pytest.mark.parametrize("backend", ["cp_aot_eager", "cp_inductor"])

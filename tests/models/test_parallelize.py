@@ -500,6 +500,47 @@ def test_gradients_are_summed_alike_where_shapes_are_formulas() -> None:
         assert_same_step(model, reference, run, torch.arange(length)[None])
 
 
+class Decayed(nn.Linear):
+    """Reads counts and scales, some of a table, through copies, and writes to them."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("calls", torch.arange(1.0, 9.0))
+        self.register_buffer("scales", torch.arange(16.0).view(8, 2).add(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.calls += 1
+        out = out * self.calls.rsqrt() * self.scales[:, 1].clone()
+        # What is read of all of it is of another shape.
+        out = out.sin() * self.scales.view(2, 8).sqrt()[1]
+        self.scales.mul_(0.5)
+        return out.sin()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [AOT, COMPILED])
+@on_ranks(2)
+def test_a_backward_reads_what_its_forward_found(form: str) -> None:
+    """Also once lengths are symbols, and for buffers that are DTensors."""
+    torch.manual_seed(0)
+    reference = Decayed().double()
+    for is_stored in (False, True):
+        model, expected = (copy.deepcopy(reference) for _ in range(2))
+        cp_inductor.parallelize(model, world_mesh(), seq_dims={"x": 1})
+        if is_stored:
+            for name, buffer in model.named_buffers():
+                model.register_buffer(name, distribute_tensor(buffer, world_mesh(), [Replicate()]))
+        run = torch.compile(model, backend=form, fullgraph=True)
+        for length in (6, 10):
+            x = torch.randn(2, length, 8, dtype=torch.float64)
+            for call in (run, expected):
+                call(x).square().sum().backward()
+            assert_same_gradients(model, expected)
+        for buffer, other in zip(model.buffers(), expected.buffers(), strict=True):
+            assert_within(whole(buffer), other, TOLERANCE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["layers", "a graph break"])
 @on_ranks(2)

@@ -172,6 +172,7 @@ def test_private_modules_of_torch_are_in_the_shim_or_listed() -> None:
         "torch._inductor.compile_fx:compile_fx",
         "torch._inductor.compile_fx:compile_fx_inner",
         "torch._inductor.custom_graph_pass:CustomGraphPass",
+        "torch._inductor.custom_graph_pass:CustomPartitionerFn",
         "torch._inductor.decomposition:select_decomp_table",
         "torch._logging:trace_structured",
         # The backend "fake" is torch's own for tests; there is no other world without peers.

@@ -17,13 +17,15 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch.distributed.tensor import DTensor
 
 from cp_inductor.backend.cache_key import cache_key
 from cp_inductor.backend.captured import Captured
@@ -35,12 +37,14 @@ from cp_inductor.dtensor.packed import document_numbers
 from cp_inductor.dtensor.rules import register_rules
 from cp_inductor.dtensor.rules.in_parts import note_drawn
 from cp_inductor.dtensor.rules.writes import replicated_like, replicated_numbers
+from cp_inductor.graph.nodes import nodes_of
 from cp_inductor.passes.pipeline import PostGrad, Stage, run_passes
 from cp_inductor.passes.settings import Settings, read_settings
 from cp_inductor.region.flex_bias import bias_of_scores
 from cp_inductor.sequence.wholes import count_labels
 from cp_inductor.source import source_hash
 from cp_inductor.tiles.kernel_table import ROWS_OF_TILES
+from cp_inductor.torch_private.dtensor import local_of
 from cp_inductor.torch_private.dynamo import one_compile_at_a_time
 from cp_inductor.torch_private.inductor import (
     append_custom_pass,
@@ -48,10 +52,13 @@ from cp_inductor.torch_private.inductor import (
     lowered_as_asked,
     meshes_keyed,
 )
+from cp_inductor.torch_private.sizes import is_zero
 from cp_inductor.torch_private.symbolic_dtensor import first_symbols_kept
 from cp_inductor.torch_private.traces import traces
 
 log = logging.getLogger("cp_inductor")
+
+_NEW_ZEROS = torch.ops.aten.new_zeros.default
 
 # If the logits are larger, they and their loss are computed for some tokens at a time.
 MAX_WHOLE_BYTES = 2**30
@@ -136,9 +143,14 @@ def compile_through_inductor(
     Returns:
         The compiled function.
     """
+    has_empty = any(map(_is_empty_part, nodes_of(gm)))
     captured = Captured.of(gm, settings)
     post_grad = PostGrad(cache_key(settings))
     patches = _inductor_patches(settings, mode, post_grad)
+    if has_empty:
+        # It is no constant, nor is what is computed of it, which may start collectives: the rank
+        # would run its backward in the forward, or recompute less than others.
+        kwargs.setdefault("decompositions", {**select_decomp_table(), _NEW_ZEROS: _empty_of})
     compile_inner = inner_compile or compile_fx_inner
     lowered = partial(_compile_lowered, inner_compile=compile_inner, captured=captured)
     # A graph from AOTAutograd's cache is loaded here, without a call of `lowered`.
@@ -151,6 +163,20 @@ def compile_through_inductor(
         around.enter_context(compile_announced(len(captured.attentions)))
         compiled = compile_fx(gm, inputs, inner_compile=lowered, config_patches=patches, **kwargs)
     return captured.runner(cast("Callable[..., Any]", compiled))
+
+
+def _is_empty_part(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, DTensor) and any(is_zero(size) for size in local_of(value).shape)
+
+
+def _empty_of(x: Tensor, size: Sequence[int], **options: Any) -> Tensor:
+    """Decompose `new_zeros`, by which DTensor makes empty parts of a tensor, into a part of it."""
+    of_same = options.get("dtype"), options.get("device")
+    if 0 in size and of_same in ((None, None), (x.dtype, x.device)):
+        return x.reshape(-1)[:0].reshape(size)
+    made: Tensor = select_decomp_table()[_NEW_ZEROS](x, size, **options)
+    return made
 
 
 def _inductor_patches(settings: Settings, mode: str | None, post_grad: PostGrad) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cp_inductor.source import source_hash
+from cp_inductor.torch_private.sizes import is_zero
+from cp_inductor.torch_private.tracing import fake_mode_of
 
 
 class Partition(CustomPartitionerFn):
@@ -32,7 +34,7 @@ class Partition(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and the backward."""
-        split: Any = self.inner or min_cut_rematerialization_partition
+        split: Any = self.inner or _split_as_ranks_with_tokens
         forward, backward = split(gm, joint_inputs, **kwargs)
         _save_as_read(forward, kwargs["num_fwd_outputs"])
         return forward, backward
@@ -40,6 +42,29 @@ class Partition(CustomPartitionerFn):
     def uuid(self) -> object | None:
         """Return what Inductor's cache keys have of it."""
         return (source_hash(), self.inner.uuid() if self.inner else None)
+
+
+def _split_as_ranks_with_tokens(
+    gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Weigh tensors without tokens as those of one token, where torch (2.13-2.15) weighs nothing.
+
+    What costs nothing is saved. The rank would not recompute what it is computed of, as others do:
+    in a checkpoint that has collectives, which they would wait in for ever.
+    """
+    weighed: dict[int, tuple[Tensor, Tensor]] = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and any(map(is_zero, value.shape)):
+            with fake_mode_of(value):
+                sizes = [1 if is_zero(size) else size for size in value.shape]
+                node.meta["val"] = value.new_empty(sizes)
+            weighed[id(node.meta["val"])] = node.meta["val"], value
+    parts = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    for node in (node for graph in (gm, *parts) for node in graph.graph.nodes):
+        if id(value := node.meta.get("val")) in weighed:
+            node.meta["val"] = weighed[id(value)][1]
+    return parts
 
 
 def _save_as_read(forward: fx.GraphModule, num_outputs: int) -> None:

@@ -34,6 +34,12 @@ def has_hint(size: torch.SymInt) -> bool:
     return bool(size.node.has_hint())
 
 
+def is_zero(size: int | torch.SymInt) -> bool:
+    """Whether a size is 0 in the call being compiled; adds no guard."""
+    is_known = isinstance(size, int) or has_hint(size)
+    return is_known and size_hint(size) == 0
+
+
 def is_demanded(size: torch.SymInt) -> bool:
     """Whether the user demands that a size be a symbol, so that it must not become a number.
 

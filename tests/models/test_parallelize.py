@@ -541,6 +541,33 @@ def test_a_backward_reads_what_its_forward_found(form: str) -> None:
             assert_within(whole(buffer), other, TOLERANCE)
 
 
+class Shifted(nn.Module):
+    """Adds each token to the next, twice, in checkpoints that exchange tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(lambda x: x + F.pad(x, (0, 0, 1, 0))[:, :-1], x, use_reentrant=False)
+        return self.head(x).sin()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [AOT, COMPILED])
+@on_ranks(3, deadline_s=90)
+def test_a_rank_without_tokens_recomputes_what_others_do(form: str) -> None:
+    """The last has none: what costs it nothing to save, others recompute, and gather for it."""
+    model = Shifted().double()
+    expected = copy.deepcopy(model)
+    cp_inductor.parallelize(model, world_mesh(), seq_dims={"x": 1})
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
+    for call in (torch.compile(model, backend=form, fullgraph=True), expected):
+        call(x).sum().backward()
+    assert_same_gradients(model, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["layers", "a graph break"])
 @on_ranks(2)

@@ -258,7 +258,10 @@ def describe_program(gm: fx.GraphModule) -> dict[str, str]:
         if is_call and not _is_made_whole(node):
             name = getattr(node.target, "__name__", type(node.target).__name__)
             name = node.target if isinstance(node.target, str) else name
-            calls[name].append(repr(pytree.tree_map(_word, (node.args, node.kwargs))))
+            words = pytree.tree_map(_word, (node.args, node.kwargs))
+            if isinstance(node.target, torch._ops.HigherOrderOperator):  # takes what are symbols
+                words = [word for word in pytree.tree_leaves(words) if word != "."]
+            calls[name].append(repr(words))
     # What these return, or take, is each rank's own.
     if not shared or any("to_local" in name or "from_local" in name for name in calls):
         return {}

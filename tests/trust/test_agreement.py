@@ -18,11 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 import cp_inductor.trust.log
@@ -298,6 +299,30 @@ def test_models_that_differ() -> None:
     told("got calls of mul: 1 as ", layers(attend_causal, scale=0.25 if is_odd else 0.5))
     frozen = [one.detach().requires_grad_(not is_odd) for one in tensors]
     told("got inputs that require gradients: 3 on rank 0, 0 on rank 1", attend_causal, frozen)
+
+
+class Checkpointed(nn.Module):
+    """An attention in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.rows = nn.Embedding(11, 4), nn.Linear(4, 12)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return checkpoint(self.attend, self.tokens(ids), use_reentrant=False).square().mean()
+
+    def attend(self, x: Tensor) -> Tensor:
+        query, key, value = self.rows(x).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4).unbind()
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+@pytest.mark.slow
+@on_ranks(3)
+def test_bodies_that_take_other_sizes_are_the_same_program() -> None:
+    """At the second length a checkpoint takes a size as a symbol on some ranks only."""
+    run = compiled(cp_inductor.parallelize(Checkpointed(), world_mesh()))
+    for length in (6, 3):
+        run(torch.arange(length)[None]).backward()
 
 
 @on_ranks(2, deadline_s=120)

@@ -254,8 +254,8 @@ def describe_program(gm: fx.GraphModule) -> dict[str, str]:
     shared += _made_whole(gm).values()
     calls = defaultdict[str, list[str]](list)
     for node in (node for graph in graphs_of(gm) for node in graph.nodes):
-        is_call = node.op in ("call_function", "call_method") and _has_tensor(node)
-        if is_call and not _is_made_whole(node):
+        is_call = node.op in ("call_function", "call_method") and not _is_made_whole(node)
+        if is_call and tensors_in(node.meta.get("example_value")):
             name = getattr(node.target, "__name__", type(node.target).__name__)
             name = node.target if isinstance(node.target, str) else name
             words = pytree.tree_map(_word, (node.args, node.kwargs))
@@ -302,14 +302,11 @@ def _is_made_whole(node: fx.Node) -> bool:
     return all(place.is_replicate() for place in made.placements)
 
 
-def _has_tensor(node: fx.Node) -> bool:
-    return bool(tensors_in(node.meta.get("example_value")))
-
-
 def _word(argument: Any) -> str:
     """Write a flag or fraction that a call is given; of the rest only that it is there."""
     if isinstance(argument, str):
         return argument.partition(":")[0]  # "cuda:1" is the device of a rank
     if argument is None or isinstance(argument, (bool, float, torch.dtype)):
         return repr(argument)
-    return "tensor" if isinstance(argument, fx.Node) and _has_tensor(argument) else "."
+    is_tensor = isinstance(argument, fx.Node) and tensors_in(argument.meta.get("example_value"))
+    return "tensor" if is_tensor else "."

@@ -33,6 +33,7 @@ from cp_inductor.torch_private.checkpoint import is_recomputing, rerun_within
 
 # What classes made here have beside their methods: how their tensors are read.
 READING = "_cp_reading"
+PART = "_cp_part_"  # before the name of an attribute: whether it was written as a rank's part
 
 
 # In slots: Dynamo (2.13) loses what is assigned to other attributes after a flex_attention, if they
@@ -311,6 +312,8 @@ def _property(name: str, reading: Options | None, is_local: bool) -> property:
     # nn.Module writes parameters and buffers itself. It calls these after one was deleted.
     def write(module: nn.Module, value: Any) -> None:
         module.__dict__[name] = value
+        # Hooks, as of `nn.utils.weight_norm`, compute it of what they read: it is a part already.
+        module.__dict__[PART + name] = computing().is_local
 
     def delete(module: nn.Module) -> None:
         if name not in module.__dict__:
@@ -323,6 +326,8 @@ def _property(name: str, reading: Options | None, is_local: bool) -> property:
 def _local_part(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """Return a tensor of a module that computes on a rank's own tokens; its gradient is a part."""
     here = computing()
+    if module.__dict__.get(PART + name) and name in module.__dict__:
+        return tensor
     is_weight = here.is_local and name in module._parameters
     known = here.weights if is_weight else None  # buffers may change within a block
     if known is not None and (id(module), name) in known:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
@@ -278,6 +279,38 @@ def test_a_graph_that_breaks_in_a_module(first_mesh: DeviceMesh) -> None:
         out.sum().backward()
         assert model.block.inner.weight is model.get_parameter("block.inner.weight")
     assert len(read) == 3 and not any(isinstance(weight, DTensor) for weight in read)
+
+
+class Scored(nn.Module):
+    """A layer on a rank's own tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).sin()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo asks for it
+@pytest.mark.parametrize("form", [EAGER, AOT])
+@on_ranks(2)
+def test_weights_that_hooks_compute(form: str) -> None:
+    """Their gradients are parts already, where the module reads them."""
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    for normed in (nn.utils.weight_norm, nn.utils.spectral_norm, prune.identity):
+        made = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            made.append(nn.Sequential(nn.Identity(), Scored()).double())
+            normed(made[-1][1].inner, "weight")
+        model, expected = made
+        cp_inductor.parallelize(model, world_mesh(), seq_dims={"input": 1}, tokenwise=(Scored,))
+        run = model if form == EAGER else torch.compile(model, backend=form)
+        for call in (run, expected):
+            call(x).square().sum().backward()
+        assert_beside(model, expected, tolerance=TOLERANCE)
 
 
 def test_hooks_read_what_a_module_computes_with(first_mesh: DeviceMesh) -> None:

@@ -53,7 +53,7 @@ def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
     return scaled
 
 
-class _Read(torch.autograd.Function):
+class _Read(torch.autograd.Function):  # which shares the version of what is stored
     @staticmethod
     def forward(ctx: Any, read: DTensor, stored: Tensor) -> DTensor:
         return with_version_of(stored, read)

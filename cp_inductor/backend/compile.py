@@ -148,8 +148,8 @@ def compile_through_inductor(
     post_grad = PostGrad(cache_key(settings))
     patches = _inductor_patches(settings, mode, post_grad)
     if has_empty:
-        # It is no constant, nor is what is computed of it, which may start collectives: the rank
-        # would run its backward in the forward, or recompute less than others.
+        # Empty parts would be constants, and all that is computed of them, though it may start
+        # collectives: the rank would run its backward in the forward, or recompute too little.
         kwargs.setdefault("decompositions", {**select_decomp_table(), _NEW_ZEROS: _empty_of})
     compile_inner = inner_compile or compile_fx_inner
     lowered = partial(_compile_lowered, inner_compile=compile_inner, captured=captured)

@@ -1,11 +1,14 @@
-"""Split a joint graph so that its backward reads what its forward read.
+"""Split a joint graph so that its backward reads what its forward read, and does what others do.
 
     y = mul(x, clone(buffer));  copy_(buffer, mul(buffer, 0.9));  save buffer
       => saved = clone(buffer);  y = ...;  copy_(buffer, ...);  save saved
 
 AOTAutograd writes to inputs at the end of a forward. torch's partitioner (2.13) saves inputs and
-recomputes from them in the backward, as though nobody had written to them. This module can go once
-pytorch/pytorch#197039 is in every torch that is supported.
+recomputes from them in the backward, as though nobody had written to them. `_save_as_read` can go
+once pytorch/pytorch#197039 is in every torch that is supported.
+
+What is recomputed is decided by sizes, and ranks must start the same collectives: see
+`_split_as_ranks_with_tokens`. A partitioner of the user's decides for itself.
 """
 
 from __future__ import annotations

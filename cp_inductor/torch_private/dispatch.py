@@ -92,7 +92,8 @@ def on_failed_sharding(
         info.local_args = resolve(info.local_args)
         redistribute(info, *rest)
 
-    # C++ notes then what was chosen, in a table that a compile would have cleared (2.13-2.15).
+    # Dynamo must not compile these: C++ notes next what was chosen, in a table that the end of a
+    # compile clears (2.13-2.15).
     for function in (choose, redistribute_values, dispatcher.unwrap_to_op_info):
         run_uncompiled(function)
     setattr(dispatcher, CHOOSE, choose)

@@ -243,8 +243,8 @@ def describe_program(gm: fx.GraphModule) -> dict[str, str]:
     computes other numbers, or waits for a backward in vain.
 
     The order of calls is left out: it may come from a set, whose order differs by process. So are
-    whole numbers, and what is computed of sizes: a rank that compiles alone may have sizes as
-    symbols. A graph that takes DTensors apart, or makes them of a rank's own tensors, is left out.
+    whole numbers, and what is computed of sizes: one rank may have these as symbols, which bodies
+    take. A graph that takes DTensors apart, or makes them of a rank's own tensors, is left out.
 
     Args:
         gm: from Dynamo, before any pass.
@@ -259,7 +259,7 @@ def describe_program(gm: fx.GraphModule) -> dict[str, str]:
             name = getattr(node.target, "__name__", type(node.target).__name__)
             name = node.target if isinstance(node.target, str) else name
             words = pytree.tree_map(_word, (node.args, node.kwargs))
-            if isinstance(node.target, torch._ops.HigherOrderOperator):  # takes what are symbols
+            if isinstance(node.target, torch._ops.HigherOrderOperator):  # which has a body
                 words = [word for word in pytree.tree_leaves(words) if word != "."]
             calls[name].append(repr(words))
     # What these return, or take, is each rank's own.

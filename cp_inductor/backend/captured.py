@@ -48,8 +48,8 @@ class Captured:
     agree: Callable[[Sequence[Any]], Any]
     attentions: tuple[Planned, ...] = ()  # those that were captured, in the order in which they run
     types: Checking | None = None  # what checks calls of the graph, if they must be
-    # What its lowered graphs start, by "forward", "backward" and "inference"; of graphs that come
-    # from a cache nothing is known.
+    # What its lowered graphs start, by "forward", "backward" and "inference", and the "backward as
+    # traced"; of graphs that come from a cache nothing is known.
     collectives: dict[str, Sequence[Collective]] = field(default_factory=dict)
     # Places of outputs, and of inputs, that are one memory on one process.
     sharing: Sequence[tuple[list[int], list[int]]] = ()
@@ -98,6 +98,14 @@ class Captured:
     def inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the inputs that were kept."""
         return [inputs[place] for place in self.kept]
+
+    def note_backward(self, gm: fx.GraphModule) -> None:
+        """Note for the other ranks what a backward will start, which is lowered in its first call.
+
+        There they would wait for each other before they could compare it.
+        """
+        if self.settings.enabled:
+            self.collectives["backward as traced"] = list_collectives(gm)
 
     def lower(self, gm: fx.GraphModule, kind: str, **options: Any) -> Lowering | None:
         """Lower a graph of AOTAutograd, and note for the other ranks what it starts; or leave it.

@@ -113,7 +113,7 @@ def cp_aot_eager(
         }
         compile_graph = aot_autograd(
             **compilers,
-            partition_fn=Partition(),
+            partition_fn=Partition(note_backward=captured.note_backward),
             keep_inference_input_mutations=True,
         )
         with first_symbols_kept():
@@ -146,7 +146,8 @@ def compile_through_inductor(
     has_empty = any(map(_is_empty_part, nodes_of(gm)))
     captured = Captured.of(gm, settings)
     post_grad = PostGrad(cache_key(settings))
-    patches = _inductor_patches(settings, mode, post_grad)
+    partition = Partition(note_backward=captured.note_backward)
+    patches = _inductor_patches(settings, mode, post_grad, partition)
     if has_empty:
         # Empty parts would be constants, and all that is computed of them, though it may start
         # collectives: the rank would run its backward in the forward, or recompute too little.
@@ -179,11 +180,13 @@ def _empty_of(x: Tensor, size: Sequence[int], **options: Any) -> Tensor:
     return made
 
 
-def _inductor_patches(settings: Settings, mode: str | None, post_grad: PostGrad) -> dict[str, Any]:
+def _inductor_patches(
+    settings: Settings, mode: str | None, post_grad: PostGrad, partition: Partition
+) -> dict[str, Any]:
     """Return the patches of Inductor's config: the user's options and our hooks."""
     options = {**(list_mode_options(mode) if mode else {}), **settings.inductor_options}
     partitioner = "custom_partitioner_fn"
-    partition = Partition(options.get(partitioner, getattr(inductor_config, partitioner)))
+    partition.inner = options.get(partitioner, getattr(inductor_config, partitioner))
     name = "post_grad_custom_post_pass"
     custom = append_custom_pass(options.get(name, getattr(inductor_config, name)), post_grad)
     ours = (

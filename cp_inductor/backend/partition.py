@@ -13,7 +13,7 @@ What is recomputed is decided by sizes, and ranks must start the same collective
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,17 @@ from cp_inductor.torch_private.tracing import fake_mode_of
 class Partition(CustomPartitionerFn):
     """Splits as Inductor does, or as the user's own partitioner."""
 
-    def __init__(self, inner: CustomPartitionerFn | None = None) -> None:
+    def __init__(
+        self,
+        inner: CustomPartitionerFn | None = None,
+        note_backward: Callable[[fx.GraphModule], object] | None = None,
+    ) -> None:
         self.inner = inner
+        self.note_backward = note_backward
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What copies of Inductor's config have of it, and of these its cache.
+        return Partition, (self.inner,)
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -40,6 +49,8 @@ class Partition(CustomPartitionerFn):
         split: Any = self.inner or _split_as_ranks_with_tokens
         forward, backward = split(gm, joint_inputs, **kwargs)
         _save_as_read(forward, kwargs["num_fwd_outputs"])
+        if self.note_backward is not None:
+            self.note_backward(backward)
         return forward, backward
 
     def uuid(self) -> object | None:

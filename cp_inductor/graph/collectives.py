@@ -49,14 +49,15 @@ class Collective:
 def list_collectives(gm: fx.GraphModule) -> tuple[Collective, ...]:
     """Return what a graph starts among all ranks of groups, in order.
 
-    Ranks also meet to plan a batch: they compare its tables. Not counted is what one rank sends to
-    one other, as in a pipeline, where ranks differ.
+    Ranks also meet to plan a batch, where they compare its tables, and in attentions that are not
+    yet lowered. Not counted is what one rank sends to one other, as in a pipeline, where ranks
+    differ.
     """
-    collectives = []
-    plan_batch = torch.ops.cp_inductor.plan_batch.default
+    collectives, ops = [], torch.ops.cp_inductor
+    ours = {op.default for op in (ops.plan_batch, ops.attention, ops.attention_backward)}
     for node in nodes_of(gm):
         target: Any = node.target
-        if not (target is plan_batch or is_start(node)):
+        if not (target in ours or is_start(node)):
             continue
         names = [argument.name for argument in target._schema.arguments]
         if "group_name" not in names or {"tag", "tag_list"} & {*names}:
@@ -65,7 +66,7 @@ def list_collectives(gm: fx.GraphModule) -> tuple[Collective, ...]:
         group, value = arguments["group_name"], node.meta["val"]
         tensors: list[Tensor] = list(value) if isinstance(value, (list, tuple)) else [value]
         # Plans say what ranks send each other in an all-to-all, where it differs between them.
-        own = () if target is plan_batch or target in STARTS else tensors
+        own = () if target in ours | STARTS else tensors
         sizes = tuple(size for tensor in own for size in tensor.shape)
         is_static = all(isinstance(size, int) for size in sizes)
         dtype = str(tensors[0].dtype).removeprefix("torch.")

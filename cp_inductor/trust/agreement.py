@@ -264,7 +264,7 @@ class AgreedGraph:
     planned: Sequence[Planned]  # the attentions of the graph, in the order in which they run
     inputs: InitVar[Sequence[fx.Node]]  # the placeholders of the graph, with their example values
     flags: Mapping[str, str]  # what the order of exchanges depends on, or who computes attentions
-    # What its lowered graphs start, by their kinds, as far as that is known.
+    # What its graphs from AOTAutograd start, by their kinds, as far as that is known.
     collectives: Mapping[str, Sequence[Collective]]
     # What is known of its program, see `describe_program`, if the graph is all that is compiled of
     # the model, on every rank. Then how many attentions there are, and in which order, is compared
@@ -314,7 +314,7 @@ class AgreedGraph:
     def _agree(self, log: Log, group_name: str, args: Sequence[Any]) -> None:
         has_grad = torch.is_grad_enabled()
         values = tuple(int(_sizes_in(args[at])[index]) for at, index in self.sources.values())
-        # A backward may be lowered when it is first called.
+        # A backward is lowered when it is first called. Until then it is known as it was traced.
         key = (group_name, has_grad, values, tuple(self.collectives))
         if key not in self.known:
             self.known[key] = self._describe(*key)
@@ -344,7 +344,7 @@ class AgreedGraph:
             order = digest([claim.kind for claim in claims])
             program = {"attentions": str(len(claims)), "their order": order, **self.whole}
             for kind in kinds:
-                direction = "backward" if kind == "backward" else "forward"
+                direction = "forward" if kind == "inference" else kind
                 program |= describe_collectives(direction, self.collectives[kind], group_name)
         claims[0] = replace(
             first,

@@ -18,7 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -27,6 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_inductor
 import cp_inductor.trust.log
+from cp_inductor.backend import compile as backends
+from cp_inductor.backend.partition import Partition
 from cp_inductor.ops.attention import attention
 from cp_inductor.passes import pipeline
 from cp_inductor.plan import Recipe, resolve
@@ -348,6 +352,38 @@ def test_ranks_whose_graphs_start_other_collectives() -> None:
 
         call = compiled(attend, options={"mesh": mesh, "check_sequence": False})
         assert_told_alike(refusal_of(partial(call, *shards)), *parts)
+
+
+class KeepAll(CustomPartitionerFn):
+    """A user's partitioner that computes nothing again, whatever is in a checkpoint."""
+
+    def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        for node in gm.graph.nodes:
+            node.meta.pop("recompute", None)
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return "keep all"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cp_inductor", "cp_aot_eager"])
+@on_ranks(2, deadline_s=120)
+def test_ranks_whose_first_backwards_start_other_collectives(backend: str) -> None:
+    """One rank computes an attention again in its backward, and the other has kept it.
+
+    They are told before the forward starts, though the backward is lowered in its first call.
+    """
+    run = torch.compile(
+        cp_inductor.parallelize(Checkpointed(), world_mesh()), backend=backend, fullgraph=True
+    )
+    partitioner = KeepAll() if dist.get_rank() == ODD else None
+    with (
+        torch._inductor.config.patch(custom_partitioner_fn=partitioner),
+        mock.patch.object(backends, "Partition", partial(Partition, partitioner)),
+    ):
+        message = refusal_of(lambda: run(torch.arange(6)[None]))
+    assert_told_alike(message, "collectives of its backward as traced: ", "1 attention of float32")
 
 
 @on_ranks(2, deadline_s=90)

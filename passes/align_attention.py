@@ -168,8 +168,9 @@ def _inline_varlen(node: fx.Node, call: dict[str, Any]) -> None:
         docs_k = docs_q if is_same else insert_call(node, document_numbers, other, key.shape[2])
         scale = call["scale"]
         scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
-        mods = [_body(node, _unchanged), _body(node, _mask_mod(*_window(call)))]
-        args = (*sides, mods[0], (mods[1],), scale, OF_VARLEN, (), (docs_q, docs_k))
+        score_mod = _body(node, lambda score, b, h, q, k: score)
+        mask_mod = _body(node, _mask_mod(*_window(call)))
+        args = (*sides, score_mod, (mask_mod,), scale, OF_VARLEN, (), (docs_q, docs_k))
         flex = node.graph.call_function(FLEX, args)
         statistic = query[..., 0].to(torch.promote_types(query.dtype, torch.float32))
         flex.meta = {**node.meta, "example_value": (query, statistic, statistic)}
@@ -187,10 +188,6 @@ def _result(node: fx.Node, flex: fx.Node, place: Any) -> fx.Node:
         )
     taken = insert_call(node, "squeeze", insert_call(node, getitem, flex, place), 0)
     return insert_call(node, "transpose", taken, 0, 1) if place == OUT else taken
-
-
-def _unchanged(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    return score
 
 
 def _mask_mod(left: int, right: int) -> Callable[..., Any]:

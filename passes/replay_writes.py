@@ -42,6 +42,7 @@ from cp_inductor.errors import UnsupportedWrite
 from cp_inductor.graph.nodes import call_target, graphs_of, name_of, recompile_all
 from cp_inductor.graph.subgraphs import Calls, calls_of
 from cp_inductor.modules.whole_batches import PART_OF_BATCH, write_to_part
+from cp_inductor.passes.nodes import merge_equal
 from cp_inductor.torch_private.dtensor import local_of
 from cp_inductor.torch_private.tracing import (
     fake_copy,
@@ -60,13 +61,30 @@ _SIMPLE = (aten.copy_.default, aten.fill_.Scalar, aten.zero_.default)
 
 def replay_writes(gm: fx.GraphModule) -> None:
     """Rewrite the writes, in place; a graph in which one of them is refused is unusable."""
-    graphs = (graph for graph in graphs_of(gm) if any(map(_may_write, graph.nodes)))
+    graphs = [graph for graph in graphs_of(gm) if any(map(_may_write, graph.nodes))]
+    for graph in graphs:
+        _read_once(graph)
     aliases_of, calls = {graph: _Aliases(graph) for graph in graphs}, calls_of(gm)
     for aliases in aliases_of.values():
         _check_outside(aliases, calls)
-    is_changed = [_Replay(graph, aliases).run() for graph, aliases in aliases_of.items()]
-    if any(is_changed):
+    for graph, aliases in aliases_of.items():
+        _Replay(graph, aliases).run()
+    if graphs:
         recompile_all(gm)
+
+
+def _read_once(graph: fx.Graph) -> None:
+    """Have a graph read what it writes to as one DTensor, so that autograd knows of the writes.
+
+    y = x * from_local(n); from_local(n).mul_(2)   =>   m = from_local(n); y = x * m; m.mul_(2)
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    reads = graph.find_nodes(op="call_function", target=DTensor.from_local)
+    written = {read.args[0] for read in reads if _may_write(read)}
+    alike = [r for r in reads if r.args[0] in written and {*r.all_input_nodes} <= {*inputs}]
+    for read in sorted(alike, key=_is_differentiated):
+        inputs[-1].append(read)  # ahead of those under no_grad
+    merge_equal(graph, alike.__contains__)
 
 
 def _dtensors_of(node: fx.Node) -> list[DTensor]:
@@ -209,8 +227,8 @@ class _Replay:
         self.is_tracked = torch.is_grad_enabled()
         self.tracked: dict[fx.Node, bool] = {}
 
-    def run(self) -> bool:
-        """Rewrite, and return whether there was anything to rewrite."""
+    def run(self) -> None:
+        """Rewrite."""
         replaced: list[fx.Node] = []
         for node in self.places:
             node.args, node.kwargs = self._now((node.args, node.kwargs))
@@ -227,7 +245,6 @@ class _Replay:
         for node in sorted(views.union(replaced), key=self.places.__getitem__, reverse=True):
             if not node.users:
                 self.graph.erase_node(node)
-        return bool(replaced)
 
     def _now(self, value: Any) -> Any:
         return fx.map_arg(value, lambda node: self.current.get(node, node))

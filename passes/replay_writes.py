@@ -74,10 +74,7 @@ def replay_writes(gm: fx.GraphModule) -> None:
 
 
 def _read_once(graph: fx.Graph) -> None:
-    """Have a graph read what it writes to as one DTensor, so that autograd knows of the writes.
-
-    y = x * from_local(n); from_local(n).mul_(2)   =>   m = from_local(n); y = x * m; m.mul_(2)
-    """
+    """Have a graph read what it writes to as one DTensor, so that autograd knows of the writes."""
     inputs = graph.find_nodes(op="placeholder")
     reads = graph.find_nodes(op="call_function", target=DTensor.from_local)
     written = {read.args[0] for read in reads if _may_write(read)}

@@ -109,10 +109,13 @@ class Description:
         read = self._read_by(node)
         passes = looks_through(node) or node.target is WAIT
         if not passes and is_fusible(node):
-            users = self.users[node]
-            is_cheap = 0 < len(users) <= MOST_USERS and len(read) <= MOST_READ
-            passes = is_cheap and all(map(is_fusible, users))
+            passes = self._is_inlined(node, read)
         self.sources[node] = read if passes else frozenset((node,))
+
+    def _is_inlined(self, node: fx.Node, read: frozenset[fx.Node]) -> bool:
+        users = self.users[node]
+        is_cheap = 0 < len(users) <= MOST_USERS and len(read) <= MOST_READ
+        return is_cheap and all(map(is_fusible, users))
 
     def _instruction(self, node: fx.Node, inputs: tuple[int, ...]) -> Instruction:
         if node not in self.sources[node] and node.target is not WAIT:

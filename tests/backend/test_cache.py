@@ -24,6 +24,7 @@ from cp_inductor import source
 from cp_inductor.backend import cache_key
 from cp_inductor.backend import compile as backend
 from cp_inductor.backend.captured import Captured
+from cp_inductor.backend.partition import Partition
 from cp_inductor.dtensor.recipe import PlanOptions
 from cp_inductor.passes.pipeline import PostGrad
 from cp_inductor.passes.settings import Settings
@@ -97,7 +98,9 @@ def test_a_mean_over_labels_of_plain_shards_is_cached(monkeypatch: pytest.Monkey
     ) -> Callable[..., Any]:
         Captured.of(gm, settings)
         assert count_labels in [node.target for node in gm.graph.nodes]
-        with inductor_config.patch(backend._inductor_patches(settings, None, PostGrad(""))):
+        with inductor_config.patch(
+            backend._inductor_patches(settings, None, PostGrad(""), Partition())
+        ):
             check_cacheable(gm)
         return gm.forward
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cp_inductor.source import source_hash
@@ -49,6 +50,7 @@ class Partition(CustomPartitionerFn):
         split: Any = self.inner or _split_as_ranks_with_tokens
         forward, backward = split(gm, joint_inputs, **kwargs)
         _save_as_read(forward, kwargs["num_fwd_outputs"])
+        _save_meshes_last(forward, backward, kwargs["num_fwd_outputs"])
         if self.note_backward is not None:
             self.note_backward(backward)
         return forward, backward
@@ -98,6 +100,28 @@ def _save_as_read(forward: fx.GraphModule, num_outputs: int) -> None:
             outputs[place].meta = {**node.meta, "val": node.meta["val"].clone()}
     output.args = (tuple(outputs),)
     forward.recompile()
+
+
+def _save_meshes_last(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+    """Save meshes of DTensors behind all tensors and before sizes, where the runtime expects them.
+
+    torch (2.13) appends states of generators, from which a checkpoint draws again, to both.
+    """
+    output: Any = forward.graph.output_node()
+    returned, saved = output.args[0][:num_outputs], output.args[0][num_outputs:]
+    output.args = ((*returned, *sorted(saved, key=_place_of)),)
+    inputs = backward.graph.find_nodes(op="placeholder")[: len(saved)]
+    meshes = [node for node in inputs if _place_of(node) == 1]
+    end: Any = inputs[-1].next if meshes else None
+    for mesh in meshes:
+        end.prepend(mesh)
+    forward.recompile()
+    backward.recompile()
+
+
+def _place_of(saved: fx.Node) -> int:
+    value = saved.meta["val"]
+    return 0 if isinstance(value, Tensor) else 2 if isinstance(value, py_sym_types) else 1
 
 
 def _memory_of(node: Any) -> StorageWeakRef | None:

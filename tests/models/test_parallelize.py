@@ -215,6 +215,35 @@ def test_results_beside_plain_labels() -> None:
             assert_same_gradients(model, reference, pair)
 
 
+class Redrawing(nn.Module):
+    """Draws random numbers in a checkpoint, which practically never drop anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.rows = nn.Embedding(7, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return checkpoint(self.drop, self.tokens(ids), use_reentrant=False).square().mean()
+
+    def drop(self, x: Tensor) -> Tensor:
+        return F.dropout(self.rows(x), 1e-15)
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_draws_again_among_sharded_weights() -> None:
+    """States of generators are saved beside the mesh, whose place among what is saved is known."""
+    model = Redrawing().double()
+    reference = copy.deepcopy(model)
+    cp_inductor.parallelize(model, world_mesh(), weights=world_mesh())
+    run = compiled(model, AOT, fullgraph=True, dynamic=True)
+    for length in (7, 8):
+        ids = torch.arange(2 * length).view(2, length) % 7
+        pair = [one(ids) for one in (run, reference)]
+        for loss in pair:
+            loss.backward()
+        assert_same_gradients(model, reference, pair)
+
+
 class Scaling(nn.Module):
     """Multiplies by a buffer, which it then writes to if it is asked to."""
 

@@ -52,6 +52,7 @@ from cp_inductor.torch_private.tracing import (
     memory_of,
     tensors_in,
     trace_fake,
+    unbacked_ignored,
     writes_of,
 )
 
@@ -61,19 +62,17 @@ _SIMPLE = (aten.copy_.default, aten.fill_.Scalar, aten.zero_.default)
 
 def replay_writes(gm: fx.GraphModule) -> None:
     """Rewrite the writes, in place; a graph in which one of them is refused is unusable."""
-    graphs = [graph for graph in graphs_of(gm) if any(map(_may_write, graph.nodes))]
-    for graph in graphs:
-        _read_once(graph)
-    aliases_of, calls = {graph: _Aliases(graph) for graph in graphs}, calls_of(gm)
+    graphs = (graph for graph in graphs_of(gm) if any(map(_may_write, graph.nodes)))
+    aliases_of, calls = {graph: _Aliases(graph) for graph in map(_read_once, graphs)}, calls_of(gm)
     for aliases in aliases_of.values():
         _check_outside(aliases, calls)
     for graph, aliases in aliases_of.items():
         _Replay(graph, aliases).run()
-    if graphs:
+    if aliases_of:
         recompile_all(gm)
 
 
-def _read_once(graph: fx.Graph) -> None:
+def _read_once(graph: fx.Graph) -> fx.Graph:
     """Have a graph read what it writes to as one DTensor, so that autograd knows of the writes."""
     inputs = graph.find_nodes(op="placeholder")
     reads = graph.find_nodes(op="call_function", target=DTensor.from_local)
@@ -82,6 +81,7 @@ def _read_once(graph: fx.Graph) -> None:
     for read in sorted(alike, key=_is_differentiated):
         inputs[-1].append(read)  # ahead of those under no_grad
     merge_equal(graph, alike.__contains__)
+    return graph
 
 
 def _dtensors_of(node: fx.Node) -> list[DTensor]:
@@ -159,7 +159,7 @@ class _Aliases:
     def _run(self, node: fx.Node) -> tuple[Any, list[tuple[Any, Tensor]]]:
         if node.op in ("call_function", "call_method"):
             made: list[Any] = []
-            with suppress(Exception):  # what only DTensors have, bodies, and what reads numbers
+            with unbacked_ignored(self.like), suppress(Exception):  # DTensor's own, bodies, items
                 run = partial(_call, node, self._values.__getitem__)
                 written = writes_of(lambda: made.append(run()), self.like)
                 return made[0], written

@@ -22,10 +22,14 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy
 
+from cp_inductor.graph.collectives import WAIT, is_start
 from cp_inductor.source import source_hash
 from cp_inductor.torch_private.sizes import is_zero
 from cp_inductor.torch_private.tracing import fake_mode_of
+
+_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 class Partition(CustomPartitionerFn):
@@ -47,10 +51,14 @@ class Partition(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and the backward."""
+        # What a checkpoint computes again, another rank may read.
+        has_checkpoint = any(node.meta.get("recompute") in _AGAIN for node in gm.graph.nodes)
         split: Any = self.inner or _split_as_ranks_with_tokens
         forward, backward = split(gm, joint_inputs, **kwargs)
         _save_as_read(forward, kwargs["num_fwd_outputs"])
         _save_meshes_last(forward, backward, kwargs["num_fwd_outputs"])
+        if not has_checkpoint:
+            _drop_unread(backward)
         if self.note_backward is not None:
             self.note_backward(backward)
         return forward, backward
@@ -116,6 +124,21 @@ def _save_meshes_last(forward: fx.GraphModule, backward: fx.GraphModule, num_out
     for mesh in meshes:
         end.prepend(mesh)
     forward.recompile()
+    backward.recompile()
+
+
+def _drop_unread(backward: fx.GraphModule) -> None:
+    """Drop collectives of the forward that nobody reads.
+
+    torch (2.13-2.15) copies waits that can be computed of what is saved. Which sizes are, by
+    chance, differs between ranks.
+    """
+
+    def is_kept(node: fx.Node) -> bool:
+        start: Any = node.args[0] if node.target is WAIT else node
+        return node.is_impure() and not (is_start(start) and not start.target._schema.is_mutable)
+
+    backward.graph.eliminate_dead_code(is_kept)
     backward.recompile()
 
 

@@ -250,6 +250,36 @@ def test_a_checkpoint_that_draws_again_among_sharded_weights() -> None:
     assert model.calls == reference.calls == 2
 
 
+class Summing(nn.Module):
+    """Sums over the tokens before each, behind a dropout that practically drops nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.rows, self.norm = nn.Embedding(7, 4), nn.Linear(4, 4), nn.RMSNorm(4)
+        self.head = nn.Linear(4, 7)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        x = self.norm(x + F.dropout(self.rows(x), 1e-15))
+        logits = self.head(x + x.cumsum(1) / 9)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@on_ranks(3, deadline_s=120)
+def test_a_rank_that_had_no_tokens_starts_what_others_do() -> None:
+    """At the second length torch copied two gathers to the backwards of the other ranks alone."""
+    model = Summing().double()
+    reference = copy.deepcopy(model)
+    cp_inductor.parallelize(model, world_mesh(), weights=world_mesh())
+    run = compiled(model, AOT, fullgraph=True)
+    for length in (4, 6):
+        ids = torch.arange(2 * length).view(2, length) % 7
+        pair = [one(ids) for one in (run, reference)]
+        for loss in pair:
+            loss.backward()
+        assert_same_gradients(model, reference, pair)
+
+
 class Scaling(nn.Module):
     """Multiplies by a buffer, which it then writes to if it is asked to."""
 

@@ -8,7 +8,8 @@ recomputes from them in the backward, as though nobody had written to them. `_sa
 once pytorch/pytorch#197039 is in every torch that is supported.
 
 What is recomputed is decided by sizes, and ranks must start the same collectives: see
-`_split_as_ranks_with_tokens`. A partitioner of the user's decides for itself.
+`_split_as_ranks_with_tokens` and `_drop_unread`. A partitioner of the user's decides for itself;
+ranks compare what it leaves to the backward.
 """
 
 from __future__ import annotations

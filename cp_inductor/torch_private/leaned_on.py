@@ -64,6 +64,7 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
     "torch._dynamo.variables.higher_order_ops": ("_checkpoint_context_fn",),
     "torch._functorch._aot_autograd.runtime_wrappers": ("class CompiledFunction(",),
     "torch._functorch._aot_autograd.graph_compile": ("eager_input_vals",),
+    "torch._functorch.partitioners": ('node.meta.get("recompute", None)',),
     "torch._functorch._aot_autograd.graph_capture": ('meta["desc"]',),
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": ("_checkpoint_wrapped_module",),
     "torch.utils.checkpoint": (

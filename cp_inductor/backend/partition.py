@@ -144,7 +144,7 @@ def _drop_unread(backward: fx.GraphModule) -> None:
 
 
 def _place_of(saved: fx.Node) -> int:
-    value = saved.meta["val"]
+    value = saved.meta["val"]  # of a tensor, a mesh, or a size
     return 0 if isinstance(value, Tensor) else 2 if isinstance(value, py_sym_types) else 1
 
 

@@ -12,7 +12,7 @@ import pickle
 import random
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
@@ -215,6 +215,21 @@ def test_results_beside_plain_labels() -> None:
             assert_same_gradients(model, reference, pair)
 
 
+def assert_same_at_lengths(
+    model: nn.Module, lengths: Sequence[int], *, dynamic: bool | None = None, **options: Any
+) -> None:
+    """Compare a model, parallelized and compiled, with itself on one process, step by step."""
+    reference = copy.deepcopy(model)
+    cp_inductor.parallelize(model, world_mesh(), **options)
+    run = compiled(model, AOT, fullgraph=True, dynamic=dynamic)
+    for length in lengths:
+        ids = torch.arange(2 * length).view(2, length) % 7
+        pair = [one(ids) for one in (run, reference)]
+        for loss in pair:
+            loss.backward()
+        assert_same_gradients(model, reference, pair)
+
+
 class Redrawing(nn.Module):
     """Counts its calls, and draws in a checkpoint, which practically never drops anything."""
 
@@ -238,16 +253,8 @@ def test_a_checkpoint_that_draws_again_among_sharded_weights() -> None:
     What the graph writes to is followed; a float of a module, as of nn.Embedding, is read in it.
     """
     model = Redrawing().double()
-    reference = copy.deepcopy(model)
-    cp_inductor.parallelize(model, world_mesh(), weights=world_mesh())
-    run = compiled(model, AOT, fullgraph=True, dynamic=True)
-    for length in (7, 8):
-        ids = torch.arange(2 * length).view(2, length) % 7
-        pair = [one(ids) for one in (run, reference)]
-        for loss in pair:
-            loss.backward()
-        assert_same_gradients(model, reference, pair)
-    assert model.calls == reference.calls == 2
+    assert_same_at_lengths(model, (7, 8), weights=world_mesh(), dynamic=True)
+    assert model.calls == 2
 
 
 class Summing(nn.Module):
@@ -268,16 +275,36 @@ class Summing(nn.Module):
 @on_ranks(3, deadline_s=120)
 def test_a_rank_that_had_no_tokens_starts_what_others_do() -> None:
     """At the second length torch copied two gathers to the backwards of the other ranks alone."""
-    model = Summing().double()
-    reference = copy.deepcopy(model)
-    cp_inductor.parallelize(model, world_mesh(), weights=world_mesh())
-    run = compiled(model, AOT, fullgraph=True)
-    for length in (4, 6):
-        ids = torch.arange(2 * length).view(2, length) % 7
-        pair = [one(ids) for one in (run, reference)]
-        for loss in pair:
-            loss.backward()
-        assert_same_gradients(model, reference, pair)
+    assert_same_at_lengths(Summing().double(), (4, 6), weights=world_mesh())
+
+
+def normalize(model: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        model.rows.weight.div_(1 + model.rows.weight.norm())
+
+
+class Writing(nn.Module):
+    """Writes to what it reads afterwards, as it is told."""
+
+    def __init__(self, write: Callable[[Any, Tensor], object]) -> None:
+        super().__init__()
+        self.write, self.tokens, self.rows = write, nn.Embedding(7, 4), nn.Linear(4, 4)
+        self.register_buffer("scale", torch.rand(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        self.write(self, x)
+        return (self.rows(x) * self.scale).square().mean()
+
+
+@on_ranks(2)
+def test_what_a_graph_writes_to_is_read_with_its_gradient() -> None:
+    for write in (
+        lambda model, x: model.scale.copy_(x.mean((0, 1))),
+        lambda model, x: model.scale.add_(x.mean((0, 1))),
+        normalize,
+    ):
+        assert_same_at_lengths(Writing(write).double(), (7,))
 
 
 class Scaling(nn.Module):
